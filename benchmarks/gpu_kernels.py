@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu_limits import limits
 from benchmarks.gpu_tools import Clock, Setting, milliseconds, zipf_ids
 from benchmarks.harness import NotRun, Outcome, Table, WrongResult
-from stoker.ops import AddressSpace, Bags, ReferenceBackend, Rounding, RowRule
+from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.gpu.backend import TritonBackend, interpreted
 from stoker.ops.space import make_space
 
@@ -140,7 +140,7 @@ def plan_of(setting: Setting) -> Plan:
 def check(device: torch.device, plan: Plan, clock: Clock) -> tuple[Checks, list[int]]:
     """All kernels against the reference on the same device, to the bit; and the widths left out for lack of time."""
     checks, g = Checks(), torch.Generator().manual_seed(1)
-    backend, reference = TritonBackend(), ReferenceBackend()
+    backend, reference = TritonBackend(), Backend()
     sizes, left = list(plan.sizes), []
     space = space_of(sizes)
     keys = tuple(2**40 * (i + 1) - 2**61 for i in range(len(sizes)))
@@ -187,7 +187,7 @@ def check(device: torch.device, plan: Plan, clock: Clock) -> tuple[Checks, list[
 def check_update(
     checks: Checks,
     where: str,
-    backends: tuple[TritonBackend, ReferenceBackend],
+    backends: tuple[TritonBackend, Backend],
     weight: Tensor,
     space: AddressSpace,
     bags: Bags,

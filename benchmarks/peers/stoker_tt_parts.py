@@ -39,8 +39,8 @@ def chains(rows, shape):
             Level(
                 digit=ordered,
                 parent=None if places is None else places[order],
-                digits=found.tolist(),
-                start=start.tolist(),
+                digits=found,
+                start=start,
                 by_prefix=by_prefix,
                 children=None if places is None else torch.ones_like(order),
             )

@@ -103,7 +103,9 @@ def test_equals_the_reference_to_the_bit(case, number, dtype, threads):
 def test_every_run_of_16_rows_has_one_part_of_its_table(tables, threads):
     space = make_space([f"t{i}" for i in range(len(tables))], tables, [[f"f{i}"] for i in range(len(tables))],
                        [f"f{i}" for i in range(len(tables))])  # fmt: skip
-    items, parts = CPU._layout(space).items(threads)
+    from stoker.ops.cpu.backend import share_work
+
+    items, parts = share_work(space, threads)
     found = sorted(map(tuple, items.tolist()))
     assert found == [(table, part) for table in range(len(tables)) for part in range(parts[table])]
     for table, rows in enumerate(tables):

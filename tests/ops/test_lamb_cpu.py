@@ -31,7 +31,6 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
     g = torch.Generator().manual_seed(seed)
     space = make_space(["a", "b"], [400, 600], [["x"], ["y"]], ["x", "y"])
     rows = torch.randperm(1000, generator=g)[:count]
-    table = (rows >= 400).to(torch.int64)
     rounding = Rounding((5, -7))
     if slotted:
         local = torch.randint(0, 2**40, (1000,), generator=g)
@@ -40,7 +39,8 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
     weight = (scale * torch.randn(1000, dim, generator=g)).to(dtype)
     state = {"exp_avg": torch.randn(1000, dim, generator=g), "exp_avg_sq": torch.rand(1000, dim, generator=g)}
     grad = torch.randn(count, dim, generator=g)
-    counts = torch.randint(1, 50, (count,), generator=g)
+    which = torch.arange(count).repeat_interleave(torch.randint(1, 50, (count,), generator=g))
+    touched = lamb.Touched(rows, (rows >= 400).to(torch.int64), 2, which)
     before, found = torch.get_num_threads(), []
     torch.set_num_threads(threads)
     try:
@@ -50,8 +50,8 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
             for tick in (0, 1):
                 rule = optimizer.rule(tick)
                 given = grad.clone() if tick == 0 else None
-                directions, lengths = backend.lamb_direct(w, s, rows, table, 2, given, rule, counts)
-                grown = backend.lamb_move(w, rows, table, directions, [0.3, 1.7], rule, rounding, space)
+                directions, lengths = backend.lamb_direct(w, s, touched, given, rule)
+                grown = backend.lamb_move(w, touched, directions, [0.3, 1.7], rule, rounding, space)
                 outcome += [directions, lengths, grown]
             found.append([*outcome, w, *s.values()])
     finally:
@@ -64,6 +64,7 @@ def test_without_trust_l2_is_adams_weight_decay():
     """Both go through the moments, so both see the same gradients; only the order of two factors differs."""
     g = torch.Generator().manual_seed(1)
     weight, rows = torch.randn(50, 8, generator=g), torch.arange(0, 50, 2)
+    touched = lamb.Touched(rows, rows * 0, 1, torch.arange(25))
     space = make_space(["a"], [50], [["x"]], ["x"])
     adam, plain, ours = (weight.clone() for _ in range(3))
     states = [{"exp_avg": torch.zeros(50, 8), "exp_avg_sq": torch.zeros(50, 8)} for _ in range(3)]
@@ -73,8 +74,8 @@ def test_without_trust_l2_is_adams_weight_decay():
         update_rows(adam, states[0], rows, grad, rule)
         for w, state, l2 in ((plain, states[1], 0.0), (ours, states[2], 0.05)):
             rule = LAMB(lr=0.1, l2=l2).rule(tick)
-            directions, _ = CPU.lamb_direct(w, state, rows, rows * 0, 1, grad.clone(), rule, None)
-            CPU.lamb_move(w, rows, rows * 0, directions, [1.0], rule, Rounding((0,)), space)
+            directions, _ = CPU.lamb_direct(w, state, touched, grad.clone(), rule)
+            CPU.lamb_move(w, touched, directions, [1.0], rule, Rounding((0,)), space)
     torch.testing.assert_close(ours, adam, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(states[2], states[0], rtol=1e-5, atol=1e-8)
     assert (plain - adam).abs().max() > 0.05
@@ -83,8 +84,12 @@ def test_without_trust_l2_is_adams_weight_decay():
 def test_more_rows_than_their_integers_may_sum_go_to_the_definition(monkeypatch):
     asked = []
     monkeypatch.setattr("stoker.ops.cpu.backend.ROWS", 3)
-    monkeypatch.setattr(lamb, "direct", lambda weight, *rest: asked.append(len(rest[1])) or torch.zeros(4, 2))
+    monkeypatch.setattr(
+        lamb, "direct", lambda weight, state, found, *rest: asked.append(len(found.rows)) or torch.zeros(4, 2)
+    )
     state = {"exp_avg": torch.zeros(9, 2), "exp_avg_sq": torch.zeros(9, 2)}
     rows = torch.arange(4)
-    CPU.lamb_direct(torch.zeros(9, 2), state, rows, rows * 0, 1, torch.zeros(4, 2), LAMBS[0].rule(0), None)
+    CPU.lamb_direct(
+        torch.zeros(9, 2), state, lamb.Touched(rows, rows * 0, 1, rows), torch.zeros(4, 2), LAMBS[0].rule(0)
+    )
     assert asked == [4]

@@ -130,7 +130,7 @@ def test_row_norm_is_the_sum_of_squares(dim, seed):
 
 def test_exact_sqrt_is_correctly_rounded():
     values = torch.rand(100_000)
-    assert (reference.exact_sqrt(values).numpy() == values.numpy() ** 0.5).all()
+    assert (reference.Tensors.sqrt(values).numpy() == values.numpy() ** 0.5).all()
 
 
 def test_initial_rows_do_not_depend_on_the_range_asked_for():

@@ -181,10 +181,10 @@ def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool
         assert len(level.digit) == len(prefixes) == len(value)
         assert value.shape == (len(prefixes), math.prod(shape.cols[:place]), (*shape.ranks, 1)[place - 1])
         # Nodes of a digit lie together, in ascending order of the digits; by_prefix lists each node once.
-        assert level.digits == torch.unique(level.digit).tolist()
+        assert torch.equal(level.digits, torch.unique(level.digit))
         assert level.start[0] == 0
         assert level.start[-1] == len(level.digit)
-        for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
+        for digit, begin, stop in level.blocks:
             assert (level.digit[begin:stop] == digit).all()
         assert torch.equal(torch.sort(level.by_prefix)[0], torch.arange(len(prefixes)))
         assert torch.equal(level.digit[level.by_prefix], torch.tensor(sorted(prefixes)) % shape.rows[place - 1])

@@ -52,7 +52,7 @@ def close(mine: torch.Tensor, plain: torch.Tensor) -> None:
 @pytest.mark.parametrize("count", [0, 1, 40, 3000])
 def test_kernels_equal_the_plain_form(shape: TTShape, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trie, values, slices = both_ways(shape, count)
-    monkeypatch.setattr(tensor_train, "_HAVE_NUMBA", False)
+    monkeypatch.setattr(tensor_train, "HAVE_NUMBA", False)
     plain_trie, plain_values, plain_slices = both_ways(shape, count)
     for level, plain in zip(trie.levels, plain_trie.levels, strict=True):
         for field in fields(plain):

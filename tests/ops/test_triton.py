@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.ops import AddressSpace, Bags, ReferenceBackend, Rounding, RowRule, get_backend
-from stoker.ops.rule import STATE
+from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule, get_backend
+from stoker.ops.rule import RULES
 from stoker.ops.space import make_space
 from stoker.optim import Adagrad
 from stoker.tables import EmbeddingTables, TableConfig
@@ -30,7 +30,7 @@ from stoker.tables import EmbeddingTables, TableConfig
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SOURCE = str(Path(__file__).parents[2] / "src")
-SHAPES = {kind: dict.fromkeys(names, "scalar" if kind == "rowwise_adagrad" else "row") for kind, names in STATE.items()}
+SHAPES = {kind: rule.state for kind, rule in RULES.items() if rule.scope == "row"}
 DIMS = st.sampled_from([1, 3, 4, 16, 17, 64, 100, 128])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LAYOUTS = st.sampled_from(["one", "one weighted", "sum", "mean", "weighted"])
@@ -38,7 +38,7 @@ LAYOUTS = st.sampled_from(["one", "one weighted", "sum", "mean", "weighted"])
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed here"
 )
-REFERENCE = ReferenceBackend()
+REFERENCE = Backend()
 
 
 def on_device(function: Any) -> Any:
@@ -211,7 +211,7 @@ def test_lookup(dim: int, dtype: torch.dtype, layout: str, index: torch.dtype, b
     DIMS,
     DTYPES,
     LAYOUTS,
-    st.sampled_from(sorted(STATE)),
+    st.sampled_from(sorted(SHAPES)),
     st.sampled_from(
         [{}, {"clip_value": 0.5}, {"clip_norm": 1.5}, {"weight_decay": 0.1}, {"cow_ratio": 0.3, "cow_floor": 0.1}]
     ),
@@ -239,7 +239,7 @@ def test_update(
 
 
 @on_device
-@pytest.mark.parametrize("kind", sorted(STATE))
+@pytest.mark.parametrize("kind", sorted(SHAPES))
 def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
     g = torch.Generator().manual_seed(1)
     space = space_of(4, 50)
@@ -271,7 +271,7 @@ def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("kind", sorted(STATE))
+@pytest.mark.parametrize("kind", sorted(SHAPES))
 def test_not_a_number_stays_in_its_row(kind: str) -> None:
     g = torch.Generator().manual_seed(2)
     space = space_of(4, 50)

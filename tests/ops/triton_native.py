@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from stoker.ops import Bags, Rounding, RowRule
-from stoker.ops.rule import STATE
+from stoker.ops.rule import RULES
 from stoker.ops.space import make_space
 
 # A fused multiply-add, an approximate division or square root, or flushing of tiny numbers to zero.
@@ -91,9 +91,13 @@ def launches(dims: Sequence[int], *, full: bool) -> None:
 def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
     extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
     # The step comes after the sums: every rule with one layout, and with the others only those that differ in shape.
-    kinds = STATE if full or bags.offsets is None else ("sgd", "rowwise_adagrad", "adam")
+    kinds = (
+        [kind for kind, rule in RULES.items() if rule.scope == "row"]
+        if full or bags.offsets is None
+        else ("sgd", "rowwise_adagrad", "adam")
+    )
     for kind in kinds:
-        names = STATE[kind]
+        names = RULES[kind].state
         state = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
         for extra in [*extras, {}] if full else extras:
             rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, **extra)

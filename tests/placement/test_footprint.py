@@ -8,13 +8,13 @@ import torch
 
 import stoker
 from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, stage
+from stoker.ops.space import HAVE_NUMBA
 from stoker.placement import footprint as footprint_module
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.stores.home import has_numba
 
 BATCH, DIM = 512, 16
 ROW = 4 * DIM + 4
@@ -40,7 +40,7 @@ class Stream(list[Batch]):
         return self[step:]
 
 
-@pytest.mark.skipif(not has_numba(), reason="counts what Numba's planner holds, and numba is not installed here")
+@pytest.mark.skipif(not HAVE_NUMBA, reason="counts what Numba's planner holds, and numba is not installed here")
 @pytest.mark.parametrize(("lookahead", "foresight"), [(4, False), (48, False), (4, True)])
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, foresight: bool):

@@ -99,7 +99,7 @@ def test_training_fetches_no_more_than_belady(
 
 def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code finds and orders the distinct rows, reads the ids and plans."""
-    monkeypatch.setattr("stoker.ops.distinct._HAVE_NUMBA", False)
+    monkeypatch.setattr("stoker.ops.distinct.HAVE_NUMBA", False)
     monkeypatch.setattr(
         "stoker.dataset.split.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
     )

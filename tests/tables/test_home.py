@@ -55,7 +55,7 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
     """A home of one of KINDS; "plain" ones as if Numba were not installed."""
     with pytest.MonkeyPatch.context() as patch:
         if "plain" in kind:
-            patch.setattr(home_module, "has_numba", lambda: False)
+            patch.setattr(home_module, "HAVE_NUMBA", False)
         if "memory" in kind:
             home: Home = MemoryHome(initial, state)
         else:
@@ -518,11 +518,11 @@ def test_a_file_cut_short_does_not_grow_back_unnoticed(held, monkeypatch):
 
 def test_a_file_cut_short_during_a_store_is_an_error_and_the_rows_stay_unmarked(file_kind, tmp_path, monkeypatch):
     with home_of(file_kind, one_table(4000, 16), BOTH, tmp_path) as home:
-        step = "_write_from" if "log" in file_kind else "_run"
+        step = "_transfer" if "log" in file_kind else "_run"
         real = getattr(home, step)
 
-        def cut(*given):
-            real(*given)
+        def cut(*given, **options):
+            real(*given, **options)
             os.truncate(home.path, home.layout.file_bytes // 2)
 
         monkeypatch.setattr(home, step, cut)

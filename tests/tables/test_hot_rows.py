@@ -200,7 +200,7 @@ def test_looking_up_hot_rows_is_an_addition(rows: list[int], seed: int, plain: b
     bags = Bags(ids if jagged else ids.view(examples, len(rows)), offsets)
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            patch.setattr(distinct, "_HAVE_NUMBA", False)
+            patch.setattr(distinct, "HAVE_NUMBA", False)
         found = split_rows(bags, space, fixed)
         every, which = distinct_rows(bags, space)
     wanted = every[which.reshape(-1).numpy()]

@@ -17,7 +17,7 @@ from stoker.base.errors import HomeError
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Initial
-from stoker.tables.stores.log_home import LogHome, index_bytes
+from stoker.tables.stores.log_home import LogHome
 
 STATE = {"sum": "scalar"}
 
@@ -195,12 +195,14 @@ def test_a_disk_that_fails_while_a_segment_is_cleaned_loses_nothing(monkeypatch)
     everything = np.arange(2000)
     home.store(everything, numbered(home, everything, 1))
     versions = np.ones(2000, np.int64)
-    real = home._read_into
+    real = home._transfer
 
-    def failing(*given):
-        raise home._error(5, None, "reading")
+    def failing(*given, writing):
+        if not writing:
+            raise home._error(5, None, "reading")
+        real(*given, writing=True)
 
-    monkeypatch.setattr(home, "_read_into", failing)
+    monkeypatch.setattr(home, "_transfer", failing)
     rest = everything[everything % 3 > 0]
 
     def churn():
@@ -210,7 +212,7 @@ def test_a_disk_that_fails_while_a_segment_is_cleaned_loses_nothing(monkeypatch)
     with pytest.raises(HomeError, match="Input/output error"):
         churn()
     check(home, versions, everything[everything % 3 == 0])
-    monkeypatch.setattr(home, "_read_into", real)
+    monkeypatch.setattr(home, "_transfer", real)
     home.store(rest, numbered(home, rest, 50))
     versions[rest] = 50
     check(home, versions, everything)
@@ -229,11 +231,11 @@ def test_tables_append_unless_the_index_would_be_large_or_it_is_forbidden(monkey
 
     assert home() is LogHome
     assert home(writes="in-place") is FileHome
-    monkeypatch.setattr("stoker.tables.slots.slotted.total_memory", lambda: 64 * index_bytes(1000) - 1)
+    monkeypatch.setattr("stoker.tables.stores.registry.total_memory", lambda: 64 * LogHome.index_bytes(1000) - 1)
     assert home() is FileHome
     assert home(writes="append") is LogHome
 
 
 def test_more_rows_than_31_bits_number_have_a_wider_index():
-    assert index_bytes(2**31 - 1) == 4 * (2**31 - 1)
-    assert index_bytes(2**31) == 8 * 2**31
+    assert LogHome.index_bytes(2**31 - 1) == 4 * (2**31 - 1)
+    assert LogHome.index_bytes(2**31) == 8 * 2**31

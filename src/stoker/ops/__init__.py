@@ -13,20 +13,20 @@ from stoker.base.errors import ConfigError, DependencyError
 if TYPE_CHECKING:
     import torch
 
-    from stoker.ops.backend import Backend, ReferenceBackend
+    from stoker.ops.backend import Backend
     from stoker.ops.rule import RowRule
     from stoker.ops.space import AddressSpace, Bags, Rounding
 else:
 
     def __getattr__(name: str) -> Any:
-        home = {"Backend": "backend", "ReferenceBackend": "backend", "RowRule": "rule"}.get(name, "space")
+        home = {"Backend": "backend", "RowRule": "rule"}.get(name, "space")
         if name not in __all__:
             raise AttributeError(f"module 'stoker.ops' has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(f"stoker.ops.{home}"), name)
         return value
 
 
-__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "Rounding", "RowRule", "get_backend"]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -34,9 +34,9 @@ BackendName = Literal["auto", "reference", "cpu", "triton"]
 @cache
 def _load(name: str) -> Backend:
     if name == "reference":
-        from stoker.ops.backend import ReferenceBackend
+        from stoker.ops.backend import Backend
 
-        return ReferenceBackend()
+        return Backend()
     package = {"cpu": "numba", "triton": "triton"}.get(name)
     if package is None:
         raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")

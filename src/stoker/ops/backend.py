@@ -1,4 +1,4 @@
-"""The contract between tables and kernels, and the plain PyTorch back end that defines it.
+"""The contract between tables and kernels, and its definition in plain PyTorch.
 
 A back end is stateless but for scratch memory. It works on one group: a weight matrix [C, D], its state, and the
 address space of the group's tables.
@@ -6,36 +6,47 @@ address space of the group's tables.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 from stoker.ops import lamb, reference
+from stoker.ops.lamb import Touched
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
 
-class Backend(ABC):
-    """Forward and fused backward of a group. Subclasses equal :class:`ReferenceBackend` to the bit on one device."""
+class Backend:
+    """Forward and fused backward of a group: the definition, in plain PyTorch on any device.
 
-    name = "abstract"
+    Subclasses equal it to the bit on one device. What they do not override is done as here.
+    """
 
-    @abstractmethod
+    name = "reference"
+
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         """Pooled rows [B, F, D] float32.
 
         Raises:
             IndexError: an id lies outside its table.
         """
+        space.check(bags.ids, bags.offsets)
+        rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
+        pooled = reference.lookup(weight, rows, bags.offsets, bags.weights, mean=bags.mean)
+        return pooled.view(-1, len(space.features), weight.shape[1])
 
-    @abstractmethod
     def update(
         self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
         """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place."""
+        dim = weight.shape[1]
+        rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
+        distinct, total = reference.distinct_gradients(
+            rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
+        )
+        bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
+        counts = torch.unique(rows, return_counts=True)[1] if rule.counts else None
+        reference.update_rows(weight, state, distinct, total, rule, rounding=bits, counts=counts)
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""
@@ -46,16 +57,15 @@ class Backend(ABC):
             out[begin:stop] = values.to(out.dtype)
 
     def lamb_direct(
-        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
-        rule: RowRule, counts: Tensor | None,
-    ) -> tuple[Tensor, list[int]]:  # fmt: skip
+        self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule
+    ) -> tuple[Tensor, list[int]]:
         """:func:`stoker.ops.lamb.direct`, and the sum of squares of the directions of each of T tables; ``grad`` may be
         used up."""
-        directions = lamb.direct(weight, state, rows, grad, rule, counts)
-        return directions, lamb.squares(directions, table, tables)
+        directions = lamb.direct(weight, state, found, grad, rule)
+        return directions, lamb.squares(directions, found.table, found.tables)
 
     def lamb_move(
-        self, weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+        self, weight: Tensor, found: Touched, directions: Tensor, ratios: list[float], rule: RowRule,
         rounding: Rounding, space: AddressSpace,
     ) -> list[int]:  # fmt: skip
         """:func:`stoker.ops.lamb.move`."""
@@ -63,7 +73,7 @@ class Backend(ABC):
         def random(some: Tensor) -> Tensor:
             return rounding.bits(some, weight.shape[1], space)
 
-        return lamb.move(weight, rows, table, directions, ratios, rule, random)
+        return lamb.move(weight, found, directions, ratios, rule, random)
 
     def synchronize(self) -> None:
         """Raise what a device found out late, such as an id outside its table; where nothing is late, nothing."""
@@ -71,30 +81,5 @@ class Backend(ABC):
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         """Gradient of the per-sample weights [L]."""
-        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
+        rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
         return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))
-
-
-class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: the definition."""
-
-    name = "reference"
-
-    def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
-        space.check(bags.ids, bags.offsets)
-        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
-        pooled = reference.lookup(weight, rows, bags.offsets, bags.weights, mean=bags.mean)
-        return pooled.view(-1, len(space.features), weight.shape[1])
-
-    def update(
-        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
-        rounding: Rounding,
-    ) -> None:  # fmt: skip
-        dim = weight.shape[1]
-        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
-        distinct, total = reference.distinct_gradients(
-            rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
-        )
-        bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
-        counts = None if rule.cow_ratio == math.inf else torch.unique(rows, return_counts=True)[1]
-        reference.update_rows(weight, state, distinct, total, rule, rounding=bits, counts=counts)

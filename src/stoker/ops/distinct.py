@@ -7,7 +7,6 @@ Legend: B examples, F features, L ids, U distinct rows, T tables, H fixed rows o
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from stoker.ops.reference import addresses
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace, Bags
+from stoker.ops.space import HAVE_NUMBA, AddressSpace, Bags
 
 Int64 = npt.NDArray[np.int64]
 
@@ -35,7 +34,7 @@ class FixedRows:
     def __init__(self, space: AddressSpace, rows: Sequence[int] = ()) -> None:
         self.rows: Int64 = np.array(rows or (0,) * len(space.rows), np.int64)
         self.first_place: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)])
-        self._first_row = space.first_row
+        self._space = space
         self._local = threading.local()
 
     def __len__(self) -> int:
@@ -45,18 +44,17 @@ class FixedRows:
     def addresses(self) -> Int64:
         """[P] the row in each place."""
         table = np.repeat(np.arange(len(self.rows)), self.rows)
-        return np.arange(len(self), dtype=np.int64) + (self._first_row[:-1] - self.first_place[:-1])[table]
+        return np.arange(len(self), dtype=np.int64) + (self._space.first_row[:-1] - self.first_place[:-1])[table]
 
     def places(self, addresses: Int64) -> Int64:
         """[n] the place of each row; -1 where it has none."""
-        table = np.searchsorted(self._first_row, addresses, side="right") - 1
-        local = addresses - self._first_row[table]
+        table, local = self._space.locate(addresses)
         return np.where(local < self.rows[table], self.first_place[table] + local, -1)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The addresses ``start..stop`` in stretches (first, end, place of the first; -1 where they have none)."""
         for table, fixed in enumerate(self.rows.tolist()):
-            begin, end = int(self._first_row[table]), int(self._first_row[table + 1])
+            begin, end = int(self._space.first_row[table]), int(self._space.first_row[table + 1])
             for first, last, place in ((begin, begin + fixed, int(self.first_place[table])), (begin + fixed, end, -1)):
                 low, high = max(first, start), min(last, stop)
                 if low < high:
@@ -71,7 +69,6 @@ class FixedRows:
         return seen, number + 1
 
 
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _local = threading.local()
 
 
@@ -100,7 +97,7 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     Raises:
         IndexError: an id lies outside its table.
     """
-    if not _HAVE_NUMBA:
+    if not HAVE_NUMBA:
         return _split_rows(bags, space, fixed)
     from stoker.ops.cpu import kernels
 
@@ -117,10 +114,8 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
         placed = kernels.place_rows(
             ids, offsets, jagged, table_of, sizes, fixed.rows, fixed.first_place, *fixed.marks(), inverse_ids, others
         )
-    elif jagged:
-        kernels.count_ids(offsets, (len(offsets) - 1) // len(features), start, features, others)
     else:
-        others = np.diff(start) * (count // len(features))
+        others = space.occurrences(offsets if jagged else None, count)
     # A table has at most every id; the hash is emptied again by whoever filled it.
     left = int(others.sum())
     keys, numbers = _scratch(1 << max(4, (2 * left).bit_length()))

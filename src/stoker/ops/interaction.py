@@ -5,9 +5,7 @@ Legend: B examples, F features, D columns, P = (F + 1) * F / 2 pairs.
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
 from stoker.ops.cpu.arena import Arena, flat
+from stoker.ops.space import HAVE_NUMBA
 
-if TYPE_CHECKING:
-    from stoker.ops.codegen.native import Kernel
-
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _BLOCK = 32  # examples handed out at a time
 _arena = Arena()
-
-
-@cache
-def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.cpu.kernels import interaction_gradient_kernel, interaction_kernel
-
-    return interaction_kernel(dim), interaction_gradient_kernel(dim)
 
 
 def _width(embedded: Tensor, align: int) -> int:
@@ -38,6 +26,8 @@ def _width(embedded: Tensor, align: int) -> int:
 
 
 def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
+    from stoker.ops.cpu.kernels import interaction_kernel
+
     batch, features, dim = embedded.shape
     width = _width(embedded, align)
     out = _arena.empty(batch, width)
@@ -45,7 +35,7 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     stride = -(-(features + 1) // 16) * 16
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
-    _kernels(dim)[0].run(
+    interaction_kernel(dim).run(
         flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
         threads=threads,
     )  # fmt: skip
@@ -53,13 +43,15 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
 
 
 def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    from stoker.ops.cpu.kernels import interaction_gradient_kernel
+
     batch, features, dim = embedded.shape
     # Feature by feature: the row update walks one table at a time and then reads in order. The odd line keeps
     # the features of one example out of each other's way in the cache.
     stride = batch * dim + 16
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
-    _kernels(dim)[1].run(
+    interaction_gradient_kernel(dim).run(
         flat(dense), flat(embedded), flat(grad.to(torch.float32).contiguous()), grad.shape[1], flat(grad_dense),
         flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
         np.empty((threads, (features + 1) * dim), np.float32), threads=threads,
@@ -84,7 +76,7 @@ class _Interaction(torch.autograd.Function):
 def _fast(embedded: Tensor) -> bool:
     if torch.compiler.is_exporting():  # a program that is exported runs where Stoker is not
         return False
-    return _HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
+    return HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
 
 
 @torch.library.custom_op("stoker::dot_interaction", mutates_args=())

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from stoker.ops.distinct import distinct_rows
-from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f32, row_norm_squared, stored
-from stoker.ops.rule import RowRule
+from stoker.ops.reference import Tensors, addresses, by_id, conditioned, row_norm_squared, stored
+from stoker.ops.rule import RowRule, direction, moments
 from stoker.ops.space import AddressSpace, Bags
 
 _LIMB = 40  # bits of each fraction
@@ -74,11 +74,11 @@ def trust_ratios(weights: Sequence[int], directions: Sequence[int], rule: RowRul
     """The ratio of the norms of each table, from their squares, within the rule's bounds; 1 where one is 0."""
     unit = 1 << 2 * _LIMB
     found = []
-    for weight, direction in zip(weights, directions, strict=True):
+    for weight, step in zip(weights, directions, strict=True):
         ratio = 1.0
-        if weight > 0 and direction > 0:
+        if weight > 0 and step > 0:
             # Quotients of integers and roots are correctly rounded everywhere.
-            ratio = math.sqrt(weight / unit) / math.sqrt(direction / unit)
+            ratio = math.sqrt(weight / unit) / math.sqrt(step / unit)
             ratio = min(max(ratio, rule.min_trust), rule.max_trust)
         found.append(ratio)
     return found
@@ -90,6 +90,7 @@ class Touched:
 
     rows: Tensor  # [U] int64 addresses
     table: Tensor  # [U] int64, the table of each
+    tables: int  # T
     which: Tensor  # as the ids: the number of each lookup's row
 
     @property
@@ -105,84 +106,70 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
         found, which = distinct_rows(bags, space)
         rows, which = torch.from_numpy(found), which.to(torch.int64)
     else:
-        rows, which = torch.unique(addresses(ids, space.bases.to(device), bags.offsets), return_inverse=True)
+        rows, which = torch.unique(addresses(ids, space.on(device).bases, bags.offsets), return_inverse=True)
         which = which.view(ids.shape)
-    table_of = torch.tensor(space.table_of, dtype=torch.int64, device=device)
-    if bags.offsets is None:
-        of_lookup = table_of.expand(ids.shape).reshape(-1)
-    else:
-        lengths = bag_lengths(bags.offsets)
-        feature = torch.arange(len(lengths), device=device) % len(table_of)
-        of_lookup = torch.repeat_interleave(table_of[feature], lengths)
     table = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    table[which.reshape(-1)] = of_lookup  # every lookup of a row says the same
-    return Touched(rows, table, which)
+    # Every lookup of a row says the same.
+    table[which.reshape(-1)] = by_id(space.on(device).table_of, ids, bags.offsets).reshape(-1)
+    return Touched(rows, table, len(space.names), which)
 
 
-def direct(
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    grad: Tensor | None,
-    rule: RowRule,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """The directions [U, D] float32 of distinct ``rows`` [U]; no weight changes.
+def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule) -> Tensor:
+    """The directions [U, D] float32 of the rows ``found``; no weight changes.
 
     Args:
         weight: [C, D] float32 or bfloat16.
         state: the moments, each [C, D].
-        rows: [U] int64.
+        found: distinct rows.
         grad: [U, D] float32, with which the moments move first; None: they have moved.
         rule: constants.
-        counts: [U] int64, how often each row occurs; needed for CowClip.
     """
     dim = weight.shape[1]
-    out = torch.empty(len(rows), dim, dtype=torch.float32, device=weight.device)
+    out = torch.empty(len(found.rows), dim, dtype=torch.float32, device=weight.device)
     size = max(1, _CHUNK // dim)
-    step, root, eps = f32(1.0 / rule.bias1), f32(1.0 / math.sqrt(rule.bias2)), f32(rule.eps)
-    for start in range(0, len(rows), size):
-        some = rows[start : start + size]
-        m, v = state["exp_avg"][some], state["exp_avg_sq"][some]
+    c = rule.constants(dim)
+    counts = found.counts if grad is not None and rule.counts else None
+    for start in range(0, len(out), size):
+        part = slice(start, start + size)
+        some = found.rows[part]
+        w, m, v = weight[some].to(torch.float32), state["exp_avg"][some], state["exp_avg_sq"][some]
         if grad is not None:
-            w = weight[some].to(torch.float32)
-            g = clipped(grad[start : start + size], rule, w, None if counts is None else counts[start : start + size])
-            if rule.l2:
-                g = g + w * f32(rule.l2)
-            m = m * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
-            v = v * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
+            g = conditioned(grad[part], rule, w, None if counts is None else counts[part])
+            m, v = moments(c, g, m, v)
             state["exp_avg"][some], state["exp_avg_sq"][some] = m, v
-        u = (m * step) / (exact_sqrt(v) * root + eps)
-        if rule.weight_decay:
-            u = u + weight[some].to(torch.float32) * f32(rule.weight_decay)
-        out[start : start + size] = u
+        u = direction(Tensors, c, m, v)
+        out[part] = u + w * c.l2 if rule.l2 else u
     return out
 
 
+def scales(ratios: Sequence[float], rule: RowRule) -> npt.NDArray[np.float32]:
+    """[T] by what directions are multiplied in a step, given the trust ratio of each table."""
+    return np.array([rule.lr * ratio for ratio in ratios], np.float32)
+
+
 def move(
-    weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: Sequence[float], rule: RowRule,
+    weight: Tensor, found: Touched, directions: Tensor, ratios: Sequence[float], rule: RowRule,
     random: Callable[[Tensor], Tensor],
 ) -> list[int]:  # fmt: skip
     """Step along the ``directions`` [U, D], and return by how much the sum of squares of each of T tables has grown.
 
     Args:
         weight: [C, D] float32 or bfloat16.
-        rows: [U] int64, distinct.
-        table: [U] int64, the table of each.
+        found: distinct rows.
         directions: [U, D] float32.
         ratios: [T] trust ratio of each table.
         rule: constants.
         random: random bits [n, D] int64 for rows [n], asked for where they are bfloat16.
     """
-    tables = len(ratios)
-    scales = torch.tensor([f32(rule.lr * ratio) for ratio in ratios], dtype=torch.float32, device=weight.device)
-    before = squares(weight[rows], table, tables)
+    rows, table = found.rows, found.table
+    before = squares(weight[rows], table, found.tables)
+    factors = torch.from_numpy(scales(ratios, rule)).to(weight.device)
     size = max(1, _CHUNK // weight.shape[1])
     for start in range(0, len(rows), size):
-        some = rows[start : start + size]
-        scale = scales[table[start : start + size]].unsqueeze(1)
-        new = weight[some].to(torch.float32) - directions[start : start + size] * scale
+        part = slice(start, start + size)
+        some = rows[part]
+        new = weight[some].to(torch.float32) - directions[part] * factors[table[part]].unsqueeze(1)
         bits = random(some) if weight.dtype == torch.bfloat16 else None
         weight[some] = stored(new, weight.dtype, bits)
-    after = squares(weight[rows], table, tables)
+    after = squares(weight[rows], table, found.tables)
     return [now - then for now, then in zip(after, before, strict=True)]

@@ -6,12 +6,12 @@ Legend: B examples, F features, L ids in all, D columns, C rows in fast memory, 
 from __future__ import annotations
 
 import hashlib
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import RowRule, condition
 
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -41,14 +41,18 @@ def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
     return z ^ _shift_right(z, 31)
 
 
+def uniform(key: int | Tensor, counter: Tensor) -> Tensor:
+    """A number in [-1, 1) for each ``counter``: float32, exact."""
+    return _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0
+
+
 def init_rows(key: int, start: int, stop: int, dim: int, scale: float) -> Tensor:
     """Rows ``start..stop`` of a table, uniform in [-scale, scale): [stop - start, dim] float32.
 
     Row i does not depend on the range it is asked in, so tables can be filled lazily and in parts.
     """
     counter = torch.arange(start * dim, stop * dim, dtype=torch.int64)
-    unit = _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0  # [-1, 1), exact
-    return (unit * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
+    return (uniform(key, counter) * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
 
 
 def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
@@ -56,10 +60,15 @@ def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
 
     ``ids`` is [B, F] (one id a bag) or flat [L] with ``offsets`` [B * F + 1]; ``bases`` is [F] int64.
     """
+    return (ids.to(torch.int64) + by_id(bases, ids, offsets)).reshape(-1)
+
+
+def by_id(by_feature: Tensor, ids: Tensor, offsets: Tensor | None) -> Tensor:
+    """The value of each id's feature, of the shape of ``ids``; ``by_feature`` is [F]."""
     if offsets is None:
-        return (ids.to(torch.int64) + bases).reshape(-1)
-    feature = torch.arange(len(offsets) - 1, device=ids.device) % len(bases)
-    return ids.to(torch.int64) + torch.repeat_interleave(bases[feature], bag_lengths(offsets))
+        return by_feature.expand(ids.shape)
+    feature = torch.arange(len(offsets) - 1, device=ids.device) % len(by_feature)
+    return torch.repeat_interleave(by_feature[feature], bag_lengths(offsets))
 
 
 def bag_lengths(offsets: Tensor) -> Tensor:
@@ -67,9 +76,11 @@ def bag_lengths(offsets: Tensor) -> Tensor:
     return offsets[1:] - offsets[:-1]
 
 
-def _bag_of(offsets: Tensor) -> Tensor:
+def bag_of(offsets: Tensor, count: int) -> Tensor:
+    """The bag of each of ``count`` ids: [L] int64."""
     lengths = bag_lengths(offsets)
-    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+    # With the size given, nobody waits for a device.
+    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths, output_size=count)
 
 
 def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
@@ -85,14 +96,14 @@ def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
     return into
 
 
-def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor:
-    """Per-occurrence values [L, D] times their per-sample weight, or 1/len(bag) under mean pooling."""
+def factors(count: int, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor | None:
+    """The factor [L] of each of ``count`` ids' gradients: its weight, or 1/len(bag) under mean pooling; None: 1."""
     if weights is not None:
-        return values * weights.to(values.dtype).unsqueeze(1)
+        return weights.reshape(-1).to(torch.float32)
     if mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(1)
-    return values
+        return (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of(offsets, count)]
+    return None
 
 
 def lookup(
@@ -109,7 +120,7 @@ def lookup(
     if offsets is None:
         return picked
     pooled = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32, device=weight.device)
-    add_in_order(pooled, _bag_of(offsets), picked)
+    add_in_order(pooled, bag_of(offsets, len(rows)), picked)
     if mean:
         lengths = bag_lengths(offsets).clamp(min=1)
         pooled *= (torch.ones_like(lengths, dtype=torch.float32) / lengths).unsqueeze(1)
@@ -118,7 +129,7 @@ def lookup(
 
 def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
     """Gradient of the per-sample weights: [L] float32, the dot product of each row with its bag's gradient."""
-    grads = grad if offsets is None else grad[_bag_of(offsets)]
+    grads = grad if offsets is None else grad[bag_of(offsets, len(rows))]
     return (grads.to(torch.float32) * weight[rows].to(torch.float32)).sum(1)
 
 
@@ -131,8 +142,9 @@ def distinct_gradients(
     """
     grads = grad.to(torch.float32)
     if offsets is not None:
-        grads = grads[_bag_of(offsets)]
-    grads = _scaled(grads, offsets, weights, mean)
+        grads = grads[bag_of(offsets, len(rows))]
+    scales = factors(len(rows), offsets, weights, mean)
+    grads = grads if scales is None else grads * scales.unsqueeze(1)
     distinct, inverse = torch.unique(rows, return_inverse=True)
     total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
     return distinct, add_in_order(total, inverse, grads)
@@ -168,23 +180,40 @@ def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
-def exact_sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded square root of float32 values; ``torch.sqrt`` may be an ulp off, and back ends must agree."""
-    return values.to(torch.float64).sqrt().to(torch.float32)
+class Tensors:
+    """Arithmetic of :mod:`stoker.ops.rule` on rows [U, D] and numbers of rows [U, 1]."""
+
+    where: Any = staticmethod(torch.where)
+
+    @staticmethod
+    def sqrt(values: Tensor) -> Tensor:
+        """``torch.sqrt`` may be an ulp off, and back ends must agree."""
+        return values.to(torch.float64).sqrt().to(torch.float32)
+
+    @staticmethod
+    def square_sum(values: Tensor) -> Tensor:
+        return row_norm_squared(values).unsqueeze(1)
+
+    @staticmethod
+    def norm(values: Tensor) -> Tensor:
+        return Tensors.sqrt(Tensors.square_sum(values))
+
+    @staticmethod
+    def over(number: Tensor | float, values: Tensor) -> Tensor:
+        """torch would multiply by a reciprocal where the left side is a number."""
+        return (torch.full_like(values, number) if isinstance(number, float) else number) / values
+
+    @staticmethod
+    def is_zero(values: Tensor) -> Tensor:
+        return values == 0
+
+    @staticmethod
+    def clamp(values: Tensor, limit: float) -> Tensor:
+        return values.clamp(-limit, limit)
 
 
-def _quotient(number: float, values: Tensor) -> Tensor:
-    """``number / values`` with one rounding; torch multiplies by a reciprocal where the left side is a number."""
-    return torch.full_like(values, number) / values
-
-
-def f32(value: float) -> float:
-    """Rounded to float32."""
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def clipped(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
-    """The gradients [U, D] of distinct rows, clipped.
+def conditioned(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the gradients [U, D] of distinct rows, clipped and with weight decay (:func:`stoker.ops.rule.condition`).
 
     Args:
         g: [U, D] float32.
@@ -192,20 +221,10 @@ def clipped(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tenso
         w: [U, D] float32, the rows themselves.
         counts: [U] int64, how often each occurs in the batch; needed for CowClip.
     """
-    if rule.clip_value != math.inf:
-        g = g.clamp(-f32(rule.clip_value), f32(rule.clip_value))
-    if rule.clip_norm != math.inf:
-        limit = f32(rule.clip_norm)
-        norm = exact_sqrt(row_norm_squared(g))
-        scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
-        g = g * scale.unsqueeze(1)
-    if rule.cow_ratio != math.inf:
-        assert counts is not None, "CowClip counts occurrences"
-        allowed = exact_sqrt(row_norm_squared(w)) * f32(rule.cow_ratio)
-        limits = counts.to(torch.float32) * torch.where(allowed > f32(rule.cow_floor), allowed, f32(rule.cow_floor))
-        norm = exact_sqrt(row_norm_squared(g))
-        g = g * torch.where(norm > limits, limits / norm, torch.ones_like(norm)).unsqueeze(1)
-    return g
+    assert counts is not None or not rule.counts, "CowClip counts occurrences"
+    occurs = None if counts is None else counts.to(torch.float32).unsqueeze(1)
+    result: Tensor = condition(Tensors, rule.constants(g.shape[1]), rule.flags, g, w, occurs)
+    return result
 
 
 def update_rows(
@@ -221,50 +240,14 @@ def update_rows(
     """Update ``weight[rows]`` and its state in place; ``rows`` [U] are distinct, ``grad`` [U, D] their gradients.
 
     ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights, ``counts`` [U] int64 how often each row
-    occurs and needed for CowClip. Formulas: :mod:`stoker.optim`.
+    occurs and needed for CowClip. Formulas: :mod:`stoker.ops.rule`.
     """
     w = weight[rows].to(torch.float32)
-    g = clipped(grad, rule, w, counts)
-    if rule.weight_decay:
-        g = g + w * f32(rule.weight_decay)
-    lr, eps = f32(rule.lr), f32(rule.eps)
-    if rule.kind == "sgd":
-        w = w - g * lr
-    elif rule.kind == "adagrad":
-        total = state["sum"][rows] + g * g
-        state["sum"][rows] = total
-        w = w - (g * lr) / (exact_sqrt(total) + eps)
-    elif rule.kind == "rowwise_adagrad":
-        mean = row_norm_squared(g) * f32(1.0 / weight.shape[1])
-        total = state["sum"][rows] + mean
-        state["sum"][rows] = total
-        w = w - g * _quotient(lr, exact_sqrt(total) + eps).unsqueeze(1)
-    elif rule.kind == "adam":
-        m = state["exp_avg"][rows] * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
-        v = state["exp_avg_sq"][rows] * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
-        state["exp_avg"][rows] = m
-        state["exp_avg_sq"][rows] = v
-        step = f32(rule.lr / rule.bias1)
-        w = w * f32(rule.keep) - (m * step) / (exact_sqrt(v) * f32(1.0 / math.sqrt(rule.bias2)) + eps)
-    elif rule.kind in ("momentum", "nesterov"):
-        buffer = state["momentum_buffer"][rows] * f32(rule.beta1) + g
-        state["momentum_buffer"][rows] = buffer
-        w = w - (buffer if rule.kind == "momentum" else g + buffer * f32(rule.beta1)) * lr
-    elif rule.kind == "ftrl":
-        before, linear = state["sum"][rows], state["linear"][rows]
-        total = before + g * g
-        root = exact_sqrt(total)
-        linear = torch.where((before == 0) & (linear == 0), w * eps, linear)  # a fresh weight is its own centre
-        linear = linear + (root - exact_sqrt(before)) * w - g * lr
-        state["sum"][rows] = total
-        state["linear"][rows] = linear
-        l1, scale = f32(rule.l1), root + eps + f32(rule.l2)
-        shrunk = torch.where(linear > l1, linear - l1, torch.where(linear < -l1, linear + l1, linear * 0.0))
-        w = torch.where(scale == 0, w, shrunk / scale)
-    elif rule.kind == "lamb":
-        raise ValueError("a row's step under lamb depends on its whole table: see stoker.ops.lamb")
-    else:
-        raise ValueError(f"row rule {rule.kind!r} is unknown")
+    g = conditioned(grad, rule, w, counts)
+    states = [state[name][rows].view(len(rows), state[name].shape[1:].numel()) for name in rule.definition.state]
+    w, *moved = rule.definition.step(Tensors, rule.constants(weight.shape[1]), w, g, *states)
+    for name, values in zip(rule.definition.state, moved, strict=True):
+        state[name][rows] = values.view(len(rows), *state[name].shape[1:])
     weight[rows] = stored(w, weight.dtype, rounding)
 
 

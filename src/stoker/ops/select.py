@@ -5,19 +5,16 @@ Legend: B examples, F features, C of them chosen, L ids.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from stoker.ops.reference import bag_lengths
-
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
+from stoker.ops.space import HAVE_NUMBA
 
 
 def offsets_fit(offsets: Tensor, count: int) -> bool:
     """Whether ``offsets`` [n] rise from 0 to ``count``, so that every bag lies within that many ids."""
-    if _HAVE_NUMBA and offsets.device.type == "cpu":
+    if HAVE_NUMBA and offsets.device.type == "cpu":
         from stoker.ops.cpu.kernels import rises
 
         return bool(rises(offsets.contiguous().numpy(), count))
@@ -62,7 +59,7 @@ def select_bags(
         Ids, offsets [B * C + 1] and weights.
     """
     by_hand = weights is None or (weights.dtype in (torch.float32, torch.float64) and not weights.requires_grad)
-    if not _HAVE_NUMBA or ids.device.type != "cpu" or not by_hand:
+    if not HAVE_NUMBA or ids.device.type != "cpu" or not by_hand:
         return _by_mask(columns, features, ids, offsets, weights)
     from stoker.ops.cpu.kernels import chosen_ends, chosen_values
 

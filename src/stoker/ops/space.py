@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from stoker.ops import reference
+
+HAVE_NUMBA = find_spec("numba") is not None
 
 
 class ByTable(NamedTuple):
@@ -25,6 +28,15 @@ class ByTable(NamedTuple):
     features: np.ndarray  # [F] the features, by table
     first_row: np.ndarray  # [T + 1]
     rows: np.ndarray  # [T]
+
+
+class Placed(NamedTuple):
+    """The same on a device; int64."""
+
+    bases: Tensor  # [F] first address of each feature's table
+    limits: Tensor  # [F] its rows
+    table_of: Tensor  # [F]
+    first_row: Tensor  # [T + 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +72,35 @@ class AddressSpace:
         start = np.searchsorted(tables[features], np.arange(len(rows) + 1)).astype(np.int64)
         return ByTable(tables, start, features, np.ascontiguousarray(self.first_row), rows)
 
+    def on(self, device: torch.device) -> Placed:
+        """Tables and features as tensors on ``device``."""
+        if device not in self._placed:
+            tensors = (
+                self.bases,
+                self.limits,
+                torch.tensor(self.table_of, dtype=torch.int64),
+                torch.from_numpy(self.first_row),
+            )
+            self._placed[device] = Placed(*(tensor.to(device) for tensor in tensors))
+        return self._placed[device]
+
+    @cached_property
+    def _placed(self) -> dict[torch.device, Placed]:
+        return {}
+
+    def occurrences(self, offsets: np.ndarray | None, count: int) -> np.ndarray:
+        """Ids of each table [T] int64, among ``count`` ids in all, in bags [B * F + 1] or one a feature."""
+        table_of, start, features, *_ = self.by_table
+        if offsets is None:
+            return np.diff(start) * (count // len(features))
+        lengths = np.diff(offsets).reshape(-1, len(features)).sum(0)
+        return np.bincount(table_of, weights=lengths, minlength=len(self.rows)).astype(np.int64)
+
+    def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The table of each address [n], and its row there."""
+        table = np.searchsorted(self.first_row, addresses, side="right") - 1
+        return table, addresses - self.first_row[table]
+
     def table_range(self, table: int) -> tuple[int, int]:
         """First address of a table and the one after its last."""
         return int(self.first_row[table]), int(self.first_row[table + 1])
@@ -71,13 +112,8 @@ class AddressSpace:
         """
         if ids.numel() == 0:
             return
-        limits = self.limits.to(ids.device)
-        if offsets is None:
-            bad = (ids < 0) | (ids >= limits)
-        else:
-            feature = torch.arange(len(offsets) - 1, device=ids.device) % len(limits)
-            limit = torch.repeat_interleave(limits[feature], reference.bag_lengths(offsets))
-            bad = (ids < 0) | (ids >= limit)
+        limits = self.on(ids.device).limits
+        bad = (ids < 0) | (ids >= reference.by_id(limits, ids, offsets))
         if bool(bad.any()):
             self.explain(ids, offsets, int(bad.reshape(-1).nonzero()[0]))
 
@@ -163,7 +199,7 @@ class Rounding:
         if self.tables is not None and self.rows is not None:
             table, local = self.tables[distinct], self.rows[distinct]
         else:
-            first = torch.from_numpy(space.first_row).to(distinct.device)
+            first = space.on(distinct.device).first_row
             table = torch.searchsorted(first, distinct, right=True) - 1
             local = distinct - first[table]
         keys = torch.tensor(self.keys, dtype=torch.int64, device=distinct.device)[table]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stoker.base.errors import ConfigError
-from stoker.optim.rows import check_lamb
+from stoker.optim.rows import check_betas, check_not_negative, check_trust
 
 
 class DenseLAMB(torch.optim.Optimizer):
@@ -48,10 +46,9 @@ class DenseLAMB(torch.optim.Optimizer):
         min_trust: float = 0.0,
         max_trust: float | None = 10.0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"DenseLAMB({name}={value}) must be finite and not negative.")
-        check_lamb("DenseLAMB", betas, eps, min_trust, max_trust)
+        check_not_negative("DenseLAMB", lr=lr, weight_decay=weight_decay, eps=eps)
+        check_betas("DenseLAMB", betas)
+        check_trust("DenseLAMB", min_trust, max_trust)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "min_trust": min_trust,
             "max_trust": max_trust,

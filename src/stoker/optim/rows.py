@@ -1,7 +1,7 @@
 """Optimizers for embedding rows.
 
 A row optimizer is a value: the tables read it and update rows in place during backward. Its arithmetic is
-defined once, in :mod:`stoker.ops.reference`; all constants are rounded to float32 before use.
+defined once, in :mod:`stoker.ops.rule`; all constants are rounded to float32 before use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from stoker.base.errors import ConfigError
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import RULES, RowRule
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
 
@@ -39,6 +39,7 @@ class RowOptimizer:
 
     def __post_init__(self) -> None:
         self._check_not_negative("lr", "weight_decay", "clip_value", "clip_norm")
+        check_betas(type(self).__name__, getattr(self, "betas", ()))
         if self.cow_clip is not None:
             if len(self.cow_clip) != 2 or not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
                 raise ConfigError(
@@ -51,16 +52,19 @@ class RowOptimizer:
                 )
 
     def _check_not_negative(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{type(self).__name__}({name}={value}) must be finite and not negative.")
+        check_not_negative(type(self).__name__, **{name: getattr(self, name) for name in names})
 
     def rule(self, tick: int) -> RowRule:
         """The constants of the update at ``tick`` (updates done so far, counted from 0)."""
+        beta1, beta2 = getattr(self, "betas", (0.0, 0.0))
         return RowRule(
             kind=self.kind,
             lr=self.lr * self.schedule.factor(tick),
+            eps=getattr(self, "eps", 0.0),
+            beta1=beta1,
+            beta2=beta2,
+            bias1=1.0 - beta1 ** (tick + 1),
+            bias2=1.0 - beta2 ** (tick + 1),
             weight_decay=self.weight_decay,
             clip_value=math.inf if self.clip_value is None else self.clip_value,
             clip_norm=math.inf if self.clip_norm is None else self.clip_norm,
@@ -114,7 +118,7 @@ class MomentumSGD(RowOptimizer):
     """
 
     kind: ClassVar[str] = "momentum_sgd"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"momentum_buffer": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["momentum"].state
     momentum: float = 0.9
     nesterov: bool = False
 
@@ -132,11 +136,8 @@ class Adagrad(RowOptimizer):
     """``s += G*G; w -= lr * G / (sqrt(s) + eps)`` (Duchi et al. 2011)."""
 
     kind: ClassVar[str] = "adagrad"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adagrad"].state
     eps: float = 1e-8
-
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +145,8 @@ class RowWiseAdagrad(RowOptimizer):
     """``s += mean(G*G); w -= lr / (sqrt(s) + eps) * G``: one state value a row (as in FBGEMM and DLRM)."""
 
     kind: ClassVar[str] = "rowwise_adagrad"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "scalar"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["rowwise_adagrad"].state
     eps: float = 1e-8
-
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,17 +157,9 @@ class Adam(RowOptimizer):
     """
 
     kind: ClassVar[str] = "adam"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"exp_avg": "row", "exp_avg_sq": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adam"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"{type(self).__name__}(betas={self.betas}): both must lie in [0, 1).")
-
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +232,7 @@ class FTRL(RowOptimizer):
     """
 
     kind: ClassVar[str] = "ftrl"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "row", "linear": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["ftrl"].state
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -267,7 +257,7 @@ class LAMB(RowOptimizer):
     """
 
     kind: ClassVar[str] = "lamb"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"exp_avg": "row", "exp_avg_sq": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["lamb"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     min_trust: float = 0.0
@@ -276,19 +266,17 @@ class LAMB(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_not_negative("l2")
-        check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
+        self._check_not_negative("l2", "eps")
+        check_trust("LAMB", self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
         most = math.inf if self.max_trust is None else self.max_trust
-        rule = super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
-        return rule._replace(min_trust=self.min_trust, max_trust=most, l2=self.l2)
-
-
-def _moments(betas: tuple[float, float], tick: int) -> dict[str, Any]:
-    """The constants of both moments at ``tick``, as fields of a rule."""
-    (beta1, beta2), steps = betas, tick + 1
-    return {"beta1": beta1, "beta2": beta2, "bias1": 1.0 - beta1**steps, "bias2": 1.0 - beta2**steps}
+        # What goes through the moments is added to the gradient.
+        return (
+            super()
+            .rule(tick)
+            ._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
+        )
 
 
 #: by kind
@@ -297,12 +285,21 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-def check_lamb(name: str, betas: tuple[float, float], eps: float, min_trust: float, max_trust: float | None) -> None:
-    """Raise ConfigError for options out of their range."""
+def check_not_negative(owner: str, **values: float | None) -> None:
+    """Raise ConfigError for a value that is given, and negative or not finite."""
+    for name, value in values.items():
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{owner}({name}={value}) must be finite and not negative.")
+
+
+def check_betas(owner: str, betas: tuple[float, ...]) -> None:
+    """Raise ConfigError for decays of moments outside [0, 1)."""
     if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(f"{name}(betas={betas}): both must lie in [0, 1).")
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ConfigError(f"{name}(eps={eps}) must be finite and not negative.")
+        raise ConfigError(f"{owner}(betas={betas}): both must lie in [0, 1).")
+
+
+def check_trust(name: str, min_trust: float, max_trust: float | None) -> None:
+    """Raise ConfigError for bounds of LAMB's trust ratio out of their range."""
     if not (
         0.0 <= min_trust < math.inf and (max_trust is None or (0.0 < max_trust < math.inf and min_trust <= max_trust))
     ):

@@ -18,10 +18,10 @@ from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
+from stoker.tables import storage
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
-from stoker.tables.slots.slotted import appends
-from stoker.tables.stores.log_home import index_bytes
+from stoker.tables.stores.registry import store_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,8 +31,7 @@ _MIB = 2**20
 
 def row_bytes(table: TableConfig, state: Mapping[str, str]) -> int:
     """Bytes of a row with its optimizer state."""
-    width = table.embedding_dim
-    return width * DTYPES[table.dtype].itemsize + sum(4 * width if kind == "row" else 4 for kind in state.values())
+    return storage.row_bytes(table.embedding_dim, DTYPES[table.dtype], state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,7 @@ class Placement(MutableMapping[str, Strategy]):
             hot_of = strategy.count_hot(tables) if isinstance(strategy, HotCold) else (0,) * len(tables)
             hot = sum(hot_of)
             beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
-            beside += index_bytes(rows) if appends(strategy, rows) else 0
+            beside += store_of(strategy, rows).index_bytes(rows)
             traffic, parts = work.traffic(tables, strategy, slots)
             profile = self._measured(tables[0], strategy)
             found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])

@@ -33,7 +33,7 @@ from stoker.placement.profile import Profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Slotted, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.stores.log_home import index_bytes
+from stoker.tables.stores.log_home import LogHome
 
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
@@ -134,7 +134,7 @@ def plan(
     if found.home == "file":
         options |= {"path": settings.home_path, "writes": "in-place"}
         # The index of a log is worth a little of the memory that rows would have.
-        index = index_bytes(sum(table.num_embeddings for table in tables))
+        index = LogHome.index_bytes(sum(table.num_embeddings for table in tables))
         if index * _INDEX_SHARE <= (limit if on_cpu else found.room):
             with suppress(ConfigError):  # the index leaves too little
                 found = placed(limit - index) if on_cpu else found

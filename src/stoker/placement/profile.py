@@ -18,14 +18,14 @@ import torch
 
 from stoker.base.device import available_memory
 from stoker.ops import Bags
-from stoker.ops.space import make_space
+from stoker.ops.space import HAVE_NUMBA, make_space
 from stoker.placement.expected import ZIPF, Traffic
 from stoker.tables.config import DTYPES, Cached, TableConfig
 from stoker.tables.slots.residency import LANDED
 from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
+from stoker.tables.storage import row_bytes as bytes_of
 from stoker.tables.stores.file_home import FileHome
-from stoker.tables.stores.home import has_numba
 
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
 _PLAIN_HOME = 2 * 2**20  # where plain Python plans
@@ -112,9 +112,9 @@ def _measure(
     dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool,
     writes: Literal["append", "in-place"] | None,
 ) -> Profile:  # fmt: skip
-    row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
+    row_bytes = bytes_of(dim, DTYPES[dtype], dict(state))
     room = (available_memory() or 2 * 2**30) // 8
-    quick = has_numba()
+    quick = HAVE_NUMBA
     size = min(room, _HOME if quick else _PLAIN_HOME)
     storage = _storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))
     try:

@@ -9,7 +9,6 @@ Legend: B examples, P positions of this group's features, L ids, U distinct rows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -129,7 +128,7 @@ class TableGroup:
             )
 
         lease = self._begin(lookups, lease)
-        if rule.kind == "lamb":
+        if rule.definition.scope == "table":
             self._update_layers(lookups, grad, lease, rule, keys)
         elif lease is None:
             self._by_rows(work, lookups)
@@ -186,24 +185,19 @@ class TableGroup:
         def measure(lease: Lease) -> tuple[Touched, Tensor]:
             found = touched(lease.bags, lease.space)
             summed = row_gradients(backend, len(found.rows), lease.space, lease.bags, found.which.to(torch.int32), grad)
-            counts = None if rule.cow_ratio == math.inf else found.counts
-            directions, more = backend.lamb_direct(
-                storage.weight, storage.state, found.rows, found.table, len(lengths), summed, rule, counts
-            )
+            directions, more = backend.lamb_direct(storage.weight, storage.state, found, summed, rule)
             _add(lengths, more)
             return found, directions
 
         def move(lease: Lease, found: Touched, directions: Tensor, ratios: list[float]) -> None:
             grown = backend.lamb_move(
-                storage.weight, found.rows, found.table, directions, ratios, rule, lease.rounding(keys), lease.space
+                storage.weight, found, directions, ratios, rule, lease.rounding(keys), lease.space
             )
             _add(squares_of, grown)
 
         def move_chunk(lease: Lease) -> None:
             found = touched(lease.bags, lease.space)
-            directions, _ = backend.lamb_direct(  # the moments have moved
-                storage.weight, storage.state, found.rows, found.table, len(lengths), None, rule, None
-            )
+            directions, _ = backend.lamb_direct(storage.weight, storage.state, found, None, rule)  # moments have moved
             move(lease, found, directions, ratios)
 
         try:

@@ -6,6 +6,7 @@ canonical numbering of rows (that of the group's address space) is all that file
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags, Rounding
 from stoker.tables.lookups import version_of
 
-__all__ = ["DeviceRows", "Lease", "Rows", "Staged", "Storage", "allocate"]
+__all__ = ["DeviceRows", "Lease", "Rows", "Staged", "Storage", "allocate", "row_bytes", "shapes_of"]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -36,6 +37,16 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     if dtype == torch.bfloat16:
         return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
     return torch.from_numpy(np.zeros(shape, np.float32))
+
+
+def shapes_of(state: Mapping[str, str], count: int, dim: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each state tensor of ``count`` rows; ``state`` names what is "row" ([n, D]) or "scalar" ([n])."""
+    return {name: (count, dim) if kind == "row" else (count,) for name, kind in state.items()}
+
+
+def row_bytes(dim: int, dtype: torch.dtype, state: Mapping[str, str]) -> int:
+    """Bytes of a row with its optimizer state."""
+    return dim * dtype.itemsize + 4 * sum(math.prod(shape) for shape in shapes_of(state, 1, dim).values())
 
 
 class Rows:
@@ -52,9 +63,9 @@ class Rows:
         cls, count: int, dim: int, dtype: torch.dtype, state: Mapping[str, str],
         make: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> Rows:  # fmt: skip
-        """``count`` rows by ``make(shape, dtype)``; ``state`` names what is "row" ([n, D]) or "scalar" ([n])."""
-        shapes = {name: (count, dim) if kind == "row" else (count,) for name, kind in state.items()}
-        return cls(make((count, dim), dtype), {name: make(shape, torch.float32) for name, shape in shapes.items()})
+        """``count`` rows by ``make(shape, dtype)``; ``state`` as for :func:`shapes_of`."""
+        shapes = shapes_of(state, count, dim).items()
+        return cls(make((count, dim), dtype), {name: make(shape, torch.float32) for name, shape in shapes})
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -248,10 +259,9 @@ class DeviceRows(Storage):
         try:
             made = Rows.make(num_rows, dim, dtype, state, lambda shape, dtype: allocate(shape, dtype, device))
         except (MemoryError, torch.OutOfMemoryError) as error:
-            values = dim * dtype.itemsize + sum(4 * (dim if kind == "row" else 1) for kind in state.values())
-            free = device_memory(device)[0]
+            size, free = num_rows * row_bytes(dim, dtype, state), device_memory(device)[0]
             raise ConfigError(
-                f"{num_rows:,} rows of {dim} columns need {format_size(num_rows * values)} with their optimizer state, "
+                f"{num_rows:,} rows of {dim} columns need {format_size(size)} with their optimizer state, "
                 f"which {device} does not give{f' ({format_size(free)} free)' if free else ''}. Keep a part of them "
                 "there: placement=stoker.Cached(fraction=0.1), with the others in host memory or, by home='file', in a "
                 "file (docs/placement.md).",
@@ -267,12 +277,8 @@ class DeviceRows(Storage):
         return Lease(bags, space)
 
     def reset_state(self, state: dict[str, str]) -> None:
-        rows, dim = self.weight.shape
-        device = self.weight.device
-        self.state = {
-            name: allocate((rows, dim) if kind == "row" else (rows,), torch.float32, device)
-            for name, kind in state.items()
-        }
+        shapes = shapes_of(state, *self.weight.shape).items()
+        self.state = {name: allocate(shape, torch.float32, self.weight.device) for name, shape in shapes}
 
     def read(self, start: int, stop: int) -> Rows:
         return self.slots[start:stop]

@@ -1,30 +1,22 @@
-"""Memory operations for Numba, written for LLVM: asking for cache lines, moving bytes, handing out work."""
+"""Memory operations for Numba: asking for cache lines, moving bytes, handing out work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import cgutils
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_BYTE = ir.IntType(8).as_pointer()
+from stoker.ops.codegen.llvm import BYTE, I32, I64, LANES, Array, Int, Known, Row, Size, operation
+
 _LINE = 64  # bytes of a cache line
-_LANES = 16  # float32 elements in one
-
-
-def _bytes(context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value, at: ir.Value) -> ir.Value:
-    """Where an element of a flat array begins."""
-    return b.bitcast(b.gep(context.make_array(kind)(context, b, array).data, [at]), _BYTE)
 
 
 def _ask(b: ir.IRBuilder, pointer: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_BYTE, _I32, _I32, _I32])
+    kind = ir.FunctionType(ir.VoidType(), [BYTE, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+    b.call(function, [pointer, I32(0), I32(3), I32(1)])
 
 
 @contextmanager
@@ -33,10 +25,10 @@ def _each(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterato
     before, body, after = b.block, b.append_basic_block("each"), b.append_basic_block("done")
     b.cbranch(b.icmp_signed("<", begin, end), body, after)
     b.position_at_end(body)
-    at = b.phi(_I64)
+    at = b.phi(I64)
     at.add_incoming(begin, before)
     yield at
-    later = b.add(at, _I64(step))
+    later = b.add(at, I64(step))
     at.add_incoming(later, b.block)
     branch = b.cbranch(b.icmp_signed("<", later, end), body, after)
     rolled = b.module.add_metadata([b.module.add_metadata(["llvm.loop.unroll.disable"])])
@@ -44,95 +36,62 @@ def _each(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterato
     b.position_at_end(after)
 
 
-@intrinsic
-def fetch_add(typingctx, array, amount):
+@operation
+def fetch_add(b: ir.IRBuilder, array: Array, amount: Int) -> Int:
     """Atomically add to ``array[0]`` (int64) and return what was there: hands out work to threads."""
-    signature = types.int64(array, types.int64)
-
-    def codegen(context, b, signature, args):
-        data = context.make_array(signature.args[0])(context, b, args[0]).data
-        return b.atomic_rmw("add", data, args[1], "monotonic")
-
-    return signature, codegen
+    return b.atomic_rmw("add", array.data, amount, "monotonic")
 
 
-@intrinsic
-def prefetch(typingctx, array, offset):
-    """Ask for the cache line of ``array[offset]``, soon to be needed."""
-    signature = types.void(array, types.intp)
-
-    def codegen(context, b, signature, args):
-        _ask(b, _bytes(context, b, signature.args[0], *args))
-        return context.get_dummy_value()
-
-    return signature, codegen
+@operation
+def set_bits(b: ir.IRBuilder, array: Array, at: Int, bits: Int) -> None:
+    """Atomically ``array[at] |= bits`` (int64)."""
+    b.atomic_rmw("or", array.at(at), bits, "monotonic")
 
 
-@intrinsic(prefer_literal=True)
-def prefetch_row(typingctx, dim, array, offset):
-    """Ask for ``array[offset : offset + dim]``; ``dim`` is a compile-time constant."""
-    signature = types.void(dim, array, types.intp)
-
-    def codegen(context, b, signature, args):
-        for at in range(0, dim.literal_value, _LANES):
-            _ask(b, _bytes(context, b, signature.args[1], args[1], b.add(args[2], _I64(at))))
-        return context.get_dummy_value()
-
-    return signature, codegen
+@operation
+def prefetch(b: ir.IRBuilder, row: Row) -> None:
+    """Ask for the cache line where a row begins, soon to be needed."""
+    _ask(b, row.bytes)
 
 
-@intrinsic(prefer_literal=True)
-def prefetch_lines(typingctx, dim, address, itemsize):
+@operation
+def prefetch_row(b: ir.IRBuilder, dim: Known, row: Row) -> None:
+    """Ask for a row of ``dim`` elements."""
+    for at in range(0, dim, LANES):
+        _ask(b, row.behind(I64(at)).bytes)
+
+
+@operation
+def prefetch_lines(b: ir.IRBuilder, dim: Known, address: Int, itemsize: Int) -> None:
     """The same for ``dim`` elements of ``itemsize`` bytes at an address."""
-    signature = types.void(dim, types.intp, types.intp)
-
-    def codegen(context, b, signature, args):
-        for at in range(0, dim.literal_value, _LANES):
-            _ask(b, b.inttoptr(b.add(args[1], b.mul(args[2], _I64(at))), _BYTE))
-        return context.get_dummy_value()
-
-    return signature, codegen
+    for at in range(0, dim, LANES):
+        _ask(b, b.inttoptr(b.add(address, b.mul(itemsize, I64(at))), BYTE))
 
 
-@intrinsic(prefer_literal=True)
-def prefetch_bytes(typingctx, size, row, row_at):
-    """Ask for ``size`` bytes, any number, from an element offset of a flat array on."""
-    known = isinstance(size, types.IntegerLiteral)
-    signature = types.void(size if known else types.intp, row, types.intp)
-
-    def codegen(context, b, signature, args):
-        data = _bytes(context, b, signature.args[1], args[1], args[2])
-        if known:
-            for at in range(0, size.literal_value, _LINE):
-                _ask(b, b.gep(data, [_I64(at)]))
-        else:
-            with _each(b, _I64(0), args[0], _LINE) as at:
-                _ask(b, b.gep(data, [at]))
-        return context.get_dummy_value()
-
-    return signature, codegen
+@operation
+def prefetch_bytes(b: ir.IRBuilder, size: Size, row: Row) -> None:
+    """Ask for ``size`` bytes from where a row begins."""
+    if isinstance(size, int):
+        for at in range(0, size, _LINE):
+            _ask(b, b.gep(row.bytes, [I64(at)]))
+    else:
+        data = row.bytes
+        with _each(b, I64(0), size, _LINE) as at:
+            _ask(b, b.gep(data, [at]))
 
 
-@intrinsic(prefer_literal=True)
-def row_move(typingctx, size, out, out_at, row, row_at):
-    """Copy ``size`` bytes, an even number, between element offsets of two flat arrays of any types."""
-    known = isinstance(size, types.IntegerLiteral)
-    signature = types.void(size if known else types.intp, out, types.intp, row, types.intp)
-
-    def codegen(context, b, signature, args):
-        target = _bytes(context, b, signature.args[1], args[1], args[2])
-        source = _bytes(context, b, signature.args[3], args[3], args[4])
-        if known:
-            cgutils.raw_memcpy(b, target, source, ir.Constant(_I64, size.literal_value), 1)
-            return context.get_dummy_value()
-        begin = _I64(0)  # a call of memcpy would cost more than most rows
-        for width in (_LINE, 16, 4, 2):
-            end = b.and_(args[0], _I64(-width))
-            kind = ir.VectorType(ir.IntType(8), width).as_pointer()
-            with _each(b, begin, end, width) as at:
-                value = b.load(b.bitcast(b.gep(source, [at]), kind), align=1)
-                b.store(value, b.bitcast(b.gep(target, [at]), kind), align=1)
-            begin = end
-        return context.get_dummy_value()
-
-    return signature, codegen
+@operation
+def row_move(b: ir.IRBuilder, size: Size, out: Row, row: Row) -> None:
+    """Copy ``size`` bytes, an even number, from a row to another; their arrays may be of any types."""
+    target, source = out.bytes, row.bytes
+    if isinstance(size, int):
+        cgutils.raw_memcpy(b, target, source, I64(size), 1)
+        return
+    begin = I64(0)  # a call of memcpy would cost more than most rows
+    for width in (_LINE, 16, 4, 2):
+        end = b.and_(size, I64(-width))
+        kind = ir.VectorType(ir.IntType(8), width).as_pointer()
+        with _each(b, begin, end, width) as at:
+            value = b.load(b.bitcast(b.gep(source, [at]), kind), align=1)
+            b.store(value, b.bitcast(b.gep(target, [at]), kind), align=1)
+        begin = end

@@ -16,27 +16,20 @@ from functools import lru_cache
 import numpy as np
 
 from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_lines, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
-    COW,
     row_accumulate,
     row_condition,
     row_copy,
     row_dot,
     row_init,
-    row_rowwise_adagrad,
     row_scale,
-    row_sgd,
     row_step,
 )
-from stoker.ops.codegen.llvm_tiles import LANES, dots, transpose, weighted_rows
+from stoker.ops.codegen.llvm_tiles import dots, transpose, weighted_rows
 from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
-from stoker.ops.rule import CODES, Constants
-
-_SGD, _ROWWISE_ADAGRAD = CODES["sgd"], CODES["rowwise_adagrad"]
-_LR, _EPS, _SHARE, _CLIP_VALUE, _CLIP_NORM, _DECAY, _COW_RATIO, _COW_FLOOR = map(
-    Constants._fields.index, ("lr", "eps", "share", "clip_value", "clip_norm", "decay", "cow_ratio", "cow_floor")
-)
+from stoker.ops.rule import COW
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
 _POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none is taken for the mark of a free place
@@ -268,17 +261,8 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
                 occurs = np.int64(0)
                 if flags & COW:
                     occurs = np.int64(counts[u])
-                row_condition(
-                    dim, flags, buffer, g, weight, at, constants[_CLIP_VALUE], constants[_CLIP_NORM], constants[_DECAY],
-                    occurs, constants[_COW_RATIO], constants[_COW_FLOOR],
-                )  # fmt: skip
-            if rule == _SGD:
-                row_sgd(dim, weight, at, buffer, g, constants[_LR], salt, local * dim)
-            elif rule == _ROWWISE_ADAGRAD:
-                lr, eps, share = constants[_LR], constants[_EPS], constants[_SHARE]
-                row_rowwise_adagrad(dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim)
-            else:
-                row_step(dim, rule, weight, at, state, state2, buffer, g, constants, salt, local * dim)
+                row_condition(dim, flags, buffer, g, weight, at, occurs, constants)
+            row_step(dim, rule, weight, row, state, state2, buffer, g, constants, salt, local * dim)
 
     return Kernel(apply, called=True)
 
@@ -368,17 +352,6 @@ def number_rows(
             rows[i] = first + keys[h]
             keys[h] = -1
     return found
-
-
-@jit
-def count_ids(offsets, batch, table_start, table_features, others):
-    """Into ``others`` [T] the ids of each table in a batch of several ids a bag."""
-    features = table_features.size
-    for table in range(others.size):
-        for b in range(batch):
-            for f in range(table_start[table], table_start[table + 1]):
-                bag = b * features + table_features[f]
-                others[table] += offsets[bag + 1] - offsets[bag]
 
 
 @jit

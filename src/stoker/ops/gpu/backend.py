@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,8 +20,8 @@ from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR
-from stoker.ops.reference import bag_lengths
-from stoker.ops.rule import CODES, STATE, RowRule
+from stoker.ops.reference import bag_of, factors
+from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _TILE = 1024  # elements of a tile: 8 a thread
@@ -52,15 +50,6 @@ def _check_interpreter(triton_version: str, numpy_version: str) -> None:
 def _release(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-class _Place(NamedTuple):
-    """An address space's tables and features, on the device."""
-
-    bases: Tensor  # [F]
-    limits: Tensor  # [F]
-    table_of: Tensor  # [F]
-    first_row: Tensor  # [T + 1]
 
 
 class _Segments(NamedTuple):
@@ -94,7 +83,6 @@ class TritonBackend(Backend):
             _check_interpreter(triton.__version__, np.__version__)
         self._lazy = lazy
         self._watches: dict[torch.device, IdWatch] = {}
-        self._places: WeakKeyDictionary[AddressSpace, dict[torch.device, _Place]] = WeakKeyDictionary()
 
     def synchronize(self) -> None:
         """Wait for the device and raise what is still to be reported.
@@ -107,7 +95,7 @@ class TritonBackend(Backend):
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         device, dim, count = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), self._place(space, device)
+        watch, place = self._watch(device), space.on(device)
         watch.poll()
         total = bags.batch_size(count) * count
         out = torch.empty(total // count, count, dim, dtype=torch.float32, device=device)
@@ -141,14 +129,14 @@ class TritonBackend(Backend):
         rounding: Rounding,
     ) -> None:  # fmt: skip
         device, dim, features = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), self._place(space, device)
+        watch, place = self._watch(device), space.on(device)
         watch.poll()
         count = bags.ids.numel()
         if count == 0:
             return
         bf16 = weight.dtype == torch.bfloat16
         grad = grad.to(torch.float32).contiguous()
-        states = [state[name] for name in STATE[rule.kind]]
+        states, flags = [state[name] for name in rule.definition.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
         with _on(device):
@@ -168,9 +156,9 @@ class TritonBackend(Backend):
                 found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
                 _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
                 space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
-                D=dim, RULE=CODES[rule.kind], BF16=bf16, SLOTTED=rounding.rows is not None,
-                SCALED=found.scales is not None, CLIP_VALUE=rule.clip_value != math.inf,
-                CLIP_NORM=rule.clip_norm != math.inf, DECAY=rule.weight_decay != 0, COW=rule.cow_ratio != math.inf,
+                D=dim, RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
+                SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
+                CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
                 LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,
             )  # fmt: skip
             watch.post(space, bags)
@@ -199,11 +187,11 @@ class TritonBackend(Backend):
         block = min(_power(dim), 128)
         tile = max(1, _TILE // block)
         with _on(device):
-            bag_of = _bag_of(bags)
-            rows = self._addresses(space, bags, bag_of, watch, device)
+            bag = None if bags.offsets is None else bag_of(bags.offsets, count)
+            rows = self._addresses(space, bags, bag, watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight), rows, _or(bag_of, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
-                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag_of is not None, SIZE=tile, BLOCK=block, **_EXACT,
+                _bits(weight), rows, _or(bag, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
+                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag is not None, SIZE=tile, BLOCK=block, **_EXACT,
             )  # fmt: skip
         return out
 
@@ -212,32 +200,24 @@ class TritonBackend(Backend):
             self._watches[device] = IdWatch(device, lazy=self._lazy)
         return self._watches[device]
 
-    def _place(self, space: AddressSpace, device: torch.device) -> _Place:
-        known = self._places.setdefault(space, {})
-        if device not in known:
-            table_of = torch.tensor(space.table_of, dtype=torch.int64)
-            tensors = (space.bases, space.limits, table_of, torch.from_numpy(space.first_row))
-            known[device] = _Place(*(tensor.to(device) for tensor in tensors))
-        return known[device]
-
     def _addresses(
-        self, space: AddressSpace, bags: Bags, bag_of: Tensor | None, watch: IdWatch, device: torch.device
+        self, space: AddressSpace, bags: Bags, bag: Tensor | None, watch: IdWatch, device: torch.device
     ) -> Tensor:
         """Row address of each id [L]; int32 where it fits, since sorting takes half the passes then."""
-        place, count = self._place(space, device), bags.ids.numel()
+        place, count = space.on(device), bags.ids.numel()
         dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()
         kernels.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids, _or(bag_of, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
-            F=len(space.features), JAGGED=bag_of is not None, SIZE=_TILE, **_EXACT,
+            ids, _or(bag, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
+            F=len(space.features), JAGGED=bag is not None, SIZE=_TILE, **_EXACT,
         )  # fmt: skip
         return rows
 
     def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
         count = bags.ids.numel()
-        bag_of = _bag_of(bags)
-        addresses = self._addresses(space, bags, bag_of, watch, device)
+        bag = None if bags.offsets is None else bag_of(bags.offsets, count)
+        addresses = self._addresses(space, bags, bag, watch, device)
         rows, order = torch.sort(addresses, stable=True)
         heads = torch.empty(count, dtype=torch.int64, device=device)
         starts = torch.empty(count + 1, dtype=torch.int64, device=device)
@@ -245,23 +225,10 @@ class TritonBackend(Backend):
         kernels.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
         segments = torch.cumsum(heads, 0)
         kernels.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
-        scales = None
-        if bags.weights is not None:
-            scales = bags.weights.reshape(-1).to(torch.float32)[order]
-        elif bags.mean and bags.offsets is not None:
-            lengths = bag_lengths(bags.offsets)
-            assert bag_of is not None
-            scales = (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of[order]]
-        return _Segments(rows, segments, starts, order if bag_of is None else bag_of[order], scales)
-
-
-def _bag_of(bags: Bags) -> Tensor | None:
-    """The bag of each id [L], or None where every bag holds one id."""
-    if bags.offsets is None:
-        return None
-    lengths = bag_lengths(bags.offsets)
-    bag = torch.arange(len(lengths), device=lengths.device)
-    return torch.repeat_interleave(bag, lengths, output_size=bags.ids.numel())  # with the size given, no waiting
+        scales = factors(count, bags.offsets, bags.weights, bags.mean)
+        return _Segments(
+            rows, segments, starts, order if bag is None else bag[order], None if scales is None else scales[order]
+        )
 
 
 def _bits(weight: Tensor) -> Tensor:
@@ -293,21 +260,6 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 _UNREAD = 8  # calls the host may run ahead of the device before it waits for a copy
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    copied: torch.cuda.Event | None
-    copy: Tensor
-    space: AddressSpace
-    bags: Bags
-
-    def there(self) -> bool:
-        return self.copied is None or self.copied.query()
-
-    def wait(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
 class IdWatch:
     """The error word of one device: ids outside their table are reported without making the host wait.
 
@@ -323,7 +275,7 @@ class IdWatch:
     def __init__(self, device: torch.device, *, lazy: bool | None = None) -> None:
         self.word = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
         self.lazy = device.type == "cuda" if lazy is None else lazy
-        self._reports: deque[_Report] = deque()
+        self._reports: deque[tuple[torch.cuda.Event | None, Tensor, AddressSpace, Bags]] = deque()
 
     def post(self, space: AddressSpace, bags: Bags) -> None:
         """After a kernel that checked ``bags``: have its finding copied to the host."""
@@ -339,7 +291,7 @@ class IdWatch:
             copied.record()
         else:
             copy = self.word.clone()
-        self._reports.append(_Report(copied, copy, space, bags))
+        self._reports.append((copied, copy, space, bags))
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise what has been found.
@@ -351,12 +303,14 @@ class IdWatch:
             IndexError: an id of an earlier call lay outside its table.
         """
         while self._reports:
-            report = self._reports[0]
-            if not wait and len(self._reports) <= _UNREAD and not report.there():
-                return
-            self._reports.popleft().wait()
-            if int(report.copy) != NO_ERROR:
-                self._raise(int(report.copy), report.space, report.bags)
+            copied, copy, space, bags = self._reports[0]
+            if copied is not None:
+                if not wait and len(self._reports) <= _UNREAD and not copied.query():
+                    return
+                copied.synchronize()
+            self._reports.popleft()
+            if int(copy) != NO_ERROR:
+                self._raise(int(copy), space, bags)
 
     def _raise(self, position: int, space: AddressSpace, bags: Bags) -> None:
         self._reports.clear()

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.ops.rule import CODES
+from stoker.ops.rule import RULES
 
 NO_ERROR = 2**63 - 1  # what the error word holds while every id has been inside its table
 
@@ -166,13 +166,13 @@ def init_kernel(out, key, first, count, scale, BF16: tl.constexpr, SIZE: tl.cons
         tl.store(out + at, values, mask=at < count)
 
 
-_SGD = tl.constexpr(CODES["sgd"])
-_ADAGRAD = tl.constexpr(CODES["adagrad"])
-_ROWWISE_ADAGRAD = tl.constexpr(CODES["rowwise_adagrad"])
-_ADAM = tl.constexpr(CODES["adam"])
-_MOMENTUM = tl.constexpr(CODES["momentum"])
-_NESTEROV = tl.constexpr(CODES["nesterov"])
-_FTRL = tl.constexpr(CODES["ftrl"])
+_SGD = tl.constexpr(RULES["sgd"].code)
+_ADAGRAD = tl.constexpr(RULES["adagrad"].code)
+_ROWWISE_ADAGRAD = tl.constexpr(RULES["rowwise_adagrad"].code)
+_ADAM = tl.constexpr(RULES["adam"].code)
+_MOMENTUM = tl.constexpr(RULES["momentum"].code)
+_NESTEROV = tl.constexpr(RULES["nesterov"].code)
+_FTRL = tl.constexpr(RULES["ftrl"].code)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from numba import njit
 from torch import Tensor
 
 from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add
-from stoker.ops.codegen.llvm_tiles import LANES, tile_across, tile_product, transpose
+from stoker.ops.codegen.llvm_tiles import tile_across, tile_product, transpose
 from stoker.ops.codegen.native import Kernel, arguments
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.tt.shape import Level
@@ -126,32 +127,34 @@ def _strip(tile, vectors):
     return strip
 
 
-_rows, _rows_wide = _strip(tile_product, 1), _strip(tile_product, _PAIR)
-_across, _across_wide = _strip(tile_across, 1), _strip(tile_across, _PAIR)
+def _product(tile):
+    """A kernel for rows begin..stop of ``left @ right`` of ``width`` columns; ``out_at`` is that of row ``begin``."""
+    narrow, wide = _strip(tile, 1), _strip(tile, _PAIR)
+
+    @njit
+    def product(left, offsets, begin, stop, count, right, right_at, width, out, out_at, panel, scratch):
+        column = 0
+        while column + _STEP <= width:
+            wide(left, offsets, begin, stop, count, right, right_at + column, width, out, out_at + column, width)
+            column += _STEP
+        while column + LANES <= width:
+            narrow(left, offsets, begin, stop, count, right, right_at + column, width, out, out_at + column, width)
+            column += LANES
+        rest = width - column
+        zero, lanes = np.int64(0), np.int64(LANES)
+        if rest:  # through a panel of LANES columns, so that nothing is read or written beyond the matrix
+            for k in range(count):
+                for j in range(rest):
+                    panel[k * LANES + j] = right[right_at + k * width + column + j]
+            narrow(left, offsets, begin, stop, count, panel, zero, lanes, scratch, zero, lanes)
+            for row in range(stop - begin):
+                for j in range(rest):
+                    out[out_at + row * width + column + j] = scratch[row * LANES + j]
+
+    return product
 
 
-@njit
-def _block(left, offsets, begin, stop, count, right, right_at, width, out, panel, tile):
-    """``out[row] = left[row] @ right`` for rows begin..stop of ``width`` columns; panel and tile are scratch."""
-    column = 0
-    while column + _STEP <= width:
-        at = begin * width + column
-        _rows_wide(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
-        column += _STEP
-    while column + LANES <= width:
-        at = begin * width + column
-        _rows(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
-        column += LANES
-    rest = width - column
-    zero, lanes = np.int64(0), np.int64(LANES)
-    if rest:  # through a panel of LANES columns, so that nothing is read or written beyond the matrix
-        for k in range(count):
-            for j in range(rest):
-                panel[k * LANES + j] = right[right_at + k * width + column + j]
-        _rows(left, offsets, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
-        for row in range(stop - begin):
-            for j in range(rest):
-                out[(begin + row) * width + column + j] = tile[row * LANES + j]
+_rows, _across = _product(tile_product), _product(tile_across)
 
 
 @njit
@@ -173,8 +176,8 @@ def _down(p):
         task = fetch_add(cursor, 1)
         if task >= len(tasks):
             return
-        at = digits[tasks[task, 0]] * rank * width
-        _block(left, offsets, tasks[task, 1], tasks[task, 2], rank, core, at, width, out, panel, tile)
+        begin, stop, at = tasks[task, 1], tasks[task, 2], digits[tasks[task, 0]] * rank * width
+        _rows(left, offsets, begin, stop, rank, core, at, width, out, begin * width, panel, tile)
 
 
 def _up_values(p):
@@ -189,13 +192,13 @@ def _up_values(p):
         if tasks[task, 0] != last:
             last = tasks[task, 0]
             _turn(core, digits[last] * rank * width, rank, width, turned)
-        _block(back, offsets, tasks[task, 1], tasks[task, 2], width, turned, np.int64(0), rank, out, panel, tile)
+        begin, stop = tasks[task, 1], tasks[task, 2]
+        _rows(back, offsets, begin, stop, width, turned, np.int64(0), rank, out, begin * rank, panel, tile)
 
 
 def _up_slices(p):
     left, offsets, start, parts, back, rank, width, out, cursor = arguments(p)
     high = (rank + parts - 1) // parts
-    zero, lanes = np.int64(0), np.int64(LANES)
     tile, panel = np.empty(rank * LANES, np.float32), np.zeros(LANES, np.float32)
     while True:
         task = fetch_add(cursor, 1)
@@ -205,24 +208,9 @@ def _up_slices(p):
         stop, first, count = min(begin + high, rank), start[group], start[group + 1] - start[group]
         rows = offsets[first : first + count]
         at, to = first * width, (group * rank + begin) * width
-        column = 0
-        while column + _STEP <= width:
-            _across_wide(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
-            column += _STEP
-        while column + LANES <= width:
-            _across(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
-            column += LANES
-        rest = width - column
-        if rest:
-            if len(panel) < count * LANES:
-                panel = np.zeros(count * LANES, np.float32)
-            for k in range(count):
-                for j in range(rest):
-                    panel[k * LANES + j] = back[at + k * width + column + j]
-            _across(left, rows, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
-            for row in range(stop - begin):
-                for j in range(rest):
-                    out[to + row * width + column + j] = tile[row * LANES + j]
+        if len(panel) < count * LANES:
+            panel = np.zeros(count * LANES, np.float32)
+        _across(left, rows, begin, stop, count, back, at, width, out, to, panel, tile)
 
 
 def _sum_children(p):
@@ -258,27 +246,20 @@ def _cursor() -> npt.NDArray[np.int64]:
     return np.zeros(1, np.int64)
 
 
-def split_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split_keys(keys: Tensor, count: int) -> tuple[Tensor, ...]:
     """Digits, number of the node above, and these nodes' keys and numbers of children; ``keys`` are ascending."""
-    digits, inverse, above, children = split_level(keys.contiguous().numpy(), count)
-    return tuple(torch.from_numpy(part) for part in (digits, inverse, above, children))  # type: ignore[return-value]
+    return tuple(torch.from_numpy(part) for part in split_level(keys.contiguous().numpy(), count))
 
 
-def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
     """Digits in order, the order, its inverse, and the distinct digits and where each begins."""
-    ordered, order, by_prefix, distinct, start = order_level(digits.contiguous().numpy(), radix)
-    made = (torch.from_numpy(part) for part in (ordered, order, by_prefix))
-    return (*made, distinct.tolist(), start.tolist())
-
-
-def _arrays(level: Level) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    assert level.parent is not None
-    return np.array(level.digits, np.int64), np.array(level.start, np.int64), level.parent.numpy()
+    return tuple(torch.from_numpy(part) for part in order_level(digits.contiguous().numpy(), radix))
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
     """[P * M, m_k * r_k]: the values [.., M, r_{k-1}] of each node's parent times its slice of the core."""
-    digits, start, parent = _arrays(level)
+    assert level.parent is not None
+    digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()
     width, (_, rank, columns) = above.shape[1], core.shape
     tasks, offsets = tasks_of(start, width, parent, rank)
     made = _arena.empty(len(offsets), columns)
@@ -294,7 +275,8 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
 
     ``back`` [P * M, m_k * r_k] is the gradient of :func:`node_values`.
     """
-    digits, start, parent = _arrays(level)
+    assert level.parent is not None
+    digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()
     width, (_, rank, columns) = above.shape[1], core.shape
     threads = torch.get_num_threads()
     given, grad, slices_of = flat(above.contiguous()), flat(back.contiguous()), flat(core.contiguous())

@@ -11,27 +11,30 @@ Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
+from stoker.ops.space import HAVE_NUMBA
 from stoker.ops.tt.shape import Level, TTShape
 
 _FILL = 2**22  # values of a fresh core made at a time
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 
 
-def _native(*tensors: Tensor) -> bool:
-    """Whether the CPU's kernels take these."""
-    return _HAVE_NUMBA and all(
-        tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.int64) for tensor in tensors
-    )
+def _kernels(*tensors: Tensor) -> Any:
+    """The CPU's kernels, a module, where they take these; else None."""
+    types = (torch.float32, torch.int64)
+    if not HAVE_NUMBA or any(tensor.device.type != "cpu" or tensor.dtype not in types for tensor in tensors):
+        return None
+    from stoker.ops.tt import cpu
+
+    return cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +72,24 @@ def build_trie(rows: Tensor, shape: TTShape) -> Trie:
 
 def _split(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Digits, number of the node above, and these nodes' keys and numbers of children."""
-    if _native(keys):
-        from stoker.ops.tt.cpu import split_keys
-
-        return split_keys(keys, count)
+    if (cpu := _kernels(keys)) is not None:
+        split: tuple[Tensor, Tensor, Tensor, Tensor] = cpu.split_keys(keys, count)
+        return split
     above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
     return keys % count, inverse, above, children
 
 
 def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
-    if _native(digit):
-        from stoker.ops.tt.cpu import order_nodes
-
-        ordered, order, place, digits, start = order_nodes(digit, radix)
+    if (cpu := _kernels(digit)) is not None:
+        ordered, order, place, digits, start = cpu.order_nodes(digit, radix)
     else:
         ordered, order = torch.sort(digit, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
-        digits, start = distinct.tolist(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
-    return Level(
-        digit=ordered, parent=None if inverse is None or above is None else above[inverse[order]], digits=digits,
-        start=start, by_prefix=place, children=children,
-    )  # fmt: skip
+        digits, counts = torch.unique_consecutive(ordered, return_counts=True)
+        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    parent = None if inverse is None or above is None else above[inverse[order]]
+    return Level(ordered, parent, digits, start, place, children)
 
 
 def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
@@ -107,18 +105,14 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
     values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], shape.ranks[0])]
     for place, level in enumerate(trie.levels[1:], 1):
         above, core = values[-1], cores[place]
-        if _native(above, core):
-            from stoker.ops.tt.cpu import node_values
-
-            made = node_values(above, core, level)
-            columns = shape.cols[place]
-            values.append(made.view(len(level.digit), above.shape[1] * columns, core.shape[2] // columns))
-            continue
         nodes, (_, width, rank) = len(level.digit), above.shape
-        inputs = above[level.parent].view(nodes * width, rank)
-        made = inputs.new_empty(nodes * width, core.shape[2])
-        for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
-            torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
+        if (cpu := _kernels(above, core)) is not None:
+            made = cpu.node_values(above, core, level)
+        else:
+            inputs = above[level.parent].view(nodes * width, rank)
+            made = inputs.new_empty(nodes * width, core.shape[2])
+            for digit, begin, stop in level.blocks:
+                torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
         values.append(made.view(nodes, width * shape.cols[place], core.shape[2] // shape.cols[place]))
     return values
 
@@ -139,30 +133,23 @@ def gradients(
     found: list[tuple[Tensor, Tensor]] = []
     for place in range(len(cores) - 1, 0, -1):
         level, core, above = trie.levels[place], cores[place], values[place - 1]
-        if _native(above, core, grad):
-            from stoker.ops.tt.cpu import back_through
-
-            back = grad.reshape(-1, core.shape[2])
-            slices, grad = back_through(above, core, level, trie.levels[place - 1], back)
-            found.append((_distinct(level), slices))
+        if (cpu := _kernels(above, core, grad)) is not None:
+            slices, grad = cpu.back_through(above, core, level, trie.levels[place - 1], grad.reshape(-1, core.shape[2]))
+            found.append((level.digits, slices))
             continue
         nodes, (_, width, rank) = len(level.digit), above.shape
         inputs = above[level.parent].view(nodes * width, rank)
         back = grad.reshape(nodes * width, core.shape[2])
         slices = inputs.new_empty(len(level.digits), *core.shape[1:])
         passed = torch.empty_like(inputs)
-        for number, (digit, begin, stop) in enumerate(zip(level.digits, level.start, level.start[1:], strict=False)):
+        for number, (digit, begin, stop) in enumerate(level.blocks):
             span = slice(begin * width, stop * width)
             torch.mm(inputs[span].t(), back[span], out=slices[number])
             torch.mm(back[span], core[digit].t(), out=passed[span])
-        found.append((_distinct(level), slices))
+        found.append((level.digits, slices))
         grad = _sum_children(passed.view(nodes, width * rank), level, trie.levels[place - 1])
-    found.append((_distinct(trie.levels[0]), grad.view(len(grad), *cores[0].shape[1:])))
+    found.append((trie.levels[0].digits, grad.view(len(grad), *cores[0].shape[1:])))
     return found[::-1]
-
-
-def _distinct(level: Level) -> Tensor:
-    return level.digit[torch.tensor(level.start[:-1], dtype=torch.int64, device=level.digit.device)]
 
 
 def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -181,13 +181,19 @@ def _count(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> in
     return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Level:
     """The nodes of one level, in order of their digit; nodes of one digit in order of their prefix."""
 
     digit: Tensor  # [P] int64, ascending
     parent: Tensor | None  # [P] int64, the node of the level before; None in the first level
-    digits: list[int]  # the distinct digits
-    start: list[int]  # [len(digits) + 1] where their nodes begin
+    digits: Tensor  # [n] int64, the distinct digits
+    start: Tensor  # [n + 1] int64, where their nodes begin
     by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: those of a parent lie together
     children: Tensor | None  # [nodes of the level before, in order of their prefix] int64, how many each has
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Each digit, where its nodes begin, and where they end."""
+        start = self.start.tolist()
+        return list(zip(self.digits.tolist(), start[:-1], start[1:], strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import spanned
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
-from stoker.ops.lamb import direct, move, squares, trust_ratios
+from stoker.ops.lamb import Touched, direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, update_rows
 from stoker.ops.space import slot_space
 from stoker.ops.tt.lookup import Trie, build_trie, expand, fill_core, gradients
@@ -222,15 +222,16 @@ def update_slices(
 
     The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
-    if rule.kind == "lamb":
-        directions = direct(weight, state, digits, grad, rule)  # a core is a layer of its own
-        ratios = trust_ratios(squares(weight), squares(directions), rule)
-        move(weight, digits, torch.zeros_like(digits), directions, ratios, rule, torch.zeros_like)
+    if rule.definition.scope == "table":  # a core is a layer of its own
+        found = Touched(digits, torch.zeros_like(digits), 1, torch.arange(len(digits)))
+        directions = direct(weight, state, found, grad, rule)
+        move(
+            weight, found, directions, trust_ratios(squares(weight), squares(directions), rule), rule, torch.zeros_like
+        )
         return
     count, width = weight.shape
     piece = math.gcd(width, _PIECE)
-    whole = rule.kind == "rowwise_adagrad" or rule.clip_norm != math.inf  # needs a slice in one piece
-    if whole or piece < _LEAST:
+    if not rule.elementwise or piece < _LEAST:
         update_rows(weight, state, digits, grad, rule)
         return
     # Kernels are compiled for a width, and for that of a slice at great length.

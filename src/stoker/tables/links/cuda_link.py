@@ -435,7 +435,7 @@ def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
 def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     """Time each way of reading for a few MiB of rows from all over ``home``."""
     held = copy.copy(home)
-    held.held = Held(home.num_rows, home.native)  # how long rows take that were never stored is not what is asked
+    held.held = Held(home.num_rows)  # how long rows take that were never stored is not what is asked
     held.held.words.fill(-1)
     count = min(home.num_rows, max(1, _PROBE // home.row_bytes))
     rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
@@ -33,14 +32,12 @@ from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
 from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
 from stoker.tables.storage import Lease, Rows, Storage, allocate
-from stoker.tables.stores.file_home import FileHome
-from stoker.tables.stores.home import Home, Initial, MemoryHome
-from stoker.tables.stores.log_home import LogHome, index_bytes
+from stoker.tables.stores.home import Home, Initial
+from stoker.tables.stores.registry import make_home
 
-__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_residency", "make_slotted"]
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "make_residency", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
-_INDEX_SHARE = 64  # a log's index takes at most one part in so many of memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
@@ -131,13 +128,8 @@ class SlottedRows(Storage):
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
-            for labels, values in zip(self._labels, self._names(rows), strict=False):
+            for labels, values in zip(self._labels, self.space.locate(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
-
-    def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
-        """Table and row within it of each of the addresses [n]."""
-        table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
-        return table, addresses - self.space.first_row[table]
 
     @property
     def num_rows(self) -> int:
@@ -230,7 +222,7 @@ class SlottedRows(Storage):
             self.stats.hits += wanted.placed
             if self._labels and len(plan.fetch_rows):
                 labels = [each[self.num_hot :] for each in self._labels]
-                link.label(list(zip(labels, self._names(plan.fetch_rows), strict=True)), plan.fetch_slots)
+                link.label(list(zip(labels, self.space.locate(plan.fetch_rows), strict=True)), plan.fetch_slots)
             ids = link.send(self._slots(plan, wanted))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
@@ -466,13 +458,7 @@ def make_slotted(
     """
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"
-    if strategy.home == "file":
-        make = LogHome if appends(strategy, initial.num_rows) else FileHome
-        home: Home = make(initial, state, directory=strategy.path, direct=strategy.direct)
-    elif strategy.pin is None:
-        home = _maybe_pinned(initial, state) if gpu else MemoryHome(initial, state)
-    else:
-        home = MemoryHome(initial, state, pin=strategy.pin)
+    home = make_home(strategy, initial, state, gpu=gpu)
     return SlottedRows(
         home,
         space,
@@ -480,26 +466,5 @@ def make_slotted(
         device=device,
         hot=strategy.count_hot(tables) if isinstance(strategy, HotCold) else (),
         transient=isinstance(strategy, HostPipelined | HotCold),
-        link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
+        link=CudaLink if gpu else QueuedLink if home.is_blocking else DirectLink,
     )
-
-
-def appends(strategy: Slotted, num_rows: int) -> bool:
-    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.stores.log_home.LogHome`)."""
-    if strategy.home != "file":
-        return False
-    if strategy.writes is None:
-        return index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
-    return strategy.writes == "append"
-
-
-def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
-    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
-    home = MemoryHome(initial, state)  # takes no memory yet
-    if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
-        return home
-    home.close()
-    try:
-        return MemoryHome(initial, state, pin=True)
-    except ConfigError:
-        return MemoryHome(initial, state)

@@ -27,8 +27,10 @@ import torch
 
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
+from stoker.ops.cpu.arena import flat
+from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
-from stoker.tables.stores.home import Home, Initial, flat
+from stoker.tables.stores.home import Home, Initial
 
 __all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 
@@ -185,6 +187,10 @@ class FileHome(Home):
         self._writing: Any = threading.Lock() if direct else contextlib.nullcontext()
         self._seeking = threading.Lock()
 
+    @classmethod
+    def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> FileHome:
+        return cls(initial, state, directory=strategy.path, direct=strategy.direct)
+
     def flush(self) -> None:
         """Wait until all stored rows are on the disk: the system reports some failures of a disk only here."""
         try:
@@ -303,11 +309,11 @@ class FileHome(Home):
                 unit = layout.block if writing else PAGE
                 base, end = base // unit * unit, -(-end // unit) * unit
             if self.direct or not writing:
-                self._read_into(buffer, base, end, rows[some], at[some])
+                self._transfer(buffer, base, end, rows[some], at[some], writing=False)
             inside = (offsets - base)[:, None] + np.arange(layout.record)
             if writing:
                 buffer[inside] = records[some]
-                self._write_from(buffer, base, end, rows[some], at[some])
+                self._transfer(buffer, base, end, rows[some], at[some], writing=True)
             else:
                 records[some] = buffer[inside]
 
@@ -337,37 +343,35 @@ class FileHome(Home):
             self._pool_owner = os.getpid()
         return self._pool
 
-    def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` are there."""
-        view, done = buffer.data, 0
+    def _transfer(
+        self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray, *, writing: bool
+    ) -> None:
+        """Bytes ``base..end`` of the file to the start of ``buffer``, or from there; ``rows`` at ``at`` are there.
+
+        Raises:
+            HomeError: it failed, or the file ended too early.
+        """
+        view, done, action = buffer.data, 0, "writing" if writing else "reading"
         while done < end - base:
             try:
-                if hasattr(os, "preadv"):
-                    got = os.preadv(self._fd, [view[done : end - base]], base + done)
-                else:
-                    with self._seeking:
-                        os.lseek(self._fd, base + done, os.SEEK_SET)
-                        data = os.read(self._fd, end - base - done)
-                    got = len(data)
-                    view[done : done + got] = data
+                got = self._call(view[done : end - base], base + done, writing)
             except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "reading") from error
+                raise self._error(error.errno or 0, self._cut(rows, at, base + done), action) from error
             done += got
             if got == 0 or (self.direct and done % PAGE and done < end - base):
-                raise self._error(0, self._cut(rows, at, base + done), "reading")
+                raise self._error(0, self._cut(rows, at, base + done), action)
 
-    def _write_from(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        view, done = buffer.data, 0
-        while done < end - base:
-            try:
-                if hasattr(os, "pwritev"):
-                    done += os.pwritev(self._fd, [view[done : end - base]], base + done)
-                else:
-                    with self._seeking:
-                        os.lseek(self._fd, base + done, os.SEEK_SET)
-                        done += os.write(self._fd, view[done : end - base])
-            except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "writing") from error
+    def _call(self, view: memoryview, offset: int, writing: bool) -> int:
+        """One system call, which may move less than the whole ``view``; returns the bytes moved."""
+        if hasattr(os, "preadv"):
+            return (os.pwritev if writing else os.preadv)(self._fd, [view], offset)
+        with self._seeking:
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            if writing:
+                return os.write(self._fd, view)
+            data = os.read(self._fd, len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def _cut(self, rows: np.ndarray, at: np.ndarray, end: int) -> int | None:
         """The first of ``rows`` whose record, at ``at``, does not end by ``end``; None if there are no rows."""
@@ -457,18 +461,15 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
 
 def _open(folder: Path, direct: bool) -> tuple[Path, int]:
     fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
-    path = Path(name)
-    if not direct:
-        return path, fd
-    try:
-        return path, os.open(path, os.O_RDWR | os.O_DIRECT)
-    except FileNotFoundError:
-        return path, os.dup(fd)  # removed as above
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _no_direct(folder) from error
-    finally:
-        os.close(fd)
+    if direct:
+        import fcntl
+
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError as error:
+            _dispose(fd, Path(name), os.getpid())
+            raise _no_direct(folder) from error
+    return Path(name), fd
 
 
 def _lock(fd: int) -> bool:

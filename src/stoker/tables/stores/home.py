@@ -13,7 +13,6 @@ Legend: N rows, n rows of one call, D columns, T tables.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import mmap
 import threading
 import weakref
@@ -27,12 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.base.device import total_memory
+from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
-from stoker.ops.reference import counter_bits, derive_key
-from stoker.tables.config import DTYPES, TableConfig
-from stoker.tables.storage import Rows, allocate
+from stoker.ops.cpu.arena import flat
+from stoker.ops.reference import derive_key, uniform
+from stoker.ops.space import HAVE_NUMBA
+from stoker.tables.config import DTYPES, Slotted, TableConfig
+from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
 
 __all__ = ["Held", "Home", "Initial", "MemoryHome"]
 
@@ -43,11 +44,6 @@ _CHUNK = 2**20  # elements computed at a time by Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
-
-
-def has_numba() -> bool:
-    """Whether kernels can be compiled here."""
-    return importlib.util.find_spec("numba") is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,9 +87,8 @@ class Initial:
             part = addresses[start : start + step]
             table = np.searchsorted(self.first_row, part, side="right") - 1
             counter = torch.from_numpy((part - self.first_row[table]) * self.dim).unsqueeze(1) + column
-            top = (counter_bits(torch.from_numpy(self.keys[table]).unsqueeze(1), counter) >> 40) & 0xFFFFFF
-            unit = top.to(torch.float32) * 2.0**-23 - 1.0
-            out[start : start + step] = (unit * torch.from_numpy(self.scales[table]).unsqueeze(1)).to(self.dtype)
+            keys, scales = (torch.from_numpy(of[table]).unsqueeze(1) for of in (self.keys, self.scales))
+            out[start : start + step] = (uniform(keys, counter) * scales).to(self.dtype)
         return out
 
 
@@ -104,7 +99,7 @@ class Held:
         ConfigError: there is no memory for the bits.
     """
 
-    def __init__(self, num_rows: int, native: bool) -> None:
+    def __init__(self, num_rows: int) -> None:
         try:
             self.words = np.zeros(-(-num_rows // 64), dtype=np.int64)
         except MemoryError as error:
@@ -112,7 +107,6 @@ class Held:
                 f"a bit for each of {num_rows:,} rows needs {format_size(num_rows / 8)} of memory, which this machine "
                 "does not give. Make the tables smaller."
             ) from error
-        self._native = native
         self._lock = threading.Lock()
 
     def of(self, rows: np.ndarray) -> np.ndarray:
@@ -122,12 +116,7 @@ class Held:
 
     def mark(self, rows: np.ndarray) -> None:
         """``rows`` [n] int64 are held from now on."""
-        if self._native:
-            from stoker.tables.stores.kernels import mark
-
-            mark(self.words, rows)  # atomic: 64 rows share a word, and threads store different rows at once
-            return
-        with self._lock:
+        with self._lock:  # 64 rows share a word, and threads store different rows at once
             np.bitwise_or.at(self.words, rows >> 6, np.left_shift(np.int64(1), rows & 63))
 
 
@@ -140,7 +129,7 @@ class Home(ABC):
     """
 
     kind: ClassVar[str]  # "memory" or "file"
-    is_blocking = False  # whether a fetch or store waits for a device
+    is_blocking: ClassVar[bool] = False  # whether a fetch or store waits for a device
     directory: Path | None = None  # of its file
     pinned = False  # whether a GPU can read the rows in place
     threads: int | None = None  # threads of kernels; None means as many as torch uses
@@ -154,15 +143,25 @@ class Home(ABC):
         self.num_rows = initial.num_rows
         self.dim = initial.dim
         self.dtype = initial.dtype
-        self.native = has_numba() and len(state) <= _KERNEL_STATES
+        self.native = HAVE_NUMBA and len(state) <= _KERNEL_STATES
         self.widths = tuple(self.dim if kind == "row" else 1 for kind in state.values())  # float32 elements a row
-        self.held = Held(self.num_rows, self.native)
+        self.held = Held(self.num_rows)
         self._open = True
+
+    @classmethod
+    @abstractmethod
+    def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
+        """Make a store as ``strategy`` says; ``gpu``: for slots on a GPU."""
+
+    @staticmethod
+    def index_bytes(num_rows: int) -> int:
+        """Bytes of main memory that the store of N rows takes for an index."""
+        return 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row: weights and state."""
-        return self.dim * self.dtype.itemsize + 4 * sum(self.widths)
+        return row_bytes(self.dim, self.dtype, self.state)
 
     def fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None = None) -> None:
         """Copy weights and state of ``rows[i]`` to row ``places[i]`` (None: i) of ``target``, on any device.
@@ -238,9 +237,7 @@ class Home(ABC):
         if not self._open:
             raise HomeError(f"{self!r} is closed. Make a new home, or close it after the last use.")
         weight = side.weight
-        wanted = {
-            name: (len(weight), self.dim) if kind == "row" else (len(weight),) for name, kind in self.state.items()
-        }
+        wanted = shapes_of(self.state, len(weight), self.dim)
         given = {name: tuple(side.state[name].shape) for name in self.state if name in side.state}
         if weight.dim() != 2 or weight.shape[1] != self.dim or weight.dtype != self.dtype or given != wanted:
             raise ValueError(
@@ -339,6 +336,20 @@ class MemoryHome(Home):
             ) from error
         self._locks = [_page_lock(self, tensor) for tensor in self.arrays.tensors] if pin else []
 
+    @classmethod
+    def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> MemoryHome:
+        """As it says; without a word on pinning, pinned behind a GPU if memory is plentiful and the system agrees."""
+        if strategy.pin is not None:
+            return cls(initial, state, pin=strategy.pin)
+        home = cls(initial, state)  # takes no memory yet
+        if not gpu or home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
+            return home
+        home.close()
+        try:
+            return cls(initial, state, pin=True)
+        except ConfigError:
+            return cls(initial, state)
+
     def close(self) -> None:
         super().close()
         if self._locks:
@@ -367,15 +378,6 @@ class MemoryHome(Home):
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""
-
-
-def flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: np.ndarray = tensor.reshape(-1).numpy()
-    return array
 
 
 def _plain_memory(rows: Rows) -> bool:

@@ -20,34 +20,18 @@ from functools import cache
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from stoker.ops.codegen.jit import jit
-from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, row_move
+from stoker.ops.codegen.llvm import BYTE, I32, I64, Int, Row, operation
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, row_move, set_bits
 from stoker.ops.codegen.llvm_rows import row_init
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["MOVE", "mark", "move_records", "system_calls"]
+__all__ = ["MOVE", "move_records", "system_calls"]
 
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
 _PAGE = mmap.PAGESIZE
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-_BYTE = ir.IntType(8).as_pointer()
 _EINTR = errno.EINTR
-
-
-@intrinsic
-def _set_bits(typingctx, array, at, bits):
-    """Atomically ``array[at] |= bits`` (int64)."""
-    signature = types.void(array, types.intp, types.int64)
-
-    def codegen(context, b, signature, args):
-        data = context.make_array(signature.args[0])(context, b, args[0]).data
-        b.atomic_rmw("or", b.gep(data, [args[1]]), args[2], "monotonic")
-        return context.get_dummy_value()
-
-    return signature, codegen
 
 
 @jit
@@ -66,16 +50,7 @@ def _table_of(first_row, row):
 def _mark_one(words, row):
     word, bit = row >> 6, np.int64(1) << (row & 63)
     if not words[word] & bit:  # nearly always set already: reading keeps the line shared between threads
-        _set_bits(words, word, bit)
-
-
-@jit
-def mark(words, rows):
-    """Set the bits of ``rows``; other threads may do so at the same time."""
-    for i in range(len(rows)):
-        if i + _AHEAD < len(rows):
-            prefetch(words, rows[i + _AHEAD] >> 6)
-        _mark_one(words, rows[i])
+        set_bits(words, word, bit)
 
 
 def _move(p):
@@ -142,30 +117,18 @@ def system_calls() -> tuple[int, int, int] | None:
     return pread, pwrite, error
 
 
-@intrinsic
-def _call(typingctx, function, fd, array, at, size, offset):
-    """``ssize_t function(int fd, void *data, size_t size, off_t offset)`` on bytes from ``array[at]`` on."""
-    signature = types.int64(types.intp, types.int64, array, types.intp, types.int64, types.int64)
-
-    def codegen(context, b, signature, args):
-        data = b.gep(context.make_array(signature.args[2])(context, b, args[2]).data, [args[3]])
-        kind = ir.FunctionType(_I64, [_I32, _BYTE, _I64, _I64])
-        function = b.inttoptr(args[0], kind.as_pointer())
-        return b.call(function, [b.trunc(args[1], _I32), b.bitcast(data, _BYTE), args[4], args[5]])
-
-    return signature, codegen
+@operation
+def _call(b: ir.IRBuilder, function: Int, fd: Int, row: Row, size: Int, offset: Int) -> Int:
+    """``ssize_t function(int fd, void *data, size_t size, off_t offset)`` on bytes from where a row begins."""
+    kind = ir.FunctionType(I64, [I32, BYTE, I64, I64])
+    return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(fd, I32), row.bytes, size, offset])
 
 
-@intrinsic
-def _errno(typingctx, function):
+@operation
+def _errno(b: ir.IRBuilder, function: Int) -> Int:
     """This thread's error number, from the function that returns its address."""
-    signature = types.int64(types.intp)
-
-    def codegen(context, b, signature, args):
-        kind = ir.FunctionType(_I32.as_pointer(), [])
-        return b.sext(b.load(b.call(b.inttoptr(args[0], kind.as_pointer()), [])), _I64)
-
-    return signature, codegen
+    kind = ir.FunctionType(I32.as_pointer(), [])
+    return b.sext(b.load(b.call(b.inttoptr(function, kind.as_pointer()), [])), I64)
 
 
 @jit

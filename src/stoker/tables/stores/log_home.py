@@ -30,7 +30,7 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
 from stoker.tables.stores.home import Held, Initial
 
-__all__ = ["LogHome", "index_bytes"]
+__all__ = ["LogHome"]
 
 _SEGMENT = 2**20  # bytes; in files of fewer than _SEGMENTS such ones, a segment is that fraction of the file
 _SEGMENTS = 32
@@ -38,11 +38,6 @@ _ROOM = 1.25  # times the segments that live rows fill may be in use
 _LEAST = 2  # segments in use that are never cleaned: the one that is written and one more
 _SPARE = 4  # segments for rows on their way out of one that is cleaned, and for those that a fetch still reads
 _OWNER = 8  # bytes at the end of a record: its row
-
-
-def index_bytes(num_rows: int) -> int:
-    """Main memory for the index of N rows."""
-    return num_rows * _index_type(num_rows).itemsize
 
 
 def _index_type(num_rows: int) -> np.dtype[Any]:
@@ -62,8 +57,8 @@ class LogHome(FileHome):
             self.index = np.zeros(num_rows, _index_type(num_rows))  # position + 1; 0: never stored
         except MemoryError as error:
             raise ConfigError(
-                f"the index of a log of {num_rows:,} rows needs {format_size(index_bytes(num_rows))} of memory, which "
-                "this machine does not give. Choose writes='in-place'."
+                f"the index of a log of {num_rows:,} rows needs {format_size(self.index_bytes(num_rows))} of memory, "
+                "which this machine does not give. Choose writes='in-place'."
             ) from error
         super().__init__(initial, state, **options)
         self.held = _Indexed(self.index)
@@ -81,6 +76,10 @@ class LogHome(FileHome):
         self._epoch = 0  # segments cleaned
         self._readers: Counter[int] = Counter()  # fetches under way, by the epoch in which they began
         self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
+
+    @staticmethod
+    def index_bytes(num_rows: int) -> int:
+        return num_rows * _index_type(num_rows).itemsize
 
     def _lay_out(self) -> Layout:
         record = self.row_bytes + -self.row_bytes % 4 + _OWNER
@@ -154,7 +153,7 @@ class LogHome(FileHome):
         _as_records(buffer, blocks, layout)[at // layout.per_block - block, at % layout.per_block] = records
         self._next = first + count
         try:
-            self._write_from(buffer, block * layout.block, (block + blocks) * layout.block, rows, at)
+            self._transfer(buffer, block * layout.block, (block + blocks) * layout.block, rows, at, writing=True)
             self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
         except BaseException:
             self._next = first
@@ -187,7 +186,7 @@ class LogHome(FileHome):
             at = np.arange(first, min(stop, first + self._chunk() * layout.per_block))
             blocks = len(at) // layout.per_block
             base = first // layout.per_block * layout.block
-            self._read_into(self._cleaner, base, base + blocks * layout.block, nothing, nothing)
+            self._transfer(self._cleaner, base, base + blocks * layout.block, nothing, nothing, writing=False)
             records = _as_records(self._cleaner, blocks, layout)
             rows = np.ascontiguousarray(records[:, :, -_OWNER:]).view(np.int64).reshape(-1)
             known = np.flatnonzero((rows >= 0) & (rows < self.num_rows))  # a block's end may hold anything
