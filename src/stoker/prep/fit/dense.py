@@ -75,14 +75,13 @@ def values_of(column: Array) -> Array:
     return found
 
 
-def compact(pieces: Sequence[Array]) -> Array:
-    """Return a column [n] of float64, float32 or int64, in pieces, in the narrowest type that holds all its values as
-    float64."""
-    values = np.concatenate(pieces).astype(np.float64)
+def compact(column: Array) -> Array:
+    """Return numbers [n] in the narrowest type that holds all of them as float64."""
+    values = column.astype(np.float64)
     for dtype in TYPES:
         # Most columns that a type does not hold show it in their first block.
-        if _narrowed(values[:BLOCK], dtype) is not None and (column := _narrowed(values, dtype)) is not None:
-            return column
+        if _narrowed(values[:BLOCK], dtype) is not None and (narrow := _narrowed(values, dtype)) is not None:
+            return narrow
     return values
 
 

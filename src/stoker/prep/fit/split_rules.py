@@ -20,27 +20,12 @@ from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import Part
 
-__all__ = ["PartRows", "SplitFile", "Splitter", "number_groups", "targets_of_files"]
+__all__ = ["SplitFile", "Splitter", "number_groups", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartRows:
-    """A part, and where its rows are among all rows."""
-
-    index: int
-    file: int  # number of the source file
-    start: int  # good rows in the parts before
-    rows: int
-    path: Path
-
-    def open(self) -> PartFile:
-        """Map the arrays."""
-        return PartFile(self.path)
 
 
 @dataclass(frozen=True)
@@ -49,20 +34,20 @@ class SplitFile:
 
     path: Path
 
-    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
         """Return [rows] the split of every row of a part."""
         return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
-    def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
+    def rows(self, part: Part, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""
         return np.flatnonzero(self.assign(part) == split)
 
-    def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
+    def train_rows(self, part: Part) -> npt.NDArray[np.bool_] | None:
         """Return [rows] which rows of a part train; None where none does."""
         splits = self.assign(part)
         return splits == 0 if splits.min(initial=DROP) == 0 else None
 
-    def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
+    def write(self, part: Part, splits: npt.NDArray[np.uint8]) -> None:
         """Write the splits of a part's rows."""
         with self.path.open("r+b") as file:
             file.seek(part.start)
@@ -93,7 +78,7 @@ class Splitter:
         files: names of the source files.
     """
 
-    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, parts: Sequence[Part], files: Sequence[str]) -> None:
         self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
         kept = [int(self._kept(part).sum()) for part in self.parts]
@@ -110,14 +95,14 @@ class Splitter:
         if self.rule.rule in fit and self._total:
             fit[self.rule.rule]()
 
-    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
         """Return [rows] the split of every row of a part."""
         kept = self._kept(part)
         result = self._assign(part, kept)
         result[~kept] = DROP
         return result
 
-    def _kept(self, part: PartRows) -> npt.NDArray[np.bool_]:
+    def _kept(self, part: Part) -> npt.NDArray[np.bool_]:
         """Return [rows] whether ``negative_keep`` keeps each row."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
@@ -125,11 +110,11 @@ class Splitter:
         with part.open() as arrays:
             return drawn | ~(arrays["labels"] <= 0.5)  # positive, or without label
 
-    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def _position(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
         return self._kept_before[part.index] + np.cumsum(kept) - kept
 
-    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    def _assign(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
         rule = self.rule.rule
         if rule == "runs":
             return _halved_runs(self._position(part, kept), self._total, self.rule.runs)
@@ -198,7 +183,7 @@ class Splitter:
             self._find_cuts(lambda: iter([present]), len(present))
 
 
-def number_groups(parts: Sequence[PartRows], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
+def number_groups(parts: Sequence[Part], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
     """Return the number of each user, or other ``name``, in the dictionary of every part; and how many there are."""
     builder = TableBuilder("string")
     for part in parts:
@@ -227,7 +212,7 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
     latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
 
 
-def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+def _shares_of_rows(part: Part, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
     rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
     return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)

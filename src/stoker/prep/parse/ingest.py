@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from stoker.base.errors import DataError
-from stoker.base.ordered import ordered_map
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import Derivation, column_taken
 from stoker.prep.parse.delimited import TextParser
@@ -29,15 +27,15 @@ from stoker.prep.parse.frames import (
 )  # fmt: skip
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import LineBlock, check_text, first_line, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import Journal, is_whole
+from stoker.prep.stages.parts import Part, is_whole
+from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["IngestedBlock", "Source", "file_columns", "ingest"]
+__all__ = ["Sink", "Source", "file_columns", "ingest"]
 
 PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
 PARQUET_VALUES = 2**23
-Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
 
 
 @dataclass(kw_only=True)
@@ -169,115 +167,101 @@ def _header_names(line: str, separator: str, quote: str | None) -> list[str]:
     return [name.strip().strip(quote or "") for name in names]
 
 
-@dataclass(frozen=True, kw_only=True)
-class IngestedBlock:
-    """A finished part and where its lines stand in the file."""
+class Sink(Protocol):
+    """Writes a block to a path; returns the journal's record."""
 
-    source: Source
-    path: Path
-    bad_path: Path
-    rows: int
-    lines: int
-    bad: int
-    lines_before: int  # lines of the file in the blocks before
-    broken: bool  # the file breaks off at the last of the lines
+    suffix: ClassVar[str]  # of the path
+    anywhere: ClassVar[bool]  # any process can run it
+
+    def __call__(self, block: Block, file: str, path: Path) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _BlockStep:
     """A block to parse, in any process."""
 
-    step: str
+    name: str
     source: Source
     path: Path
-    bad_path: Path
     size: int
     read: Callable[[], Block]
     sink: Sink
-    done: Mapping[str, Any] | None  # the record of an earlier run
 
+    def is_whole(self, record: Mapping[str, Any]) -> bool:
+        return is_whole(self.path, record) and (not record["bad"] or self.path.with_suffix(".bad").exists())
 
-def _parse(job: _Job) -> tuple[Mapping[str, Any], bool]:
-    """Write the part of a block; return its record, and whether an earlier run has left it."""
-    done = job.done
-    if done is not None and is_whole(job.path, done) and (not done["bad"] or job.bad_path.exists()):
-        return done, True
-    block = job.read()
-    record = job.sink(block, job.source.name, job.path)
-    if block.bad:
-        write_bad_lines(job.bad_path, block.bad)
-    found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
-    labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
-    return {**record, **found, "labels": labels, "broken": broken}, False
+    def make(self) -> dict[str, Any]:
+        block = self.read()
+        record = self.sink(block, self.source.name, self.path)
+        if block.bad:
+            write_bad_lines(self.path.with_suffix(".bad"), block.bad)
+        broken = any(bad.broken for bad in block.bad)
+        return {**record, "rows": block.rows, "lines": block.lines, "bad": len(block.bad), "broken": broken}
 
 
 def ingest(
+    task: Task,
     sources: Sequence[Source],
-    directory: Path,
-    journal: Journal,
+    name: str,
     sink: Sink,
-    *,
     limit: BadLineLimit,
-    threads: int,
-    executor: Executor | None = None,
-    progress: Callable[[int], None],
-    suffix: str = ".part",
-    block_bytes: int = BLOCK_BYTES,
-) -> tuple[list[IngestedBlock], int]:
-    """Turn every block of every source into a part. Returns the parts and how many were there already.
+    *,
+    stage: str = "read",
+    total: int | None = None,
+) -> list[Part]:
+    """Turn every block of every source into a part, a file ``name``/... of the work directory.
 
     Args:
-        executor: where blocks are parsed; the sink then has to be picklable. None: on threads.
+        task: the preparation.
+        sources: the files in order.
+        name: of the folder.
+        sink: writes the parts.
+        limit: what bad lines are allowed.
+        stage: what the progress calls it.
+        total: bytes of the stage; None: those of the sources.
 
     Raises:
         DataError: a bad line where none is allowed, more bad lines than allowed, a file that breaks off where a share
             is allowed, or a label that is neither 0 nor 1 where no share is.
     """
+    directory = task.work / name
     directory.mkdir(parents=True, exist_ok=True)
     for source in sources:
         source.open()
     _check_agreement(sources)
-    handed: deque[_Job] = deque()  # whose records are awaited
+    if total is None:
+        total = sum(source.path.stat().st_size for source in sources)
 
-    def jobs() -> Iterator[_Job]:
+    def steps() -> Iterator[_BlockStep]:
         for source in sources:
-            for number, size, read in source.blocks(block_bytes):
-                name = f"{source.number:05d}.{number:06d}"
-                step = f"{directory.name}/{name}"
-                handed.append(_Job(
-                    step=step, source=source, path=directory / f"{name}{suffix}", bad_path=directory / f"{name}.bad",
-                    size=size, read=read, sink=sink, done=journal.done.get(step),
-                ))  # fmt: skip
-                yield handed[-1]
+            for number, size, read in source.blocks(task.block_bytes):
+                stem = f"{source.number:05d}.{number:06d}"
+                path = directory / f"{stem}{sink.suffix}"
+                yield _BlockStep(name=f"{name}/{stem}", source=source, path=path, size=size, read=read, sink=sink)
 
-    finished: list[IngestedBlock] = []
-    before, reused = {source.number: 0 for source in sources}, 0
+    parts: list[Part] = []
+    start, lines = 0, Counter[int]()
     # No more of them, though those that wait for Polars' threads do nothing: every frame in work is memory to touch.
-    for record, known in ordered_map(_parse, jobs(), threads, executor=executor):
-        job = handed.popleft()
-        number = job.source.number
-        reused += known
-        if not known:
-            record = journal.add(job.step, record)
-        kept = job.bad_path if record["bad"] else None
-        limit.add(
-            job.source.name, before[number], record["lines"], record["bad"], kept,
-            labels=record["labels"], broken=record["broken"],
+    for step, record in task.run(steps(), executor=task.executor if sink.anywhere else None):
+        source = step.source
+        part = Part(
+            path=step.path, index=len(parts), file=source.number, name=source.name, start=start,
+            lines_before=lines[source.number], **{key: record[key] for key in ("rows", "lines", "bad", "broken")},
         )  # fmt: skip
-        finished.append(IngestedBlock(
-            source=job.source, path=job.path, bad_path=job.bad_path, lines_before=before[number],
-            **{name: record[name] for name in ("rows", "lines", "bad", "broken")},
-        ))  # fmt: skip
-        before[number] += record["lines"]
-        progress(job.size)
-    if not any(block.rows for block in finished):
+        limit.add(part)
+        parts.append(part)
+        start += part.rows
+        lines[source.number] += part.lines
+        task.read[stage] += step.size
+        task.report(Progress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
+    if not start:
         which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
         reason = f" {which}: {limit.first}." if limit.bad else ""
         names = ", ".join(source.name for source in sources[:3])
         advice = " ".join(limit.reasons().remedies) or "Check the files, the separator and the columns."
         raise UnusableInput(f"there is no usable row in {names}.{reason} {advice}")
     limit.check()
-    return finished, reused
+    return parts
 
 
 def _check_agreement(sources: Sequence[Source]) -> None:
