@@ -118,8 +118,6 @@ def dense_values(
     fit: Sequence[DenseFit] | None = None,
     *,
     rows: npt.NDArray[np.int64] | None = None,
-    out: npt.NDArray[np.float32] | None = None,
-    at: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return [m, D'] what the model sees of rows of the ``raw`` columns [n], flags of missing values included.
 
@@ -128,17 +126,15 @@ def dense_values(
         raw: as many, of a type that :func:`compact` gives.
         fit: of each column; needed where one is fitted.
         rows: numbers of m rows; None: all.
-        out, at: write to rows ``at`` and on of this array instead.
     """
     fits = fit if fit is not None else [DenseFit.of(column) for column in columns]
     places = np.cumsum([0, *(len(column.names) for column in columns)]).tolist()
     count = len(rows) if rows is not None else len(raw[0]) if len(raw) else 0
-    if out is None:
-        out = np.empty((count, places[-1]), np.float32)
+    out = np.empty((count, places[-1]), np.float32)
     for begin, chosen in blocks(count, rows):
         for column, given, one, place in zip(columns, raw, fits, places, strict=False):
             values = values_of(given[chosen])
-            block = out[at + begin : at + begin + len(values)]
+            block = out[begin : begin + len(values)]
             if column.null_flag:
                 block[:, place + 1] = np.isnan(values)
             values = _stepped(column, values, one.fill)
@@ -163,37 +159,28 @@ def fit_dense(
     """
 
     def fit(index: int, column: DenseColumn) -> DenseFit:
-        if not column.fitted:
-            return DenseFit.of(column)
-
         def stored(look: Callable[[Array], Any]) -> Iterator[Any]:
             return ordered_map(lambda part: rows_of(part, lambda raw, rows: look(raw[index][rows])), parts, threads)
 
-        counts = list(stored(_count))
-        if all(one is not None for one in counts):
-            known = _distinct(counts)
-            return _fit(column, lambda look: [look(*known)])
-        return _fit(column, lambda look: stored(lambda values: look(values_of(values), None)))
+        total = np.zeros(2**16, np.int64)
+        for counts in stored(_count):
+            if counts is None:
+                return _fit(column, lambda look: stored(lambda values: look(values_of(values), None)))
+            total += counts
+        known = np.flatnonzero(total)
+        return _fit(column, lambda look: [look(values_of(known.astype(np.uint16)), total[known])])
 
-    return [fit(index, column) for index, column in enumerate(columns)]
+    return [fit(index, column) if column.fitted else DenseFit.of(column) for index, column in enumerate(columns)]
 
 
 def _count(column: Array) -> Array | None:
-    """Return how often each value of 8 or 16 bits occurs, [256] or [65536]; None for other types."""
-    return np.bincount(column, minlength=2 ** (8 * column.itemsize)) if column.dtype.kind == "u" else None
-
-
-def _distinct(counts: Sequence[Array]) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Return the values that occur in any part, as float64, and how often; from counts of 8 or 16 bits."""
-    values, times = [np.empty(0)], [np.empty(0, np.int64)]
-    for dtype in (np.uint8, np.uint16):
-        size = np.iinfo(dtype).max + 1
-        total = np.sum([one for one in counts if len(one) == size], axis=0, initial=0)
-        total = np.broadcast_to(total, size)
-        there = np.flatnonzero(total)
-        values.append(values_of(there.astype(dtype)))
-        times.append(total[there].astype(np.int64))
-    return np.concatenate(values), np.concatenate(times)
+    """Return [65536] how often each whole number occurs and, last, how many are missing; None for other types."""
+    if column.dtype.kind != "u":
+        return None
+    counts = np.bincount(column, minlength=2**16)
+    if column.dtype == np.uint8:  # whose greatest value stands for a missing one
+        counts[-1], counts[255] = counts[255], 0
+    return counts
 
 
 def _fit(column: DenseColumn, passes: Passes) -> DenseFit:
