@@ -62,7 +62,7 @@ class TextParser:
         self._quote = quote.encode() if quote else b""
         self._fields = list(fields)
         self._nulls = list(null_values)
-        self._places = {item.column: self.names.index(item.column) for item in fields}
+        self._places = {item.column: self.names.index(item.column) for item in fields if item.column in names}
         self._plain = {item: _KINDS[item.kind] for item in fields if self._is_plain(item)}
         q, sep = re.escape(self._quote), re.escape(self._sep)
         # A separator or the start, and a field in quotes or one without.
@@ -73,7 +73,8 @@ class TextParser:
         """Return whether a column is wanted as numbers of one kind only, and no text for null is one of them."""
         others = [one for one in self._fields if one.column == item.column and one != item]
         nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
-        return item.kind in _KINDS and item.separator is None and not others and not nulls
+        single = item.kind in _KINDS and item.separator is None and item.column in self._places
+        return single and not others and not nulls
 
     def join(self, lines: bytes) -> bytes:
         """Return whole lines with one byte for a separator of several, as all other methods want them."""

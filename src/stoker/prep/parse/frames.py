@@ -19,6 +19,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from polars import selectors
 
 from stoker.base.checks import near
 from stoker.base.engine import reason_of
@@ -26,7 +27,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 
 __all__ = [
-    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "absent_column", "careful_value",
+    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "careful_value",
     "check_columns", "common_types", "cut_text", "frame_block", "parquet_block", "parquet_cuts",
     "parquet_rows", "parquet_types",
 ]  # fmt: skip
@@ -145,7 +146,9 @@ def frame_block(
 
     Args:
         typed: the types of the frame are those of the input, and kept columns keep them.
-        read: columns that are typed already; the frame may lack them.
+        frame: with the columns of all fields but optional ones and those of ``read``.
+        fields: what to make of them.
+        read: columns that are typed already.
         row_line: [rows] the line of each row; None: they are the lines.
         lines, text_at, bad: as of :class:`Block`; the default of ``text_at`` is the row's values.
 
@@ -163,6 +166,8 @@ def frame_block(
     for item in fields:
         if read is not None and item in read:
             column = read[item]
+        elif item.optional and item.column not in frame:
+            column = pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
         elif typed and item.kept:
             column = _kept(frame.get_column(item.column))
         else:
@@ -176,11 +181,6 @@ def frame_block(
         marked[list(wrong)] = True
         block.drop(marked, wrong.__getitem__)
     return block
-
-
-def absent_column(item: Field, rows: int) -> pl.Series:
-    """Return the column of a field that a file lacks: null in every row."""
-    return pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
 
 
 def _kept(series: pl.Series) -> pl.Series:
@@ -371,7 +371,8 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
     """Return rows [start, start + rows) of a Parquet file."""
     names = list(dict.fromkeys(item.column for item in fields))
     with _parquet(path):
-        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
+        there = selectors.by_name(names, require_all=False)
+        frame = pl.scan_parquet(path).select(there).slice(start, rows).collect(engine="streaming")
     try:
         return frame_block(frame, fields, typed=True)
     except DataError as error:

@@ -19,7 +19,6 @@ from stoker.prep.parse.frames import (
     BadLine,
     Block,
     Field,
-    absent_column,
     check_columns,
     parquet_block,
     parquet_cuts,
@@ -49,7 +48,7 @@ class Source:
     name: str = ""  # for messages and the quarantine; empty: the path as it was given
     features: Sequence[Derivation] = ()  # which may make no column that the file has
     kind: str = ""  # csv | parquet | jsonl
-    absent: Sequence[Field] = ()  # optional fields whose column the file lacks
+    absent: Sequence[str] = ()  # optional columns that the file lacks
     _parser: TextParser | None = None  # of delimited text
 
     def __post_init__(self) -> None:
@@ -80,21 +79,13 @@ class Source:
                     raise column_taken(feature, column, f"the lines of {self.name}")
         if self.kind == "jsonl":
             return
-        self.absent = [item for item in self.fields if item.optional and item.column not in names]
-        check_columns(self.path, list(dict.fromkeys(item.column for item in self._present)), names)
+        self.absent = [item.column for item in self.fields if item.optional and item.column not in names]
+        needed = dict.fromkeys(item.column for item in self.fields if not item.optional or item.column in names)
+        check_columns(self.path, list(needed), names)
         if self.kind == "csv":
             self._parser = TextParser(
-                names, self._present, separator=separator, quote=self.format.quote, null_values=self.format.null_values
+                names, self.fields, separator=separator, quote=self.format.quote, null_values=self.format.null_values
             )
-
-    @property
-    def _present(self) -> list[Field]:
-        """Fields whose column the file has."""
-        return [item for item in self.fields if item not in self.absent]
-
-    @property
-    def _header(self) -> bool:
-        return self._parser is not None and not self.format.columns
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
         """Yield number, size for the progress and reader of every block."""
@@ -102,14 +93,16 @@ class Source:
             cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
             per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
             for number, (start, rows) in enumerate(cuts):
-                yield number, int(rows * per_row), partial(self._read_parquet, start, rows)
+                yield number, int(rows * per_row), partial(parquet_block, self.path, self.fields, start, rows)
             return
-        blocks = line_blocks(
-            self.path.absolute(), block_bytes=block_bytes, convert=self._convert, header=self._header,
-            cut=self._parser.cut if self._parser is not None and self.format.quote else None,
+        header = self._parser is not None and not self.format.columns
+        quotes = self._parser is not None and self.format.quote is not None
+        lines = line_blocks(
+            self.path.absolute(), block_bytes=block_bytes, convert=self._convert, header=header,
+            cut=self._parser.cut if self._parser is not None and quotes else None,
         )  # fmt: skip
-        for number, block in enumerate(blocks):
-            yield number, block.size, partial(self._read_text, block, header=self._header and not number)
+        for number, block in enumerate(lines):
+            yield number, block.size, partial(self._read_text, block, header=header and not number)
 
     def _convert(self, lines: bytes) -> bytes:
         """Return lines of the file as the parsers want them."""
@@ -117,22 +110,14 @@ class Source:
             lines = lines.decode("latin-1").encode()
         return lines if self._parser is None else self._parser.join(lines)
 
-    def _read_parquet(self, start: int, rows: int) -> Block:
-        return self._completed(parquet_block(self.path, self._present, start, rows))
-
     def _read_text(self, text: LineBlock, *, header: bool) -> Block:
         if self._parser is None:
             block = json_block(text.load(), self.fields)
         else:
-            block = self._completed(self._parser.parse(text.load(), header=header))
+            block = self._parser.parse(text.load(), header=header)
         if text.damage is not None:
             block.bad.append(BadLine(line=block.lines, reason=text.damage, text="", broken=True))
             block.lines += 1
-        return block
-
-    def _completed(self, block: Block) -> Block:
-        """Add the columns that the file lacks."""
-        block.columns |= {item: absent_column(item, block.rows) for item in self.absent}
         return block
 
 
@@ -271,6 +256,6 @@ def _check_agreement(sources: Sequence[Source]) -> None:
     having = [source for source in columns if not source.absent]
     if lacking and having:
         raise DataError(
-            f"{lacking[0].name} has no column {lacking[0].absent[0].column!r}, but {having[0].name} has. Prepare files "
+            f"{lacking[0].name} has no column {lacking[0].absent[0]!r}, but {having[0].name} has. Prepare files "
             "with labels and files without them one after the other."
         )

@@ -126,7 +126,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
             splits[name][key] += record[key]
         splits[name]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
         absent[name] += record["absent"]
-        unknown[step.split] += record["unknown"]
+        unknown[step.split] += np.array(record["unknown"], np.int64)
         rows += record["rows"]
         task.report(Progress(stage="write", done=rows, total=total, unit="rows"))
     for name, count in absent.items():
