@@ -80,8 +80,8 @@ class TextParser:
         """Return whole lines with one byte for a separator of several, as all other methods want them."""
         return lines if self._sep == self.separator else lines.replace(self.separator, self._sep)
 
-    def cut(self, buffer: bytearray, end: int, at: int, goal: int, final: bool) -> tuple[int, bool]:
-        """Find the first record that starts at ``goal`` or later in whole lines, ``buffer[:end]``.
+    def cut(self, buffer: bytearray, at: int, goal: int, final: bool) -> tuple[int, bool]:
+        """Find the first record that starts at ``goal`` or later in a buffer of whole lines.
 
         Args:
             at: where an earlier record starts.
@@ -93,7 +93,7 @@ class TextParser:
         first = buffer.find(self._quote, at, goal)
         # Lines without a quote are records.
         at = max(at, buffer.rfind(b"\n", at, first if first >= 0 else goal - 1) + 1)
-        data = np.frombuffer(memoryview(buffer)[:end].toreadonly(), np.uint8)
+        data = np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
         _, at, known = cut_records(data, at, goal, *self._marks(self._quote), final, _NO_ROOM)
         return int(at), bool(known)
 

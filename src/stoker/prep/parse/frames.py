@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +333,7 @@ def _parquet(path: Path) -> Iterator[None]:
 def parquet_rows(path: Path) -> int:
     """Return the rows of a Parquet file."""
     with _parquet(path):
-        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        return int(pq.read_metadata(path).num_rows)
 
 
 def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
@@ -345,20 +344,17 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
     """
     with _parquet(path):
         footer = pq.read_metadata(path)
+    ends = np.cumsum([footer.row_group(number).num_rows for number in range(footer.num_row_groups)])
     cuts: list[tuple[int, int]] = []
-    start = size = 0
-    for number in range(footer.num_row_groups):
-        rows = footer.row_group(number).num_rows
-        if size and size + rows > most:
-            cuts.append((start, size))
-            start, size = start + size, 0
-        size += rows
-        if size > most:
-            pieces = round(size / most)
-            bounds = [start + size * piece // pieces for piece in range(pieces + 1)]
-            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
-            start, size = start + size, 0
-    return [*cuts, (start, size)] if size else cuts
+    start = 0
+    while start < footer.num_rows:
+        later = ends[ends > start]
+        stop = int(later[later <= start + most].max(initial=later[0]))
+        if stop - start > 1.5 * most:
+            stop = start + most
+        cuts.append((start, stop - start))
+        start = stop
+    return cuts
 
 
 def parquet_types(path: Path) -> pl.Schema:
