@@ -24,7 +24,8 @@ MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no furthe
 _BOM = "\ufeff".encode()
 _NL, _CR = 10, 13
 _JOINED = b"\x1f"  # in place of a separator of several bytes
-_LITERAL, _STRAY = 1, 2  # faults of a record: quotes within fields without quotes; a quote that is not closed
+# Faults of a record: quotes within fields without quotes; a quote that is not closed; text after one on the same line.
+_LITERAL, _STRAY, _TEXT = 1, 2, 3
 _FLOAT, _INT, _HEX = 1, 2, 3
 _KINDS = {"float": _FLOAT, "int": _INT, "hex": _HEX}
 _ARROW = {"float": pa.float64(), "int": pa.int64(), "hex": pa.uint64()}
@@ -145,12 +146,13 @@ class TextParser:
     def _faults(self, data: bytes, starts: Array, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
         """Return the records that are not as they should be, and why."""
         most, reasons = len(self.names), {}
-        for at in np.flatnonzero((fields != most) | (faults == _STRAY)).tolist():
+        quotes = {_STRAY: "quoted field without a closing quote", _TEXT: "text after a closing quote"}
+        for at in np.flatnonzero((fields != most) | (faults > _LITERAL)).tolist():
             reasons[at] = f"{plural(int(fields[at]), 'field')}, expected {most}"
             if fields[at] > most:
                 reasons[at] = f"more than {most} fields"
-            elif faults[at] == _STRAY:
-                reasons[at] = f"column {self.names[fields[at] - 1]}: quoted field without a closing quote"
+            elif faults[at] in quotes:
+                reasons[at] = f"column {self.names[fields[at] - 1]}: {quotes[faults[at]]}"
         if not data.isascii():
             ends = np.array([0, len(data)])
             text = pa.Array.from_buffers(pa.large_utf8(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])
@@ -230,13 +232,14 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
     """Find the records from ``at``, where one begins, until one ends at ``goal`` or later.
 
     A quote opens a quoted field only at its start. It is stray where no closing quote, followed by a separator or a
-    line end, comes within the bounds; the record then ends with the line on which that quote is.
+    line end, comes within the bounds; the record then ends with the line on which that quote is. Other text after a
+    quote on the same line is a fault of its own.
 
     Args:
         data: bytes that end with a newline; ``final``: no more of them come.
         sep: byte of the separator; ``quote``: -1 for none.
-        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0,
-            _LITERAL or _STRAY. Without room nothing is written.
+        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0 or its
+            fault. Without room nothing is written.
 
     Returns:
         The number of records, where the last one ends, and True; or, where ``data`` ends within a quoted field and more
@@ -276,7 +279,7 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
                     lines += breaks
                     at = stop + 1
                 else:
-                    fault = _STRAY
+                    fault = _TEXT if breaks == 0 and stop < data.size and data[stop] == quote else _STRAY
                     while data[at] != _NL:
                         at += 1
                     break

@@ -35,7 +35,7 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         "Wrong number of fields: set separator in [source] of the schema, or, without a header, the names in columns.",
     ),
     (
-        r"column .+: quoted field without a closing quote", "quoted field without a closing quote",
+        r"column .+: (quoted field without a closing quote|text after a closing quote)", r"\1",
         'Quotes that are ordinary characters: set quote = "" in [source] of the schema.',
     ),
     (
