@@ -118,7 +118,7 @@ class TextParser:
         stops, lines, fields, faults = found[:, :count]
         starts = np.append(0, stops)[:count]
         first = skipped + np.cumsum(lines) - lines
-        reasons = self._faults(data, starts, stops, fields, faults)
+        reasons = self._faults(data, stops, fields, faults)
         good = np.ones(count, np.bool_)
         if len(self.names) > 1:  # else an empty line is a missing value
             short = np.flatnonzero(stops - starts <= 2)
@@ -143,7 +143,7 @@ class TextParser:
                  for record, at in zip(bad, first[bad].tolist(), strict=True)],
         )  # fmt: skip
 
-    def _faults(self, data: bytes, starts: Array, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
+    def _faults(self, data: bytes, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
         """Return the records that are not as they should be, and why."""
         most, reasons = len(self.names), {}
         quotes = {_STRAY: "quoted field without a closing quote", _TEXT: "text after a closing quote"}
@@ -159,8 +159,12 @@ class TextParser:
             try:
                 text.validate(full=True)  # much faster than decoding it
             except pa.ArrowInvalid:
-                spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
-                reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
+                places = np.flatnonzero(np.frombuffer(data, np.uint8) > 127)
+                for at in np.unique(np.searchsorted(stops, places, side="right")).tolist():
+                    try:
+                        data[stops[at - 1] if at else 0 : stops[at]].decode()
+                    except UnicodeDecodeError:
+                        reasons[at] = "broken UTF-8"
         return reasons
 
     def _numbers(self, data: bytes, ends: Array) -> dict[Field, pl.Series]:
@@ -217,14 +221,6 @@ class TextParser:
 
         assert self._field is not None
         return self._field.sub(field, record)
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 @jit
