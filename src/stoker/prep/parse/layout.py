@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ __all__ = ["Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", 
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
-_COMPARE = {
-    ">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less,
-    "==": np.equal, "!=": np.not_equal,
+_COMPARE: dict[str, Any] = {
+    ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 
 
@@ -126,19 +125,10 @@ class Layout:
         return out
 
     def _labels(self, column: pl.Series) -> npt.NDArray[np.float32]:
-        rule = self.schema.label.parsed()
-        if rule is None:
-            return column.to_numpy().astype(np.float32)
-        operator, operand = rule
-        result: npt.NDArray[np.float32]
-        if isinstance(operand, str):
-            same = (column == operand).fill_null(False).to_numpy()
-            result = (same if operator == "==" else ~same).astype(np.float32)
-        else:
-            result = _COMPARE[operator](column.to_numpy(), operand).astype(np.float32)
-        if self.label.optional:
-            result[column.is_null().to_numpy()] = np.nan
-        return result
+        if (rule := self.schema.label.parsed()) is not None:
+            compare, operand = _COMPARE[rule[0]], rule[1]
+            column = compare(column, operand)
+        return column.cast(pl.Float32).to_numpy()  # NaN where it is null
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
         """Return [n] moments as ordered integers, microseconds of dates; rows without one join the bad lines."""
@@ -182,20 +172,17 @@ class Layout:
         if rule.rule == "hash":
             out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
             return
-        codes, texts, ends = number_texts(column)
         if rule.rule != "column":
-            out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
+            out["codes.user"], out["bytes.user"], out["ends.user"] = number_texts(column)
             return
-        raw = texts.tobytes()
-        names = [raw[begin:end].decode() for begin, end in pairwise(ends.tolist())]
-        unknown = [name for name in names if name not in rule.values]
+        unknown = [name for name in column.unique(maintain_order=True).to_list() if name not in rule.values]
         if unknown:
             raise UnusableInput(
                 f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
                 f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."
             )
-        lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
-        out["split"] = lookup[codes]
+        codes = {name: SPLIT_CODES[target] for name, target in rule.values.items()}
+        out["split"] = column.replace_strict(codes, return_dtype=pl.UInt8).to_numpy()
 
 
 def code_type(most: int) -> np.dtype[Any]:

@@ -188,17 +188,18 @@ def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
 def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
     """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
     timestamp = fitting.task.schema.timestamp
+    if timestamp is None:
+        return {}
     found: dict[str, list[int]] = {}
-    for part in fitting.parts if timestamp is not None else ():
+    for part in fitting.parts:
         split = fitting.splits.assign(part)
         with part.open() as arrays:
             for number, name in enumerate(SPLITS):
                 times = arrays["time"][split == number]
                 if len(times):
                     found.setdefault(name, []).extend((int(times.min()), int(times.max())))
-    kind = timestamp.type if timestamp is not None else ""
     return {
-        name: {"first": time_value(min(times), kind), "last": time_value(max(times), kind)}
+        name: {"first": time_value(min(times), timestamp.type), "last": time_value(max(times), timestamp.type)}
         for name, times in found.items()
     }
 
