@@ -19,12 +19,13 @@ from stoker.base.units import listed
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.frames import Block, Field, parquet_types
-from stoker.prep.parse.ingest import Source, ingest
+from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
+from stoker.prep.stages.first_pass import ingest
 from stoker.prep.stages.parts import Part, checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
