@@ -220,7 +220,7 @@ def test_too_many_bad_lines_and_threads_name_options(log: Path, capsys: pytest.C
     code, text = told(capsys, *given)
     assert code == 2
     assert "more than the 1.000% that --max-bad allows by default" in text
-    assert text.endswith("allow more with --max-bad, such as 51%.")
+    assert text.endswith("allow more with --max-bad, such as 52%.")
     code, text = told(capsys, *given, "--threads", 10_000)
     assert code == 2
     assert text.startswith("error: --threads: 10,000 is outside 1 to ")

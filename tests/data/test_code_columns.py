@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.prep.fit.split_rules import PartRows, SplitFile
+from stoker.prep.fit.split_rules import SplitFile
 from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import write_part
+from stoker.prep.stages.parts import Part, write_part
 from stoker.prep.write.encode import Encoder
 from stoker.rewrite.reorder import read_vocabulary
 
@@ -42,7 +42,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
         label=Label(column="label"), categorical=tuple(CategoricalColumn(name=name, type="int") for name in names),
         sequence=(SequenceColumn(name="bag", table="c0", type="int"),) if bags else (),
     )  # fmt: skip
-    arrays: dict[str, Any] = {"labels": np.zeros(n, np.float32), "dense": np.zeros((n, 0), np.float32)}
+    arrays: dict[str, Any] = {"labels": np.zeros(n, np.float32)}
     for index, top in enumerate(tops):
         arrays[f"codes.{index}"] = draw.integers(0, top + 1, n).astype(code_type(top))
     counts = draw.integers(0, 4, n).astype(np.int32)
@@ -55,11 +55,12 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
     with TemporaryDirectory() as folder, patch("stoker.prep.fit.dense.BLOCK", 16):
         tables = {name: Path(folder) / name for name in names}
         for place, name in enumerate(names):
-            mine = [found[place], found[-1]] if bags and not place else [found[place]]
-            both = [*[part_before] * len(mine), *mine]
-            starts = np.cumsum([0, *map(len, both)])
-            write_part(tables[name], {"ids": np.concatenate(both), "starts": starts, "counts": np.zeros(1, np.int64)})
-        part = PartRows(index=1, file=0, start=n, rows=n, path=Path(folder) / "part")
+            content = {"counts": np.zeros(1, np.int64)}
+            for index in [place, len(tops)] if bags and not place else [place]:
+                both = [part_before, found[index]]
+                content |= {f"ids.{index}": np.concatenate(both), f"starts.{index}": np.cumsum([0, *map(len, both)])}
+            write_part(tables[name], content)
+        part = Part(index=1, file=0, start=n, rows=n, path=Path(folder) / "part")
         write_part(part.path, arrays)
         splits = SplitFile(Path(folder) / "splits")
         splits.path.write_bytes(marks.tobytes())

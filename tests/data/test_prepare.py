@@ -298,7 +298,9 @@ def test_quotes(tmp_path: Path) -> None:
         '0,u,"say ""hi""",1,0,tu',
     ])  # fmt: skip
     assert vocabulary(out, "item") == [("a, b", 1), ('say "hi"', 1)]
-    assert [entry["line"] for entry in quarantine(out)] == [4, 5]
+    assert [(entry["line"], entry["reason"]) for entry in quarantine(out)] == [
+        (4, "column item: quoted field without a closing quote"), (5, "column item: text after a closing quote"),
+    ]  # fmt: skip
     assert rows_of(out, "train")["dense"] == [[1.0], [2.5]]
     assert rows_of(out, "valid")["bags"] == [[[0]], [[2]]]
 

@@ -26,6 +26,7 @@ import stoker
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.prep.parse.frames import BadLine, Field, frame_block
+from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.quarantine import write_bad_lines
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.rows.raw_rows import _RawSink
@@ -177,7 +178,8 @@ def test_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str)
         elif form == "jsonl":
             frame.write_ndjson(given)
             schema = replace(SCHEMA, sequence=())  # which JSON has as lists
-    monkeypatch.setattr("stoker.prep.prepare.BLOCK_BYTES", 4000)
+    blocks = Source.blocks
+    monkeypatch.setattr(Source, "blocks", lambda source, _: blocks(source, 4000))
     expected = stoker.prepare(schema, given, out=tmp_path / "whole")
     with Pickled() as executor:
         made = stoker.prepare(schema, given, executor=executor)

@@ -13,6 +13,7 @@ from test_featured_datasets import SCHEMA, hash_tree, write_log
 import stoker
 from stoker import features as f
 from stoker.prep.features import execute
+from stoker.prep.parse.ingest import Source
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import DenseColumn, Schema, SplitRule
 from stoker.prep.stages.parts import Journal
@@ -126,7 +127,8 @@ def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.M
         text = text.replace(f",u{number},", f',"{name}",')
     (tmp_path / "log.csv").write_text(text)
     stoker.prepare(ALL, tmp_path / "log.csv", out=tmp_path / "files")
-    monkeypatch.setattr("stoker.prep.prepare.BLOCK_BYTES", 2_000)
+    blocks = Source.blocks
+    monkeypatch.setattr(Source, "blocks", lambda source, _: blocks(source, 2_000))
     data = stoker.prepare(ALL, tmp_path / "log.csv", threads=2)
     data.save(tmp_path / "memory")
     assert hash_tree(tmp_path / "memory") == hash_tree(tmp_path / "files")

@@ -1,6 +1,6 @@
 """Raw click logs in, a dataset directory out: bounded memory, resumable, the same bytes for the same input.
 
-Passes: raw blocks to typed parts (:mod:`stoker.prep.parse.ingest`); splits, tables and statistics from training
+Passes: raw blocks to typed parts (:mod:`stoker.prep.stages.first_pass`); splits, tables and statistics from training
 rows; parts to shards. Finished steps are in the journal of ``OUT/.work``, which goes when the manifest is
 written.
 """

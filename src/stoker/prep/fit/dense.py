@@ -71,18 +71,17 @@ def values_of(column: Array) -> Array:
     """Return stored values [n] as float64, NaN where missing."""
     found = column.astype(np.float64)
     if column.dtype.kind == "u":
-        found[column == np.iinfo(column.dtype).max] = np.nan
+        np.putmask(found, column == np.iinfo(column.dtype).max, np.nan)  # much faster than assigning by a mask
     return found
 
 
-def compact(pieces: Sequence[Array]) -> Array:
-    """Return a column [n] of float64, float32 or int64, in pieces, in the narrowest type that holds all its values as
-    float64."""
-    values = np.concatenate(pieces).astype(np.float64)
+def compact(column: Array) -> Array:
+    """Return numbers [n] in the narrowest type that holds all of them as float64."""
+    values = column.astype(np.float64, copy=False)
     for dtype in TYPES:
         # Most columns that a type does not hold show it in their first block.
-        if _narrowed(values[:BLOCK], dtype) is not None and (column := _narrowed(values, dtype)) is not None:
-            return column
+        if _narrowed(values[:BLOCK], dtype) is not None and (narrow := _narrowed(values, dtype)) is not None:
+            return narrow
     return values
 
 
@@ -92,20 +91,20 @@ def _narrowed(values: Array, dtype: Any) -> Array | None:
     with np.errstate(over="ignore", invalid="ignore"):
         column: Array = values.astype(dtype)
     if column.dtype.kind == "u":
-        column[missing] = np.iinfo(column.dtype).max
+        np.putmask(column, missing, np.iinfo(column.dtype).max)
     # Bits are compared: -0.0 is no whole number.
-    same = (values_of(column).view(np.int64) == values.view(np.int64)) | missing
-    return column if same.all() else None
+    same = values_of(column).view(np.int64) == values.view(np.int64)
+    return column if (same | missing).all() else None
 
 
 def _stepped(column: DenseColumn, values: Array, fill: float) -> Array:
     """Fill, clip and take the logarithms of float64 values [n], NaN where missing, in place; return them."""
-    values[np.isnan(values)] = fill
+    np.putmask(values, np.isnan(values), fill)
     # Not np.clip, which may change the sign of a zero.
     if column.clip_min is not None:
-        values[values < column.clip_min] = column.clip_min
+        np.putmask(values, values < column.clip_min, column.clip_min)
     if column.clip_max is not None:
-        values[values > column.clip_max] = column.clip_max
+        np.putmask(values, values > column.clip_max, column.clip_max)
     for _ in range(column.transforms.count("log1p")):
         np.maximum(values, 0.0, out=values)
         values += 1.0
@@ -119,8 +118,6 @@ def dense_values(
     fit: Sequence[DenseFit] | None = None,
     *,
     rows: npt.NDArray[np.int64] | None = None,
-    out: npt.NDArray[np.float32] | None = None,
-    at: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return [m, D'] what the model sees of rows of the ``raw`` columns [n], flags of missing values included.
 
@@ -129,17 +126,15 @@ def dense_values(
         raw: as many, of a type that :func:`compact` gives.
         fit: of each column; needed where one is fitted.
         rows: numbers of m rows; None: all.
-        out, at: write to rows ``at`` and on of this array instead.
     """
     fits = fit if fit is not None else [DenseFit.of(column) for column in columns]
     places = np.cumsum([0, *(len(column.names) for column in columns)]).tolist()
     count = len(rows) if rows is not None else len(raw[0]) if len(raw) else 0
-    if out is None:
-        out = np.empty((count, places[-1]), np.float32)
+    out = np.empty((count, places[-1]), np.float32)
     for begin, chosen in blocks(count, rows):
         for column, given, one, place in zip(columns, raw, fits, places, strict=False):
             values = values_of(given[chosen])
-            block = out[at + begin : at + begin + len(values)]
+            block = out[begin : begin + len(values)]
             if column.null_flag:
                 block[:, place + 1] = np.isnan(values)
             values = _stepped(column, values, one.fill)
@@ -164,37 +159,28 @@ def fit_dense(
     """
 
     def fit(index: int, column: DenseColumn) -> DenseFit:
-        if not column.fitted:
-            return DenseFit.of(column)
-
         def stored(look: Callable[[Array], Any]) -> Iterator[Any]:
             return ordered_map(lambda part: rows_of(part, lambda raw, rows: look(raw[index][rows])), parts, threads)
 
-        counts = list(stored(_count))
-        if all(one is not None for one in counts):
-            known = _distinct(counts)
-            return _fit(column, lambda look: [look(*known)])
-        return _fit(column, lambda look: stored(lambda values: look(values_of(values), None)))
+        total = np.zeros(2**16, np.int64)
+        for counts in stored(_count):
+            if counts is None:
+                return _fit(column, lambda look: stored(lambda values: look(values_of(values), None)))
+            total += counts
+        known = np.flatnonzero(total)
+        return _fit(column, lambda look: [look(values_of(known.astype(np.uint16)), total[known])])
 
-    return [fit(index, column) for index, column in enumerate(columns)]
+    return [fit(index, column) if column.fitted else DenseFit.of(column) for index, column in enumerate(columns)]
 
 
 def _count(column: Array) -> Array | None:
-    """Return how often each value of 8 or 16 bits occurs, [256] or [65536]; None for other types."""
-    return np.bincount(column, minlength=2 ** (8 * column.itemsize)) if column.dtype.kind == "u" else None
-
-
-def _distinct(counts: Sequence[Array]) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Return the values that occur in any part, as float64, and how often; from counts of 8 or 16 bits."""
-    values, times = [np.empty(0)], [np.empty(0, np.int64)]
-    for dtype in (np.uint8, np.uint16):
-        size = np.iinfo(dtype).max + 1
-        total = np.sum([one for one in counts if len(one) == size], axis=0, initial=0)
-        total = np.broadcast_to(total, size)
-        there = np.flatnonzero(total)
-        values.append(values_of(there.astype(dtype)))
-        times.append(total[there].astype(np.int64))
-    return np.concatenate(values), np.concatenate(times)
+    """Return [65536] how often each whole number occurs and, last, how many are missing; None for other types."""
+    if column.dtype.kind != "u":
+        return None
+    counts = np.bincount(column, minlength=2**16)
+    if column.dtype == np.uint8:  # whose greatest value stands for a missing one
+        counts[-1], counts[255] = counts[255], 0
+    return counts
 
 
 def _fit(column: DenseColumn, passes: Passes) -> DenseFit:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
-from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.files import hash_file
-from stoker.base.ordered import ordered_map
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
-from stoker.prep.fit.split_rules import PartRows, SplitFile, Splitter
+from stoker.prep.fit.split_rules import SplitFile, Splitter
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
-from stoker.prep.parse.ingest import IngestedBlock
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
-from stoker.prep.stages.parts import PartFile, is_whole, made_beside, write_part
+from stoker.prep.stages.parts import Arrays, Part, is_whole, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 from stoker.rewrite.reorder import write_vocabulary
 
@@ -34,23 +30,26 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TableJob:
+class _TableStep:
     """A table to make, in any process."""
 
-    name: str
+    table: str
     layout: Layout
-    parts: list[PartRows]
+    parts: list[Part]
     splits: SplitFile
     work: Path  # file of the ids behind the codes of every part, and of the counts by id
     vocabulary: Path
-    done: dict[str, Any] | None  # the record of an earlier run
+    like: Like | None
 
-    def make(self, like: Like | None) -> tuple[dict[str, Any], bool]:
-        """Make the table; return its record for the journal, and whether an earlier run left it."""
-        done = self.done
-        if done and is_whole(self.work, done) and ("vocab" not in done or same_file(self.vocabulary, done["vocab"])):
-            return done, True
-        features = [(i, column) for i, column in enumerate(self.layout.features) if column.table_name == self.name]
+    @property
+    def name(self) -> str:
+        return f"table {self.table}"
+
+    def is_whole(self, record: Mapping[str, Any]) -> bool:
+        return is_whole(self.work, record) and ("vocab" not in record or same_file(self.vocabulary, record["vocab"]))
+
+    def make(self) -> dict[str, Any]:
+        features = [(i, column) for i, column in enumerate(self.layout.features) if column.table_name == self.table]
         first, buckets = features[0][1], features[0][1].hash_buckets
         counted = np.zeros((buckets or 0) + 1, np.int64)
         builder = TableBuilder(first.type)
@@ -60,20 +59,20 @@ class _TableJob:
             with part.open() as arrays:
                 for index, column in features:
                     if buckets is not None:
-                        counted += count_codes(arrays, self.layout, index, chosen, buckets + 1)
+                        counted += count_codes(arrays, index, chosen, buckets + 1)
                         continue
                     values = read_dictionary(arrays, index, column.type)
-                    counts = count_codes(arrays, self.layout, index, chosen, len(values) + 1)
+                    counts = count_codes(arrays, index, chosen, len(values) + 1)
                     missing += int(counts[0]) if column.missing == "category" else 0
                     total += int(counts.sum())
                     builder.add(values, counts[1:])
-        if like is not None:
-            counted = like.data.counts[self.name].numpy()
+        if self.like is not None:
+            counted = self.like.data.counts[self.table].numpy()
         if buckets is not None:
-            return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}, False
+            return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}
         record: dict[str, Any] = {}
-        if like is not None:
-            found = builder.find(like.vocabulary(self.name))
+        if self.like is not None:
+            found = builder.find(self.like.vocabulary(self.table))
         else:
             own = any(column.missing == "category" for _, column in features)
             found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
@@ -81,30 +80,30 @@ class _TableJob:
             with made_beside(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
-        # What a code is looked up in: the id of a missing value, then those of the dictionary.
-        known, refs = found.ids.astype(np.int32), builder.refs
-        starts = np.cumsum([0, *(len(entries) + 1 for entries in refs)])
-        ids = np.empty(starts[-1], np.int32)
-        for place, (_, column) in zip(range(len(refs)), cycle(features), strict=False):
-            start, stop = starts[place : place + 2]
-            ids[start] = found.missing_id if column.missing == "category" else 0
-            np.take(known, refs[place], out=ids[start + 1 : stop])
-            refs[place] = refs[place][:0].copy()  # memory is given back as it goes
-        written = write_part(self.work, {"ids": ids, "starts": starts, "counts": counted})
-        return {**written, **record, "rows": found.num_embeddings}, False
+        arrays_of_table = {"counts": counted}
+        known = found.ids.astype(np.int32)
+        for place, (index, column) in enumerate(features):
+            # What codes are looked up in, part by part: the id of a missing value, then those of the dictionary.
+            refs = builder.refs[place :: len(features)]
+            starts = np.cumsum([0, *(len(entries) + 1 for entries in refs)])
+            ids = np.full(starts[-1], found.missing_id if column.missing == "category" else 0, np.int32)
+            for start, entries in zip(starts.tolist(), refs, strict=False):
+                np.take(known, entries, out=ids[start + 1 : start + 1 + len(entries)])
+            arrays_of_table |= {f"ids.{index}": ids, f"starts.{index}": starts}
+        return {**write_part(self.work, arrays_of_table), **record, "rows": found.num_embeddings}
 
 
-def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
+def count_codes(arrays: Arrays, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
     """Return [size] how often each code of a feature occurs in the rows of a part that ``chosen`` [n] marks."""
     if chosen is None:
         return np.zeros(size, np.int64)
-    codes, lengths = feature_codes(arrays, layout, index)
+    codes, lengths = feature_codes(arrays, index)
     if not chosen.all():
         codes = codes[chosen if lengths is None else np.repeat(chosen, lengths)]
     return np.bincount(codes, minlength=size)
 
 
-def same_file(path: Path, record: dict[str, Any]) -> bool:
+def same_file(path: Path, record: Mapping[str, Any]) -> bool:
     """Return whether a finished output still has the size and hash that the journal recorded."""
     return path.exists() and hash_file(path) == (record["bytes"], record["sha256"])
 
@@ -114,17 +113,11 @@ class Fitting:
 
     Args:
         task: the preparation.
-        blocks: the finished parts in order.
+        parts: the finished parts in order.
     """
 
-    def __init__(self, task: Task, blocks: Sequence[IngestedBlock]) -> None:
-        self.task, self.blocks = task, list(blocks)
-        self.parts: list[PartRows] = []
-        start = 0
-        for index, block in enumerate(self.blocks):
-            part = PartRows(index=index, file=block.source.number, start=start, rows=block.rows, path=block.path)
-            self.parts.append(part)
-            start += block.rows
+    def __init__(self, task: Task, parts: Sequence[Part]) -> None:
+        self.task, self.parts = task, list(parts)
         self.splits = SplitFile(task.work / "splits")
         self.any_dropped = False  # whether rows were left out after the tables were fitted
         self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, nowhere
@@ -149,17 +142,16 @@ class Fitting:
             self._write(part, found)
             self._check_groups(part, found)
 
-    def _write(self, part: PartRows, found: npt.NDArray[np.uint8]) -> None:
+    def _write(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
         self.splits.write(part, found)
         self.sizes[part.index] = np.bincount(np.minimum(found, 3), minlength=4)
 
-    def place_of(self, part: PartRows, row: int) -> str:
+    def place_of(self, part: Part, row: int) -> str:
         """Return where a row of a part is, for messages."""
-        source = self.blocks[part.index].source
         start = next(other.start for other in self.parts if other.file == part.file)
-        return f"{source.name}: row {part.start - start + row + 1:,}, not counting bad lines,"
+        return f"{part.name}: row {part.start - start + row + 1:,}, not counting bad lines,"
 
-    def _check_groups(self, part: PartRows, found: npt.NDArray[np.uint8]) -> None:
+    def _check_groups(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
         """Refuse rows of a split that have no group."""
         column = self.task.schema.group
         if column is None:
@@ -172,7 +164,7 @@ class Fitting:
                 f"{len(without) - 1:,} more rows near it. Let the split rule drop such rows, or fill the column."
             )
 
-    def drop(self, part: PartRows, rows: npt.NDArray[np.bool_]) -> None:
+    def drop(self, part: Part, rows: npt.NDArray[np.bool_]) -> None:
         """Leave rows out of every split."""
         if rows.any():
             self.any_dropped = True
@@ -180,38 +172,32 @@ class Fitting:
 
     def fit(self) -> None:
         """Build the tables and fit the dense columns."""
-        task, journal = self.task, self.task.journal
+        task = self.task
         names = list(dict.fromkeys(column.table_name for column in task.layout.features))
         directory = task.work / "tables"
         directory.mkdir(exist_ok=True)
         self.table_files = {name: directory / f"{number:05d}.part" for number, name in enumerate(names)}
-        jobs = [
-            _TableJob(
-                name=name, layout=task.layout, parts=self.parts, splits=self.splits, work=self.table_files[name],
-                vocabulary=task.out / "vocab" / f"{name}.parquet", done=journal.done.get(f"table {name}"),
+        steps = [
+            _TableStep(
+                table=name, layout=task.layout, parts=self.parts, splits=self.splits, work=work,
+                vocabulary=task.out / "vocab" / f"{name}.parquet", like=task.like,
             )
-            for name in names
+            for name, work in self.table_files.items()
         ]  # fmt: skip
-        make = methodcaller("make", task.like)
         executor = task.executor if task.like is None else None  # the dataset to prepare like is in this process
-        for number, (name, (record, reused)) in enumerate(
-            zip(names, ordered_map(make, jobs, task.threads, ahead=len(jobs), executor=executor), strict=True)
-        ):
-            self.tables[name] = record if reused else journal.add(f"table {name}", record)
-            task.reused += reused
-            task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))
+        for step, record in task.run(steps, executor=executor, ahead=len(steps)):
+            self.tables[step.table] = record
+            task.report(Progress(stage="fit", done=len(self.tables), total=len(names), unit="steps"))
         self.dense = self._fit_dense()
 
     def _fit_dense(self) -> list[DenseFit]:
         task = self.task
         if task.like is not None:
             return task.like.dense
-        if not task.layout.fitted:
-            return [DenseFit.of(column) for column in task.schema.dense]
         if (done := task.journal.finished("dense")) is not None:
             return [DenseFit(**values) for values in done["fit"]]
 
-        def rows_of(part: PartRows, look: Callable[[Any, Any], Any]) -> Any:
+        def rows_of(part: Part, look: Callable[[Any, Any], Any]) -> Any:
             with part.open() as arrays:
                 return look(raw_columns(arrays, task.layout), self.splits.rows(part, 0))
 

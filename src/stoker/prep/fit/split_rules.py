@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +18,12 @@ from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import Part
 
-__all__ = ["PartRows", "SplitFile", "Splitter", "number_groups", "targets_of_files"]
+__all__ = ["SplitFile", "Splitter", "number_groups", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartRows:
-    """A part, and where its rows are among all rows."""
-
-    index: int
-    file: int  # number of the source file
-    start: int  # good rows in the parts before
-    rows: int
-    path: Path
-
-    def open(self) -> PartFile:
-        """Map the arrays."""
-        return PartFile(self.path)
 
 
 @dataclass(frozen=True)
@@ -49,20 +32,20 @@ class SplitFile:
 
     path: Path
 
-    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
         """Return [rows] the split of every row of a part."""
         return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
-    def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
+    def rows(self, part: Part, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""
         return np.flatnonzero(self.assign(part) == split)
 
-    def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
+    def train_rows(self, part: Part) -> npt.NDArray[np.bool_] | None:
         """Return [rows] which rows of a part train; None where none does."""
         splits = self.assign(part)
         return splits == 0 if splits.min(initial=DROP) == 0 else None
 
-    def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
+    def write(self, part: Part, splits: npt.NDArray[np.uint8]) -> None:
         """Write the splits of a part's rows."""
         with self.path.open("r+b") as file:
             file.seek(part.start)
@@ -93,31 +76,28 @@ class Splitter:
         files: names of the source files.
     """
 
-    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, parts: Sequence[Part], files: Sequence[str]) -> None:
         self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
-        kept = [int(self._kept(part).sum()) for part in self.parts]
-        self._kept_before = list(accumulate(kept, initial=0))  # kept rows in the parts before
-        self._total = self._kept_before.pop()
-        self._kept_in_file: Counter[int] = Counter()
-        self._file_start: dict[int, int] = {}
-        for part, count, before in zip(self.parts, kept, self._kept_before, strict=True):
-            self._kept_in_file[part.file] += count
-            self._file_start.setdefault(part.file, before)
+        self._files = np.array([part.file for part in self.parts])
+        self._counts = np.array([self._kept(part).sum() for part in self.parts], np.int64)  # kept rows of each part,
+        self._before = np.cumsum(self._counts) - self._counts  # and in the parts before
+        self._total = int(self._counts.sum())
         self._cuts: list[int] = []
         self._refs: list[npt.NDArray[np.int32]] = []
-        fit = {"time": self._fit_time, "leave_last_out": self._fit_users, "last_touch": self._fit_users}
-        if self.rule.rule in fit and self._total:
-            fit[self.rule.rule]()
+        if self.rule.rule == "time":
+            self._fit_time()
+        elif self.rule.rule in ("leave_last_out", "last_touch"):
+            self._fit_users()
 
-    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
         """Return [rows] the split of every row of a part."""
         kept = self._kept(part)
         result = self._assign(part, kept)
         result[~kept] = DROP
         return result
 
-    def _kept(self, part: PartRows) -> npt.NDArray[np.bool_]:
+    def _kept(self, part: Part) -> npt.NDArray[np.bool_]:
         """Return [rows] whether ``negative_keep`` keeps each row."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
@@ -125,11 +105,12 @@ class Splitter:
         with part.open() as arrays:
             return drawn | ~(arrays["labels"] <= 0.5)  # positive, or without label
 
-    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def _position(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
-        return self._kept_before[part.index] + np.cumsum(kept) - kept
+        position: npt.NDArray[np.int64] = self._before[part.index] + np.cumsum(kept) - kept
+        return position
 
-    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    def _assign(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
         rule = self.rule.rule
         if rule == "runs":
             return _halved_runs(self._position(part, kept), self._total, self.rule.runs)
@@ -137,9 +118,9 @@ class Splitter:
             target = self._targets[part.file]
             if target != "halves":
                 return np.full(part.rows, SPLIT_CODES[target], np.uint8)
-            size = self._kept_in_file[part.file]
-            within = self._position(part, kept) - self._file_start[part.file]
-            return np.where(within < -(-size // 2), 2, 1).astype(np.uint8)
+            same = self._files == part.file
+            within = self._position(part, kept) - self._before[same.argmax()]
+            return np.where(within < -(-self._counts[same].sum() // 2), 2, 1).astype(np.uint8)
         if rule == "hash" and self.rule.column is None:
             return _shares_of_rows(part, self.rule.seed, (self.rule.train, self.rule.valid))
         with part.open() as arrays:
@@ -160,16 +141,14 @@ class Splitter:
     def _cut(self, times: Array) -> npt.NDArray[np.uint8]:
         return np.searchsorted(np.array(self._cuts, np.int64), times, side="right").astype(np.uint8)
 
-    def _find_cuts(self, times: Callable[[], Iterator[npt.NDArray[np.int64]]], total: int) -> None:
+    def _find_cuts(self, times: Callable[[], Iterable[npt.NDArray[np.int64]]], total: int) -> None:
         """Find the times at which validation and test begin. Equal times stay together, on the later side."""
-        shares = np.cumsum([self.rule.train, self.rule.valid])
-        highest = np.iinfo(np.int64).max
-        ranks = [int(np.ceil(share * total - 1e-9)) for share in shares]
-
-        def passes() -> Iterator[tuple[npt.NDArray[np.int64], None]]:
-            return ((values, None) for values in times())
-
-        self._cuts = [select_rank(passes, rank) if rank < total else highest for rank in ranks]
+        for share in np.cumsum([self.rule.train, self.rule.valid]):
+            rank = int(np.ceil(share * total - 1e-9))
+            highest = np.iinfo(np.int64).max
+            self._cuts.append(
+                select_rank(lambda: ((some, None) for some in times()), rank) if rank < total else highest
+            )
 
     def _fit_time(self) -> None:
         def times() -> Iterator[npt.NDArray[np.int64]]:
@@ -195,10 +174,10 @@ class Splitter:
         self._last_time = times[1]
         if self.rule.rule == "last_touch":
             present = self._last_time[self._seen > 0]
-            self._find_cuts(lambda: iter([present]), len(present))
+            self._find_cuts(lambda: [present], len(present))
 
 
-def number_groups(parts: Sequence[PartRows], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
+def number_groups(parts: Sequence[Part], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
     """Return the number of each user, or other ``name``, in the dictionary of every part; and how many there are."""
     builder = TableBuilder("string")
     for part in parts:
@@ -227,7 +206,7 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
     latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
 
 
-def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+def _shares_of_rows(part: Part, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
     rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
     return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker.base.errors import DataError
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import Arrays
 
 __all__ = ["TableBuilder", "Vocabulary", "read_dictionary"]
 
@@ -130,7 +130,7 @@ class TableBuilder:
         return Vocabulary(frame=known, ids=ids, missing_id=int(missing.argmax()) + 1 if missing.any() else 0)
 
 
-def read_dictionary(arrays: PartFile, name: object, kind: str) -> pa.Array:
+def read_dictionary(arrays: Arrays, name: object, kind: str) -> pa.Array:
     """Return the distinct values of a feature or another column in a part, by code from 1 on."""
     if kind != "string":
         return pa.array(np.array(arrays[f"values.{name}"]))

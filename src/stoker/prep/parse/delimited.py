@@ -24,7 +24,8 @@ MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no furthe
 _BOM = "\ufeff".encode()
 _NL, _CR = 10, 13
 _JOINED = b"\x1f"  # in place of a separator of several bytes
-_LITERAL, _STRAY = 1, 2  # faults of a record: quotes within fields without quotes; a quote that is not closed
+# Faults of a record: quotes within fields without quotes; a quote that is not closed; text after one on the same line.
+_LITERAL, _STRAY, _TEXT = 1, 2, 3
 _FLOAT, _INT, _HEX = 1, 2, 3
 _KINDS = {"float": _FLOAT, "int": _INT, "hex": _HEX}
 _ARROW = {"float": pa.float64(), "int": pa.int64(), "hex": pa.uint64()}
@@ -62,7 +63,7 @@ class TextParser:
         self._quote = quote.encode() if quote else b""
         self._fields = list(fields)
         self._nulls = list(null_values)
-        self._places = {item.column: self.names.index(item.column) for item in fields}
+        self._places = {item.column: self.names.index(item.column) for item in fields if item.column in names}
         self._plain = {item: _KINDS[item.kind] for item in fields if self._is_plain(item)}
         q, sep = re.escape(self._quote), re.escape(self._sep)
         # A separator or the start, and a field in quotes or one without.
@@ -73,14 +74,15 @@ class TextParser:
         """Return whether a column is wanted as numbers of one kind only, and no text for null is one of them."""
         others = [one for one in self._fields if one.column == item.column and one != item]
         nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
-        return item.kind in _KINDS and item.separator is None and not others and not nulls
+        single = item.kind in _KINDS and item.separator is None and item.column in self._places
+        return single and not others and not nulls
 
     def join(self, lines: bytes) -> bytes:
         """Return whole lines with one byte for a separator of several, as all other methods want them."""
         return lines if self._sep == self.separator else lines.replace(self.separator, self._sep)
 
-    def cut(self, buffer: bytearray, end: int, at: int, goal: int, final: bool) -> tuple[int, bool]:
-        """Find the first record that starts at ``goal`` or later in whole lines, ``buffer[:end]``.
+    def cut(self, buffer: bytearray, at: int, goal: int, final: bool) -> tuple[int, bool]:
+        """Find the first record that starts at ``goal`` or later in a buffer of whole lines.
 
         Args:
             at: where an earlier record starts.
@@ -92,7 +94,7 @@ class TextParser:
         first = buffer.find(self._quote, at, goal)
         # Lines without a quote are records.
         at = max(at, buffer.rfind(b"\n", at, first if first >= 0 else goal - 1) + 1)
-        data = np.frombuffer(memoryview(buffer)[:end].toreadonly(), np.uint8)
+        data = np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
         _, at, known = cut_records(data, at, goal, *self._marks(self._quote), final, _NO_ROOM)
         return int(at), bool(known)
 
@@ -116,7 +118,7 @@ class TextParser:
         stops, lines, fields, faults = found[:, :count]
         starts = np.append(0, stops)[:count]
         first = skipped + np.cumsum(lines) - lines
-        reasons = self._faults(data, starts, stops, fields, faults)
+        reasons = self._faults(data, stops, fields, faults)
         good = np.ones(count, np.bool_)
         if len(self.names) > 1:  # else an empty line is a missing value
             short = np.flatnonzero(stops - starts <= 2)
@@ -141,23 +143,28 @@ class TextParser:
                  for record, at in zip(bad, first[bad].tolist(), strict=True)],
         )  # fmt: skip
 
-    def _faults(self, data: bytes, starts: Array, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
+    def _faults(self, data: bytes, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
         """Return the records that are not as they should be, and why."""
         most, reasons = len(self.names), {}
-        for at in np.flatnonzero((fields != most) | (faults == _STRAY)).tolist():
+        quotes = {_STRAY: "quoted field without a closing quote", _TEXT: "text after a closing quote"}
+        for at in np.flatnonzero((fields != most) | (faults > _LITERAL)).tolist():
             reasons[at] = f"{plural(int(fields[at]), 'field')}, expected {most}"
             if fields[at] > most:
                 reasons[at] = f"more than {most} fields"
-            elif faults[at] == _STRAY:
-                reasons[at] = f"column {self.names[fields[at] - 1]}: quoted field without a closing quote"
+            elif faults[at] in quotes:
+                reasons[at] = f"column {self.names[fields[at] - 1]}: {quotes[faults[at]]}"
         if not data.isascii():
             ends = np.array([0, len(data)])
             text = pa.Array.from_buffers(pa.large_utf8(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])
             try:
                 text.validate(full=True)  # much faster than decoding it
             except pa.ArrowInvalid:
-                spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
-                reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
+                places = np.flatnonzero(np.frombuffer(data, np.uint8) > 127)
+                for at in np.unique(np.searchsorted(stops, places, side="right")).tolist():
+                    try:
+                        data[stops[at - 1] if at else 0 : stops[at]].decode()
+                    except UnicodeDecodeError:
+                        reasons[at] = "broken UTF-8"
         return reasons
 
     def _numbers(self, data: bytes, ends: Array) -> dict[Field, pl.Series]:
@@ -216,26 +223,19 @@ class TextParser:
         return self._field.sub(field, record)
 
 
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 @jit
 def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-untyped-def]
     """Find the records from ``at``, where one begins, until one ends at ``goal`` or later.
 
     A quote opens a quoted field only at its start. It is stray where no closing quote, followed by a separator or a
-    line end, comes within the bounds; the record then ends with the line on which that quote is.
+    line end, comes within the bounds; the record then ends with the line on which that quote is. Other text after a
+    quote on the same line is a fault of its own.
 
     Args:
         data: bytes that end with a newline; ``final``: no more of them come.
         sep: byte of the separator; ``quote``: -1 for none.
-        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0,
-            _LITERAL or _STRAY. Without room nothing is written.
+        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0 or its
+            fault. Without room nothing is written.
 
     Returns:
         The number of records, where the last one ends, and True; or, where ``data`` ends within a quoted field and more
@@ -275,7 +275,7 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
                     lines += breaks
                     at = stop + 1
                 else:
-                    fault = _STRAY
+                    fault = _TEXT if breaks == 0 and stop < data.size and data[stop] == quote else _STRAY
                     while data[at] != _NL:
                         at += 1
                     break

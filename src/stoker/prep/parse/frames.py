@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from polars import selectors
 
 from stoker.base.checks import near
 from stoker.base.engine import reason_of
@@ -26,7 +26,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 
 __all__ = [
-    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "absent_column", "careful_value",
+    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "careful_value",
     "check_columns", "common_types", "cut_text", "frame_block", "parquet_block", "parquet_cuts",
     "parquet_rows", "parquet_types",
 ]  # fmt: skip
@@ -145,7 +145,9 @@ def frame_block(
 
     Args:
         typed: the types of the frame are those of the input, and kept columns keep them.
-        read: columns that are typed already; the frame may lack them.
+        frame: with the columns of all fields but optional ones and those of ``read``.
+        fields: what to make of them.
+        read: columns that are typed already.
         row_line: [rows] the line of each row; None: they are the lines.
         lines, text_at, bad: as of :class:`Block`; the default of ``text_at`` is the row's values.
 
@@ -163,6 +165,8 @@ def frame_block(
     for item in fields:
         if read is not None and item in read:
             column = read[item]
+        elif item.optional and item.column not in frame:
+            column = pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
         elif typed and item.kept:
             column = _kept(frame.get_column(item.column))
         else:
@@ -176,11 +180,6 @@ def frame_block(
         marked[list(wrong)] = True
         block.drop(marked, wrong.__getitem__)
     return block
-
-
-def absent_column(item: Field, rows: int) -> pl.Series:
-    """Return the column of a field that a file lacks: null in every row."""
-    return pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
 
 
 def _kept(series: pl.Series) -> pl.Series:
@@ -334,7 +333,7 @@ def _parquet(path: Path) -> Iterator[None]:
 def parquet_rows(path: Path) -> int:
     """Return the rows of a Parquet file."""
     with _parquet(path):
-        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+        return int(pq.read_metadata(path).num_rows)
 
 
 def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
@@ -345,20 +344,17 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
     """
     with _parquet(path):
         footer = pq.read_metadata(path)
+    ends = np.cumsum([footer.row_group(number).num_rows for number in range(footer.num_row_groups)])
     cuts: list[tuple[int, int]] = []
-    start = size = 0
-    for number in range(footer.num_row_groups):
-        rows = footer.row_group(number).num_rows
-        if size and size + rows > most:
-            cuts.append((start, size))
-            start, size = start + size, 0
-        size += rows
-        if size > most:
-            pieces = round(size / most)
-            bounds = [start + size * piece // pieces for piece in range(pieces + 1)]
-            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
-            start, size = start + size, 0
-    return [*cuts, (start, size)] if size else cuts
+    start = 0
+    while start < footer.num_rows:
+        later = ends[ends > start]
+        stop = int(later[later <= start + most].max(initial=later[0]))
+        if stop - start > 1.5 * most:
+            stop = start + most
+        cuts.append((start, stop - start))
+        start = stop
+    return cuts
 
 
 def parquet_types(path: Path) -> pl.Schema:
@@ -371,7 +367,8 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
     """Return rows [start, start + rows) of a Parquet file."""
     names = list(dict.fromkeys(item.column for item in fields))
     with _parquet(path):
-        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
+        there = selectors.by_name(names, require_all=False)
+        frame = pl.scan_parquet(path).select(there).slice(start, rows).collect(engine="streaming")
     try:
         return frame_block(frame, fields, typed=True)
     except DataError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,33 +12,32 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.dataset.rebuild import UnusableInput
-from stoker.prep.fit.dense import compact, dense_values, ordered_floats, ordered_int
+from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import Arrays
 
 __all__ = ["Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", "share_of_hash", "time_value"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
-_COMPARE = {
-    ">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less,
-    "==": np.equal, "!=": np.not_equal,
+_COMPARE: dict[str, Any] = {
+    ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 
 
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``dense`` [n, D] float32, or when
-    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of
-    feature i, uint8, uint16 or uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or
-    ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets
-    hold ids and have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its
-    dictionary; for groups ``codes.group`` [n] with its dictionary (0: none); and ``keep``, the bytes of an Arrow
-    file that holds the kept columns.
+    Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``raw.<c>`` [n] of dense column c,
+    as :func:`stoker.prep.fit.dense.compact` narrows it; ``codes.<i>`` [n] of feature i, uint8, uint16 or uint32, or [L]
+    uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
+    dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none); for the
+    split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; for groups
+    ``codes.group`` [n] with its dictionary (0: none); and ``keep``, the bytes of an Arrow file that holds the kept
+    columns.
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
@@ -48,8 +47,6 @@ class Layout:
         self.features = () if keys_only else schema.features
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
-        self.dense_width = sum(len(column.names) for column in self.columns)
-        self.fitted = any(column.fitted for column in self.columns)
         rule = schema.label.parsed()
         textual = rule is not None and isinstance(rule[1], str)
         needed = schema.label.required
@@ -108,13 +105,8 @@ class Layout:
         out: dict[str, Array] = {"labels": self._labels(block.columns[self.label])}
         if time is not None:
             out["time"] = time
-        dense = [block.columns[item] for item in self.dense]
-        if self.fitted:
-            for index, column in enumerate(dense):
-                out[f"raw.{index}"] = compact([chunk.to_numpy() for chunk in column.get_chunks()])
-        else:
-            room = np.empty((block.rows, self.dense_width), np.float32)
-            out["dense"] = dense_values(self.columns, [column.to_numpy() for column in dense], out=room)
+        for index, item in enumerate(self.dense):
+            out[f"raw.{index}"] = compact(block.columns[item].to_numpy())
         for index, item in enumerate(self.feature_fields):
             column = block.columns[item]
             if item.separator is not None:
@@ -133,19 +125,10 @@ class Layout:
         return out
 
     def _labels(self, column: pl.Series) -> npt.NDArray[np.float32]:
-        rule = self.schema.label.parsed()
-        if rule is None:
-            return column.to_numpy().astype(np.float32)
-        operator, operand = rule
-        result: npt.NDArray[np.float32]
-        if isinstance(operand, str):
-            same = (column == operand).fill_null(False).to_numpy()
-            result = (same if operator == "==" else ~same).astype(np.float32)
-        else:
-            result = _COMPARE[operator](column.to_numpy(), operand).astype(np.float32)
-        if self.label.optional:
-            result[column.is_null().to_numpy()] = np.nan
-        return result
+        if (rule := self.schema.label.parsed()) is not None:
+            compare, operand = _COMPARE[rule[0]], rule[1]
+            column = compare(column, operand)
+        return column.cast(pl.Float32).to_numpy()  # NaN where it is null
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
         """Return [n] moments as ordered integers, microseconds of dates; rows without one join the bad lines."""
@@ -189,20 +172,17 @@ class Layout:
         if rule.rule == "hash":
             out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
             return
-        codes, texts, ends = number_texts(column)
         if rule.rule != "column":
-            out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
+            out["codes.user"], out["bytes.user"], out["ends.user"] = number_texts(column)
             return
-        raw = texts.tobytes()
-        names = [raw[begin:end].decode() for begin, end in pairwise(ends.tolist())]
-        unknown = [name for name in names if name not in rule.values]
+        unknown = [name for name in column.unique(maintain_order=True).to_list() if name not in rule.values]
         if unknown:
             raise UnusableInput(
                 f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
                 f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."
             )
-        lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
-        out["split"] = lookup[codes]
+        codes = {name: SPLIT_CODES[target] for name, target in rule.values.items()}
+        out["split"] = column.replace_strict(codes, return_dtype=pl.UInt8).to_numpy()
 
 
 def code_type(most: int) -> np.dtype[Any]:
@@ -259,11 +239,11 @@ def _bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> np
     return np.where(missing, np.uint32(own), ids)
 
 
-def raw_columns(arrays: PartFile, layout: Layout) -> list[Array]:
-    """The dense columns of a part, as read."""
+def raw_columns(arrays: Arrays, layout: Layout) -> list[Array]:
+    """Return the dense columns of a part, as read."""
     return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
 
 
-def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, Array | None]:
-    """Codes of a feature and, for a sequence, how many belong to each row."""
-    return arrays[f"codes.{index}"], None if index in layout.one_hot else arrays[f"counts.{index}"]
+def feature_codes(arrays: Arrays, index: int) -> tuple[Array, Array | None]:
+    """Return the codes of a feature and, for a sequence, how many belong to each row."""
+    return arrays[f"codes.{index}"], arrays.get(f"counts.{index}")

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_share
 from stoker.prep.parse.frames import BadLine
-from stoker.prep.stages.parts import made_beside
+from stoker.prep.stages.parts import Part, made_beside
 
 __all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]
 
@@ -35,7 +35,7 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         "Wrong number of fields: set separator in [source] of the schema, or, without a header, the names in columns.",
     ),
     (
-        r"column .+: quoted field without a closing quote", "quoted field without a closing quote",
+        r"column .+: (quoted field without a closing quote|text after a closing quote)", r"\1",
         'Quotes that are ordinary characters: set quote = "" in [source] of the schema.',
     ),
     (
@@ -54,18 +54,20 @@ def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
             file.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
 
 
-def _read(kept: Path) -> Iterator[BadLine]:
-    with kept.open(encoding="utf-8") as lines:
-        yield from (BadLine(**json.loads(line)) for line in lines)
+def _read(part: Part) -> Iterator[BadLine]:
+    if part.bad:
+        with part.bad_path.open(encoding="utf-8") as lines:
+            yield from (BadLine(**json.loads(line)) for line in lines)
 
 
-def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> int:
-    """Write ``quarantine.jsonl`` from (file name, lines before the block, its bad lines); counts them."""
+def collect_quarantine(path: Path, parts: Iterable[Part]) -> int:
+    """Write the bad lines of all parts to ``quarantine.jsonl``; return how many there are."""
     total = 0
     with atomic_file(path) as file:
-        for name, before, kept in blocks:
-            for bad in _read(kept):
-                entry = {"file": name, "line": before + bad.line + 1, "reason": bad.reason, "text": bad.text}
+        for part in parts:
+            for bad in _read(part):
+                entry = {"file": part.name, "line": part.lines_before + bad.line + 1}
+                entry |= {"reason": bad.reason, "text": bad.text}
                 file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
                 total += 1
     return total
@@ -128,48 +130,43 @@ class BadLineLimit:
             raise ConfigError(f"max_bad: {error}") from None
         self.lines = self.bad = self.labels = 0
         self.first = ""
-        self._kept: list[Path] = []  # bad lines of each block that has some
         self.broken: list[str] = []  # a sentence for each file that breaks off
+        self._parts: list[Part] = []  # with bad lines
 
-    def add(
-        self, file: str, before: int, lines: int, bad: int, kept: Path | None, *, labels: int = 0, broken: bool = False
-    ) -> None:
-        """Note the next block.
-
-        Args:
-            file, before, kept: name of the file, its lines before this block, and the block's bad lines.
-            lines, bad, labels: lines of the block, those that are bad, and those that are for their label.
-            broken: whether the file breaks off with this block.
+    def add(self, part: Part) -> None:
+        """Note the next part.
 
         Raises:
             DataError: the limit is exceeded.
         """
-        self.lines += lines
-        self.bad += bad
-        self.labels += labels
-        if kept is not None:
-            self._kept.append(kept)
-            first = next(_read(kept))
-            place = f"{file}:{before + first.line + 1}: {first.reason}"
-            if self.strict and not first.broken:
-                raise DataError(f"{place}. {self.remedy}", settings=("strict",))
-            if labels and self.share is None:
-                first = next(line for line in _read(kept) if line.label)
-                raise DataError(
-                    f"{file}:{before + first.line + 1}: {first.reason}. Where that is what the column holds, {_RULE}. "
-                    "Where the line is damaged, mend it or say what share of lines may be bad with max_bad, such as "
-                    "0.1%.",
-                    settings=("max_bad",),
-                )
-            self.first = self.first or place
-            if broken:
-                self._note_break(file, before, kept)
+        self.lines += part.rows + part.bad
+        self.bad += part.bad
+        if part.bad:
+            self._parts.append(part)
+            self._add_bad(part)
         if self.lines >= _EARLY:
             self.check()
 
-    def _note_break(self, file: str, before: int, kept: Path) -> None:
-        last = next(line for line in _read(kept) if line.broken)
-        found = f"{file} breaks off at line {before + last.line + 1:,}: {last.reason}."
+    def _add_bad(self, part: Part) -> None:
+        lines = list(_read(part))
+        labels = [line for line in lines if line.label]
+        self.labels += len(labels)
+
+        def place(line: BadLine) -> str:
+            return f"{part.name}:{part.lines_before + line.line + 1}: {line.reason}"
+
+        if self.strict and not lines[0].broken:
+            raise DataError(f"{place(lines[0])}. {self.remedy}", settings=("strict",))
+        if labels and self.share is None:
+            raise DataError(
+                f"{place(labels[0])}. Where that is what the column holds, {_RULE}. Where the line is damaged, mend it "
+                "or say what share of lines may be bad with max_bad, such as 0.1%.",
+                settings=("max_bad",),
+            )
+        self.first = self.first or place(lines[0])
+        if not part.broken:
+            return
+        found = f"{part.name} breaks off at line {part.lines_before + part.lines:,}: {lines[-1].reason}."
         if self.strict:
             raise DataError(
                 f"{found} Get the file whole, or leave strict out to take what it has.", settings=("strict",)
@@ -184,7 +181,7 @@ class BadLineLimit:
 
     def reasons(self) -> BadReasons:
         """Return the commonest reasons of the bad lines so far."""
-        return BadReasons.among(line.reason for kept in self._kept for line in _read(kept))
+        return BadReasons.among(line.reason for part in self._parts for line in _read(part))
 
     def check(self) -> None:
         """Raise :class:`DataError` where the share of bad lines is exceeded."""

@@ -1,8 +1,9 @@
 """Names of raw files, and text files cut into blocks of whole records, compressed or not.
 
-Block k of a file holds the records that start in bytes [k * size, (k + 1) * size) of its decompressed text. A record
-is a line, or several where line breaks are in quoted fields (:meth:`TextParser.cut`). The cut depends on nothing else,
-so an interrupted run that goes on finds the same blocks.
+A block ends with the first record that ends ``size`` bytes or more after the block's start, or, of a plain file whose
+records are lines, after the last multiple of ``size``. A record is a line, or several where line breaks are in quoted
+fields (:meth:`TextParser.cut`). The cut depends on nothing else, so an interrupted run that goes on finds the same
+blocks.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def line_blocks(
     *,
     block_bytes: int = BLOCK_BYTES,
     convert: Callable[[bytes], bytes] = bytes,
-    cut: Callable[[bytearray, int, int, int, bool], tuple[int, bool]] | None = None,
+    cut: Callable[[bytearray, int, int, bool], tuple[int, bool]] | None = None,
     header: bool = False,
 ) -> Iterator[LineBlock]:
     """Yield the blocks of a text file in order, at least one.
@@ -186,29 +187,25 @@ def line_blocks(
             stop = min(begin + block_bytes, size)
             yield LineBlock(load=partial(_read_lines, path, begin, stop, convert), size=stop - begin)
         return
-    buffer, end = bytearray(block_bytes + 2 * _READ), 0  # the same for all blocks, as memory touched anew is slow
-    begin = at = 0  # of the buffer in the text; of a record in the buffer
-    used = used_before = 0
+    buffer = bytearray()
+    at = used = used_before = 0  # at: of a record in the buffer
     damage = None
     for lines, used, damage, final in _whole_lines(path):  # noqa: B007
-        text = convert(lines)
-        buffer[end : end + len(text)] = text
-        end += len(text)
-        if header and begin == at == 0:
-            at = buffer.find(b"\n") + 1
-        while end >= (goal := block_bytes - begin % block_bytes):
+        buffer += convert(lines)
+        if header and buffer:
+            at, header = buffer.index(b"\n") + 1, False
+        while len(buffer) >= block_bytes:
             if cut is None:
-                at, known = buffer.find(b"\n", goal - 1, end) + 1, True
+                at, known = buffer.index(b"\n", block_bytes - 1) + 1, True
             else:
-                at, known = cut(buffer, end, at, goal, final)
-            if not known or (final and at == end):
+                at, known = cut(buffer, at, block_bytes, final)
+            if not known or (final and at == len(buffer)):
                 break
             yield LineBlock(load=partial(bytes, bytes(memoryview(buffer)[:at])), size=used - used_before)
-            buffer[: end - at] = buffer[at:end]
-            begin, end, at, used_before = begin + at, end - at, 0, used
-    if end or damage is not None or not begin:
-        last = bytes(memoryview(buffer)[:end])
-        yield LineBlock(load=partial(bytes, last), size=used - used_before, damage=damage)
+            del buffer[:at]
+            at, used_before = 0, used
+    if buffer or damage is not None or not used_before:
+        yield LineBlock(load=partial(bytes, bytes(buffer)), size=used - used_before, damage=damage)
 
 
 def _read_lines(path: Path, begin: int, end: int, convert: Callable[[bytes], bytes]) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -31,7 +31,7 @@ from stoker.prep.features.execute import Executor, check_present, derive, runs_o
 from stoker.prep.features.learned import LABEL, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
-from stoker.prep.fit.split_rules import PartRows, Splitter
+from stoker.prep.fit.split_rules import Splitter
 from stoker.prep.parse.frames import (
     KEPT_TYPES,
     BadLine,
@@ -42,14 +42,14 @@ from stoker.prep.parse.frames import (
     frame_block,
     parquet_types,
 )
-from stoker.prep.parse.ingest import IngestedBlock, Source
+from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
-from stoker.prep.rows.raw_rows import Rows, derivation, ingest_sources, sources_of, write_derived
+from stoker.prep.rows.raw_rows import Rows, derivation, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
-from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum, sibling, write_part, write_rows
+from stoker.prep.stages.first_pass import ingest
+from stoker.prep.stages.parts import Part, checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
@@ -66,13 +66,12 @@ class _Piece:
     """A file of rows and where they stand among all."""
 
     path: Path
-    source: Source
-    part: PartRows
+    part: Part
 
 
 def featured_rows(task: Task) -> Rows:
     """The rows of a schema with features, as parts; ``Rows.learned`` is what features learned."""
-    raw: list[IngestedBlock] = []
+    raw: list[Part] = []
     pieces = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
     count = sum(piece.part.rows for piece in pieces)
     if not count:
@@ -86,7 +85,7 @@ def featured_rows(task: Task) -> Rows:
     return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
 
 
-def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
+def _lines(task: Task, raw: list[Part]) -> list[_Piece]:
     """Rows of the raw files, block by block."""
     _forget_broken(task)
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
@@ -94,7 +93,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
     sink = RowsSink(schema=task.splitting, kept=kept)
     try:
-        blocks = ingest_sources(task, sources, "rows", sink, task.limit, on_threads=True)
+        blocks = ingest(task, sources, "rows", sink, task.limit)
     except MissingColumnError as error:
         features = task.schema.feature
         readers = [(one.where, name) for name in error.missing for one in features if name in one.inputs]
@@ -107,8 +106,8 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     pieces, start = [], 0
     for index, block in enumerate(blocks):
         made = int(task.journal.done[f"rows/{block.path.stem}"]["made"])
-        part = PartRows(index=index, file=block.source.number, start=start, rows=made, path=sibling(block.path))
-        pieces.append(_Piece(path=block.path, source=block.source, part=part))
+        part = replace(block, index=index, start=start, rows=made, path=sibling(block.path))
+        pieces.append(_Piece(path=block.path, part=part))
         start += made
     return pieces
 
@@ -122,15 +121,14 @@ def _kept_types(source: Source) -> dict[str, pl.DataType]:
     return {item.column: there[item.column] for item in fields if item.column in there}
 
 
-def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
+def _derived(task: Task, raw: list[Part]) -> list[_Piece]:
     """Rows that the recipe derives, a slice at a time."""
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
     with recipe_explained(task):
         columns = rows.collect_schema().names()
-    check_columns_of(task.splitting, columns, name)
+        check_columns_of(task.splitting, columns, name)
     derived = write_derived(task, rows)
-    source = Source(number=0, path=derived, fields=[], format=SourceFormat(), name=name, kind="parquet")
     kept = [pl.col(name).alias(f"{KEPT}{name}") for name in task.schema.keep if name in columns]
     (task.work / "rows").mkdir(exist_ok=True)
     _forget_broken(task)
@@ -154,8 +152,10 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
-        part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]), path=sibling(file))
-        pieces.append(_Piece(path=file, source=source, part=part))
+        part = Part(
+            index=len(pieces), file=0, name=name, start=begin, rows=int(record["made"]), path=sibling(file)
+        )  # fmt: skip
+        pieces.append(_Piece(path=file, part=part))
         begin += part.rows
     return pieces
 
@@ -307,7 +307,7 @@ def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
             writer.close()
 
 
-def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[IngestedBlock]:
+def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[Part]:
     """All columns side by side, in the form that vocabularies and shards are made of."""
     folder = task.work / "parts"
     folder.mkdir(exist_ok=True)
@@ -326,23 +326,19 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
         block = frame_block(frame.select(*columns, split).collect(), task.layout.fields, typed=True)
         if block.bad:
-            place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
+            place = f"{piece.part.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        record = write_part(path, task.layout.arrays(block, piece.source.name))
+        record = write_part(path, task.layout.arrays(block, piece.part.name))
         return piece, path, record, False
 
-    blocks = []
+    blocks: list[Part] = []
     for piece, path, record, reused in ordered_map(work, enumerate(pieces), task.threads):
         if not reused:
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused
         done_rows += piece.part.rows
         task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
-        rows = piece.part.rows
-        blocks.append(IngestedBlock(
-            source=piece.source, path=path, bad_path=path.with_suffix(".bad"), rows=rows, lines=rows, bad=0,
-            lines_before=0, broken=False,
-        ))  # fmt: skip
+        blocks.append(replace(piece.part, path=path, index=len(blocks)))
     return blocks
 
 
@@ -421,6 +417,8 @@ def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
 class RowsSink:
     """Keeps a block of lines as typed rows with their first features, and their keys beside."""
 
+    suffix: ClassVar[str] = ".parquet"
+    anywhere: ClassVar[bool] = False  # features may have state of this process
     schema: Schema
     kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
 

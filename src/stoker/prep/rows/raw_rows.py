@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import polars as pl
 
@@ -19,24 +19,25 @@ from stoker.base.units import listed
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.frames import Block, Field, parquet_types
-from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
+from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum, made_beside, write_part
+from stoker.prep.stages.first_pass import ingest
+from stoker.prep.stages.parts import Part, checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows", "sources_of", "write_derived"]
+__all__ = ["Rows", "derivation", "explained", "read_rows", "sources_of", "write_derived"]
 
 
 @dataclass(kw_only=True)
 class Rows:
     """Parts with the rows to prepare, and the blocks of the user's own files, for counting and quarantine."""
 
-    blocks: list[IngestedBlock]
-    raw: list[IngestedBlock] = field(default_factory=list)
+    blocks: list[Part]
+    raw: list[Part] = field(default_factory=list)
     learned: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
 
 
@@ -44,16 +45,16 @@ def read_rows(task: Task) -> Rows:
     """Read every file into parts, by way of the recipe's derivation where it has one."""
     fields = task.layout.fields
     if task.recipe.derive is None:
-        blocks = ingest_sources(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
+        blocks = ingest(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
         return Rows(blocks=blocks, raw=blocks)
-    raw: list[IngestedBlock] = []
+    raw: list[Part] = []
     made = Source(
         number=0, path=write_derived(task, derivation(task, raw)), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
-    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
+    return Rows(blocks=ingest(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
 
 
 def sources_of(task: Task, fields: Sequence[Field], features: Sequence[Derivation] = ()) -> list[Source]:
@@ -70,48 +71,18 @@ def sources_of(task: Task, fields: Sequence[Field], features: Sequence[Derivatio
 @dataclass(frozen=True)
 class _PartSink:
     layout: Layout
+    suffix: ClassVar[str] = ".part"
+    anywhere: ClassVar[bool] = True
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
         return write_part(path, self.layout.arrays(block, file))
-
-
-def ingest_sources(
-    task: Task,
-    sources: Sequence[Source],
-    name: str,
-    sink: Callable[[Block, str, Path], Any],
-    limit: BadLineLimit,
-    *,
-    stage: str = "read",
-    total: int | None = None,
-    on_threads: bool = False,
-) -> list[IngestedBlock]:
-    """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``: Parquet, unless the
-    name is "parts".
-
-    ``total`` is the bytes of the stage, where these sources are not all of it; ``on_threads``: the sink has state of
-    this process.
-    """
-    total = _bytes_of(source.path for source in sources) if total is None else total
-
-    def advance(size: int) -> None:
-        task.read[stage] += size
-        task.report(Progress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
-
-    blocks, reused = ingest(
-        sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
-        block_bytes=task.block_bytes, suffix=".part" if name == "parts" else ".parquet",
-        executor=None if on_threads else task.executor,
-    )  # fmt: skip
-    task.reused += reused
-    return blocks
 
 
 def _bytes_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def derivation(task: Task, raw: list[IngestedBlock]) -> pl.LazyFrame:
+def derivation(task: Task, raw: list[Part]) -> pl.LazyFrame:
     """Check and type the raw lines of every input, which join ``raw``; and how the recipe makes the rows of them."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
@@ -169,7 +140,7 @@ def _is_parquet(path: Path, raw: RawInput) -> bool:
 
 
 def _raw_frame(
-    task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path], total: int
+    task: Task, done: list[Part], name: str, raw: RawInput, paths: Sequence[Path], total: int
 ) -> pl.LazyFrame:
     """Return one input of a recipe; ``total``: bytes of all inputs that are text."""
     optional = {*raw.labels, task.schema.label.column} & raw.columns.keys() if task.like is not None else set()
@@ -194,7 +165,7 @@ def _raw_frame(
         for path in paths
     ]  # fmt: skip
     labels = [item for item in fields if item.column in raw.labels]
-    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, total=total)
+    blocks = ingest(task, sources, f"raw-{name}", _RawSink(labels), task.limit, total=total)
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
 
@@ -202,6 +173,8 @@ def _raw_frame(
 @dataclass(frozen=True)
 class _RawSink:
     labels: Sequence[Field]
+    suffix: ClassVar[str] = ".parquet"
+    anywhere: ClassVar[bool] = True
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
         for item in self.labels:

@@ -9,12 +9,14 @@ unchecked.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -28,35 +30,31 @@ from stoker.base.errors import DataError
 from stoker.base.files import sync_folder
 
 __all__ = [
-    "Journal", "PartFile", "checksum", "is_whole", "made_beside", "sibling", "write_part", "write_rows",
+    "Arrays", "Journal", "Part", "checksum", "is_whole", "made_beside", "open_part", "sibling", "write_part",
+    "write_rows",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
 _ALIGN = 64
 
 
-def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
+def write_part(path: Path, arrays: Arrays) -> dict[str, int]:
     """Write arrays to ``path`` and return its size and checksum for the journal."""
     header: dict[str, Any] = {}
     position = 0
     for name, array in arrays.items():
-        header[name] = [array.dtype.str, list(array.shape), position]
+        header[name] = [array.dtype.str, array.shape, position]
         position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
-
-    def pieces() -> Iterator[Any]:
-        yield len(text).to_bytes(8, "little") + text
-        for array in arrays.values():
-            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            yield bytes(-array.nbytes % _ALIGN)
-
-    crc, size = 0, 0
-    with made_beside(path) as beside, beside.open("wb") as file:
-        for piece in pieces():
-            crc = zlib.crc32(piece, crc)
-            size += file.write(piece)
-    return {"bytes": size, "crc": crc}
+    with made_beside(path) as beside:
+        with beside.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays.values():
+                file.write(np.ascontiguousarray(array).data)
+                file.write(bytes(-array.nbytes % _ALIGN))
+        return checksum(beside)
 
 
 def sibling(path: Path) -> Path:
@@ -106,36 +104,49 @@ def checksum(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc": crc}
 
 
-class PartFile:
-    """The read-only arrays of a part, mapped. As a context manager, it gives their pages back at the end."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A finished block: the file of its rows, and where its rows and lines are among all."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        length = int.from_bytes(self._map[:8], "little")
-        self._start = 8 + length
-        self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
+    path: Path
+    index: int  # among all parts
+    file: int  # number of the source file
+    name: str = ""  # of the source file, for messages and the quarantine
+    start: int  # rows in the parts before
+    rows: int
+    lines_before: int = 0  # lines of the file in the parts before
+    lines: int = 0
+    bad: int = 0
+    broken: bool = False  # the file breaks off at the last of the lines
 
-    def __enter__(self) -> PartFile:
-        return self
+    @property
+    def bad_path(self) -> Path:
+        """The file of the bad lines, if there are any."""
+        return self.path.with_suffix(".bad")
 
-    def __exit__(self, *error: object) -> None:
-        # Arrays may still refer to the map; the pages go now, the map itself with the last of them.
-        if hasattr(self._map, "madvise"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+    def open(self) -> AbstractContextManager[Arrays]:
+        """Map the arrays, as :func:`open_part`."""
+        return open_part(self.path)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._header
 
-    def __getitem__(self, name: str) -> Array:
-        dtype, shape, position = self._header[name]
-        count = int(np.prod(shape, dtype=np.int64))
-        flat = np.frombuffer(self._map, np.dtype(dtype), count, self._start + position)
-        return flat.reshape(shape)
+@contextmanager
+def open_part(path: Path) -> Iterator[Arrays]:
+    """Map the read-only arrays that :func:`write_part` wrote; give their pages back at the end.
 
-    def size(self, name: str) -> int:
-        """Return the number of elements of an array, without reading it."""
-        return int(np.prod(self._header[name][1], dtype=np.int64))
+    Arrays may outlast the context: what is then read of them is mapped anew.
+    """
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    arrays = {}
+    for name, (dtype, shape, position) in json.loads(mapped[8:start]).items():
+        flat = np.frombuffer(mapped, np.dtype(dtype), math.prod(shape), start + position)
+        arrays[name] = flat.reshape(shape)
+    try:
+        yield arrays
+    finally:
+        if hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class Journal:

@@ -6,15 +6,16 @@ import errno
 import hashlib
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stoker.base.errors import DataError
 from stoker.base.files import hash_file
+from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
 from stoker.dataset.memory import home_of
@@ -29,9 +30,9 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Task"]
+__all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Step", "Task"]
 
-WORK_VERSION = 11  # of the parts; raise it when their content changes
+WORK_VERSION = 12  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # before the name of a kept column of rows whose features are worked out
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -48,6 +49,30 @@ class Progress:
     done: int
     total: int
     unit: str  # bytes | steps | rows | tables
+
+
+class Step(Protocol):
+    """A step of the work that any process can do, known to the journal by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_whole(self, record: Mapping[str, Any]) -> bool:
+        """Return whether the files are there that a run recorded."""
+        ...
+
+    def make(self) -> dict[str, Any]:
+        """Write the files; return the record for the journal."""
+        ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+def _run(given: tuple[Step, Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Do a step; None where an earlier run, which left the record, has done it."""
+    step, record = given
+    return None if record is not None and step.is_whole(record) else step.make()
 
 
 @dataclass(kw_only=True)
@@ -113,6 +138,27 @@ class Task:
         self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
         if not self.journal.done:
             self._clear()
+
+    def run(
+        self, steps: Iterable[S], *, executor: Executor | None = None, ahead: int | None = None
+    ) -> Iterator[tuple[S, dict[str, Any]]]:
+        """Do steps, those that an earlier run finished excepted; yield each with its record, in order.
+
+        Args:
+            steps: drawn as threads come free.
+            executor, ahead: as of :func:`stoker.base.ordered.ordered_map`.
+        """
+        handed: deque[S] = deque()  # whose records are awaited
+
+        def given() -> Iterator[tuple[S, Mapping[str, Any] | None]]:
+            for step in steps:
+                handed.append(step)
+                yield step, self.journal.done.get(step.name)
+
+        for made in ordered_map(_run, given(), self.threads, executor=executor, ahead=ahead):
+            step = handed.popleft()
+            self.reused += made is None
+            yield step, self.journal.done[step.name] if made is None else self.journal.add(step.name, made)
 
     def remedy_of_full_disk(self, *, kept: bool) -> str:
         """Return what to do where the disk is full; ``kept``: whether there are finished steps."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,15 @@ import numpy.typing as npt
 from stoker.base.errors import DataError
 from stoker.prep.fit.dense import DenseFit, blocks, dense_values
 from stoker.prep.fit.fitting import count_codes
-from stoker.prep.fit.split_rules import PartRows, SplitFile
+from stoker.prep.fit.split_rules import SplitFile
 from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import Arrays, Part, open_part
 
 __all__ = ["Encoder", "Slice"]
 
 Array = npt.NDArray[Any]
-Slice = tuple[PartRows, int, int]  # rows [begin, end) of one part's rows in a split
+Slice = tuple[Part, int, int]  # rows [begin, end) of one part's rows in a split
 
 
 @dataclass(frozen=True)
@@ -41,30 +39,25 @@ class Encoder:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @cached_property
-    def _ids(self) -> list[tuple[Array, Array, int, int]]:
-        """Of each feature: all ids of its table, where those of a dictionary begin, how many features the table has,
-        and which of these it is."""
-        names = [column.table_name for column in self.layout.features]
-        tables: dict[str, tuple[Array, Array]] = {}
-        for column in self.layout.features:
-            if column.hash_buckets is None and column.table_name not in tables:
-                with PartFile(self.tables[column.table_name]) as arrays:
+    def _ids(self) -> dict[int, tuple[Array, Array]]:
+        """By feature, of those with a vocabulary: the ids behind the codes of all parts, and where each part begins."""
+        found = {}
+        for index, column in enumerate(self.layout.features):
+            if column.hash_buckets is None:
+                with open_part(self.tables[column.table_name]) as arrays:
                     # Mapped: the system caches what there is room for.
-                    tables[column.table_name] = arrays["ids"], np.array(arrays["starts"])
-        nothing = np.empty(0, np.int32), np.zeros(1, np.int64)  # of hash buckets
-        width = Counter(names)
-        return [(*tables.get(name, nothing), width[name], names[:i].count(name)) for i, name in enumerate(names)]
-
-    def _ids_of(self, part: PartRows, index: int, codes: Array) -> Array:
-        """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
-        if self.layout.features[index].hash_buckets is not None:
-            return codes
-        ids, starts, width, rank = self._ids[index]
-        place = part.index * width + rank
-        found: Array = ids[starts[place] : starts[place + 1]][codes]
+                    found[index] = arrays[f"ids.{index}"], np.array(arrays[f"starts.{index}"])
         return found
 
-    def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
+    def _ids_of(self, part: Part, index: int, codes: Array) -> Array:
+        """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
+        if index not in self._ids:
+            return codes
+        ids, starts = self._ids[index]
+        found: Array = ids[starts[part.index] : starts[part.index + 1]][codes]
+        return found
+
+    def without_ids(self, part: Part, place_of: Callable[[Part, int], str]) -> npt.NDArray[np.bool_]:
         """Return the rows in which a column with oov="drop" has a value without id.
 
         ``place_of`` words where a row of a part is, for the error.
@@ -77,7 +70,7 @@ class Encoder:
             for index, column in enumerate(self.layout.features):
                 if column.oov == "reserved" or column.hash_buckets is not None:
                     continue
-                codes, lengths = feature_codes(arrays, self.layout, index)
+                codes, lengths = feature_codes(arrays, index)
                 unknown = (codes > 0) & (self._ids_of(part, index, codes) == 0)
                 rows = np.repeat(np.arange(part.rows), 1 if lengths is None else lengths)[unknown]
                 if column.oov == "drop":
@@ -91,11 +84,11 @@ class Encoder:
                     )
         return drop
 
-    def counts(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
+    def counts(self, parts: Sequence[Part]) -> dict[str, npt.NDArray[np.int64]]:
         """Return the training occurrences by id of every table; ``parts``: counted again in these."""
         counts = {}
         for name, path in self.tables.items():
-            with PartFile(path) as arrays:
+            with open_part(path) as arrays:
                 counts[name] = np.array(arrays["counts"])
                 if parts:
                     counts[name].fill(0)
@@ -105,7 +98,7 @@ class Encoder:
                 continue
             with part.open() as arrays:
                 for index, column in enumerate(self.layout.features):
-                    by_code = count_codes(arrays, self.layout, index, chosen, 0)
+                    by_code = count_codes(arrays, index, chosen, 0)
                     ids = self._ids_of(part, index, np.arange(len(by_code)))
                     np.add.at(counts[column.table_name], ids, by_code)
         return counts
@@ -117,79 +110,66 @@ class Encoder:
             Its tensors by name; and what its record says: rows with label 1 (``positives``) and without label
             (``absent``), and ``unknown`` [2, F], the ids that are 0 and all ids by feature.
         """
-        chosen = [(part, self.splits.rows(part, split)[begin:end]) for part, begin, end in slices]
-        sizes = [len(rows) for _, rows in chosen]
-        n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
-        ids = [self._count_ids(part, rows) if bags else 0 for part, rows in chosen]
-        out: dict[str, Array] = {
-            "dense": np.empty((n, len(self.layout.schema.dense_names)), np.float32), "labels": np.empty(n, np.float32),
-            "ids": np.empty(sum(ids) if bags else (n, width), np.int64 if self.wide else np.int32),
-        }  # fmt: skip
-        if bags:
-            out |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.zeros(n + 1, np.int64)}
-        zeros = np.zeros(width, np.int64)
-        firsts = zip(accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=True)
-        for (part, rows), (at, first) in zip(chosen, firsts, strict=False):
-            self._fill(out, part, rows, at, first, zeros)
-        labels = out["labels"]
+        zeros = np.zeros(len(self.layout.features), np.int64)
+        made = [self._tensors(part, self.splits.rows(part, split)[begin:end], zeros) for part, begin, end in slices]
+        out = {name: np.concatenate([some.pop(name) for some in made]) for name in list(made[0])}
+        total = np.full_like(zeros, len(out["labels"]))
+        if self.layout.sequences:
+            out["row_offsets"] = _offsets(out["lengths"].sum(axis=1))
+            total = out["lengths"].sum(axis=0)
         return out, {
-            "positives": int(np.count_nonzero(labels == 1)),
-            "absent": int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0,
-            "unknown": [zeros.tolist(), (out["lengths"].sum(axis=0) if bags else np.full(width, n)).tolist()],
+            "positives": int(np.count_nonzero(out["labels"] == 1)),
+            "absent": int(np.count_nonzero(np.isnan(out["labels"]))) if self.layout.label.optional else 0,
+            "unknown": [zeros.tolist(), total.tolist()],
         }
 
-    def _count_ids(self, part: PartRows, rows: Array) -> int:
+    def _tensors(self, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
+        """Return the tensors of some rows of a part; add to ``zeros`` how many ids are 0 by feature."""
+        n, width = len(rows), len(self.layout.features)
         with part.open() as arrays:
-            bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
-        return bags + len(rows) * len(self.layout.one_hot)
-
-    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int, zeros: Array) -> None:
-        """Write rows of a part to those from ``at`` on of a shard, and its ids from ``first`` on if it has sequences;
-        add to ``zeros`` how many ids are 0 by feature."""
-        here = slice(at, at + len(rows))
-        with part.open() as arrays:
-            out["labels"][here] = arrays["labels"][rows]
-            if "dense" in arrays:
-                out["dense"][here] = arrays["dense"][rows]
-            else:
-                raw = raw_columns(arrays, self.layout)
-                dense_values(self.layout.columns, raw, self.dense, rows=rows, out=out["dense"], at=at)
+            raw = raw_columns(arrays, self.layout)
+            out = {
+                "dense": dense_values(self.layout.columns, raw, self.dense, rows=rows),
+                "labels": arrays["labels"][rows],
+            }
             if self.layout.sequences:
-                self._write_bags(arrays, out, part, rows, at, first, zeros)
-                return
-            codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
-            for begin, chosen in blocks(len(rows), rows):
+                return out | self._bags(arrays, part, rows, zeros)
+            ids = out["ids"] = np.empty((n, width), self._id_type)
+            codes = [arrays[f"codes.{index}"] for index in range(width)]
+            for begin, chosen in blocks(n, rows):
                 for index, column in enumerate(codes):
-                    ids = self._ids_of(part, index, column[chosen])
-                    out["ids"][at + begin : at + begin + len(chosen), index] = ids
-                    zeros[index] += len(ids) - np.count_nonzero(ids)
+                    found = self._ids_of(part, index, column[chosen])
+                    ids[begin : begin + len(chosen), index] = found
+                    zeros[index] += len(found) - np.count_nonzero(found)
+        return out
 
-    def _write_bags(
-        self, arrays: PartFile, out: dict[str, Array], part: PartRows, rows: Array, row: int, at: int, zeros: Array
-    ) -> None:
-        """Write the ids of some rows, bag by bag, to those from ``at`` on, and their lengths and offsets to the rows
-        from ``row`` on."""
-        width = len(self.layout.features)
+    def _bags(self, arrays: Arrays, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
+        """Return the ids of some rows, bag by bag, and how many each bag has."""
+        lengths = np.ones((len(rows), len(self.layout.features)), np.int32)
         begins = {index: _offsets(arrays[f"counts.{index}"]) for index in self.layout.sequences}
+        for index in begins:
+            lengths[:, index] = arrays[f"counts.{index}"][rows]
+        ids = np.empty(lengths.sum(dtype=np.int64), self._id_type)
+        at = 0
         for begin, chosen in blocks(len(rows), rows):
-            here = slice(row + begin, row + begin + len(chosen))
-            lengths = out["lengths"][here]
-            lengths.fill(1)
-            for index in begins:
-                lengths[:, index] = arrays[f"counts.{index}"][chosen]
-            places = at + _offsets(lengths)  # where each bag begins, row by row
-            out["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
-            places, at = places[:-1].reshape(lengths.shape), int(places[-1])
-            for index in range(width):
-                source, to = chosen, places[:, index]
+            here = lengths[begin : begin + len(chosen)]
+            places = at + _offsets(here.reshape(-1))  # where each bag begins, row by row
+            at = int(places[-1])
+            for index, to in enumerate(places[:-1].reshape(here.shape).T):
+                source = chosen
                 if index in begins:
-                    length = lengths[:, index]
+                    length = here[:, index]
                     within = np.arange(length.sum(dtype=np.int64)) - np.repeat(_offsets(length)[:-1], length)
                     source = np.repeat(begins[index][chosen], length) + within
                     to = np.repeat(to, length) + within
-                ids = self._ids_of(part, index, arrays[f"codes.{index}"][source])
-                out["ids"][to] = ids
-                zeros[index] += len(ids) - np.count_nonzero(ids)
+                found = self._ids_of(part, index, arrays[f"codes.{index}"][source])
+                ids[to] = found
+                zeros[index] += len(found) - np.count_nonzero(found)
+        return {"ids": ids, "lengths": lengths}
+
+    @property
+    def _id_type(self) -> type[np.int32 | np.int64]:
+        return np.int64 if self.wide else np.int32
 
 
 def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
@@ -197,7 +177,7 @@ def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
+def _raw_value(arrays: Arrays, index: int, column: CategoricalColumn, code: int) -> str:
     """Return the value behind a code above 0, after fill and modulo."""
     if column.type == "string":
         ends = arrays[f"ends.{index}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ import torch
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.base.ordered import ordered_map
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
@@ -83,7 +82,7 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ShardJob:
+class _ShardStep:
     """A shard to make, in any process."""
 
     encoder: Encoder
@@ -91,56 +90,52 @@ class _ShardJob:
     file: str  # within ``out``
     slices: list[Slice]
     split: int
-    done: dict[str, Any] | None  # the record of an earlier run
 
-    def make(self) -> tuple[dict[str, Any], bool]:
-        """Make the shard; return its record, and whether an earlier run left it."""
-        if self.done is not None and same_file(self.out / self.file, self.done):
-            return self.done, True
+    @property
+    def name(self) -> str:
+        return f"shard {self.file}"
+
+    def is_whole(self, record: Mapping[str, Any]) -> bool:
+        return same_file(self.out / self.file, record)
+
+    def make(self) -> dict[str, Any]:
         arrays, sums = self.encoder.encode(self.slices, self.split)
         with made_beside(self.out / self.file, self.out / ".work") as path:
             info = write_shard(path, **arrays)
-        return {**info.to_dict(), **sums}, False
+        return {**info.to_dict(), **sums}
 
 
 def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Encode all rows into shards of ``most``; return the manifest's ``splits`` and ``unknown``."""
     task = fitting.task
-    sizes = [fitting.tables[column.table_name]["rows"] for column in task.layout.features]
+    features = task.layout.features
+    sizes = [fitting.tables[column.table_name]["rows"] for column in features]
+    splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
+    unknown = np.zeros((len(SPLITS), 2, len(features)), np.int64)
+    absent = dict.fromkeys(SPLITS, 0)
     total, rows = int(fitting.sizes[:, :3].sum()), 0
-    jobs = [
-        _ShardJob(
-            encoder=encoder, out=task.out, file=file, slices=slices, split=split,
-            done=task.journal.done.get(f"shard {file}"),
-        )
+    steps = (
+        _ShardStep(encoder=encoder, out=task.out, file=file, slices=slices, split=split)
         for split in range(len(SPLITS))
         for file, slices in _shards(fitting, split, most)
-    ]  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SPLITS}
-    for job, (record, reused) in zip(
-        jobs, ordered_map(_ShardJob.make, jobs, task.threads, executor=task.executor), strict=True
-    ):
-        if not reused:
-            task.journal.add(f"shard {job.file}", record)
-            note_checked(task.out / job.file, record["sha256"], sizes)
-        task.reused += reused
-        found[SPLITS[job.split]].append(record)
+    )
+    for step, record in task.run(steps, executor=task.executor):
+        note_checked(task.out / step.file, record["sha256"], sizes)
+        name = SPLITS[step.split]
+        for key in ("rows", "positives"):
+            splits[name][key] += record[key]
+        splits[name]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
+        absent[name] += record["absent"]
+        unknown[step.split] += np.array(record["unknown"], np.int64)
         rows += record["rows"]
         task.report(Progress(stage="write", done=rows, total=total, unit="rows"))
-    splits, unknown = {}, {}
-    for name, records in found.items():
-        count, absent = (sum(record[key] for record in records) for key in ("rows", "absent"))
-        shards = [{key: record[key] for key in ("file", "rows", "bytes", "sha256")} for record in records]
-        splits[name] = {"rows": count, "positives": sum(record["positives"] for record in records), "shards": shards}
-        if absent:  # datasets whose rows all have labels do not say so
-            splits[name]["labelled"] = count - absent
-        ids = (
-            np.array([record["unknown"] for record in records], np.int64)
-            .reshape(len(records), 2, len(sizes))
-            .sum(axis=0)
-        )
-        unknown[name] = dict(zip((column.name for column in task.layout.features), ids.T.tolist(), strict=True))
-    return splits, unknown
+    for name, count in absent.items():
+        if count:  # datasets whose rows all have labels do not say so
+            splits[name]["labelled"] = splits[name]["rows"] - count
+    names = [column.name for column in features]
+    return splits, {
+        name: dict(zip(names, ids.T.tolist(), strict=True)) for name, ids in zip(SPLITS, unknown, strict=True)
+    }
 
 
 def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list[Slice]]]:
@@ -171,8 +166,8 @@ def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
     ids, kept = len(layout.one_hot) * count, 0
     for part in parts if layout.sequences or layout.kept else ():
         with part.open() as arrays:
-            ids += sum(arrays.size(f"codes.{index}") for index in layout.sequences)
-            kept += arrays.size("keep") if layout.kept else 0
+            ids += sum(arrays[f"codes.{index}"].size for index in layout.sequences)
+            kept += arrays["keep"].size if layout.kept else 0
     lengths = 4 * len(layout.features) + 8 if layout.sequences else 0
     per_row = 4 * (1 + len(task.schema.dense_names)) + lengths + (8 if wide else 4) * ids / count
     rows = int(fitting.sizes[:, :3].sum())
@@ -193,17 +188,18 @@ def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
 def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
     """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
     timestamp = fitting.task.schema.timestamp
+    if timestamp is None:
+        return {}
     found: dict[str, list[int]] = {}
-    for part in fitting.parts if timestamp is not None else ():
+    for part in fitting.parts:
         split = fitting.splits.assign(part)
         with part.open() as arrays:
             for number, name in enumerate(SPLITS):
                 times = arrays["time"][split == number]
                 if len(times):
                     found.setdefault(name, []).extend((int(times.min()), int(times.max())))
-    kind = timestamp.type if timestamp is not None else ""
     return {
-        name: {"first": time_value(min(times), kind), "last": time_value(max(times), kind)}
+        name: {"first": time_value(min(times), timestamp.type), "last": time_value(max(times), timestamp.type)}
         for name, times in found.items()
     }
 
@@ -307,8 +303,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Write what is not of rows, and the manifest, of which ``manifest`` and the entries ``files`` are known."""
     task, out, schema, like = fitting.task, fitting.task.out, fitting.task.schema, fitting.task.like
-    bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in rows.raw if block.bad]
-    bad = collect_quarantine(out / "quarantine.jsonl", bad_blocks)
+    bad = collect_quarantine(out / "quarantine.jsonl", rows.raw)
     files["quarantine.jsonl"] = stored.describe_file(out / "quarantine.jsonl")
     files["counts.safetensors"] = stored.write_counts(out, counts)
     if like is not None:
@@ -346,14 +341,15 @@ def _finish(
 
 def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
-    read = {block.source.path for block in rows.raw}
-    found = {path: [0 if path in read else parquet_rows(path), 0] for path in task.files}
-    breaks = {block.source.path: block.lines_before + block.lines for block in rows.raw if block.broken}
-    for block in rows.raw:
-        found[block.source.path][0] += block.rows
-        found[block.source.path][1] += block.bad
-    return [
-        {"file": path.name, "bytes": path.stat().st_size, "rows": good, "bad": bad}
-        | ({"breaks_off": breaks[path]} if path in breaks else {})
-        for path, (good, bad) in found.items()
+    read = {part.file for part in rows.raw}
+    found: list[dict[str, Any]] = [
+        {"file": path.name, "bytes": path.stat().st_size, "rows": 0 if number in read else parquet_rows(path), "bad": 0}
+        for number, path in enumerate(task.files)
     ]
+    for part in rows.raw:
+        entry = found[part.file]
+        entry["rows"] += part.rows
+        entry["bad"] += part.bad
+        if part.broken:
+            entry["breaks_off"] = part.lines_before + part.lines
+    return found
