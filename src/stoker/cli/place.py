@@ -78,12 +78,11 @@ def plan(
         torch.set_num_threads(settings["threads"])
     if device_memory is None:
         device_memory = str(int(_FREE_SHARE * memory_of(resolve_device(settings.get("device")))[0]))
-    config = TrainConfig.from_dict({**settings, "device_memory": device_memory})
+    limit = str(2**62) if device_memory == "all" else device_memory
+    config = TrainConfig.from_dict({**settings, "device_memory": limit})
     data = open_dataset(dataset)
     placement = place_run(config, data, config.make_row_optimizer(Constant()))
-    if placement is None:  # --device-memory all
-        placement = place_run(config.replace(device_memory=str(2**62)), data, config.make_row_optimizer(Constant()))
-        assert placement is not None
+    assert placement is not None
     step = measure_step(config, data, placement)
     proposal = _proposal(config, data) if allow_compression else None
     record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
