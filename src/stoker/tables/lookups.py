@@ -178,7 +178,7 @@ class GroupLookups:
 
     def select(self, call: Bags) -> Lookups:
         """Return the lookups of this group; ``call`` as from :meth:`Splitter.check`, its weights flat."""
-        bags = replace(call, mean=self.pooling == "mean")
+        bags = Bags(call.ids, call.offsets, call.weights, self.pooling == "mean")
         if self._columns is not None and call.offsets is not None:
             bags = Bags(*select_bags(self._columns, self.count, call.ids, call.offsets, call.weights), bags.mean)
         elif self._columns is not None:
@@ -397,7 +397,8 @@ class Splitter:
 
     def split(self, call: Bags) -> list[Lookups]:
         """Return what each group looks up of a call, as :meth:`check` leaves it."""
-        call = replace(call, weights=None if call.weights is None else call.weights.reshape(-1))
+        if call.weights is not None:
+            call = replace(call, weights=call.weights.reshape(-1))
         return [group.select(call) for group in self.groups]
 
     def join(self, pooled: Sequence[Tensor]) -> Tensor:
