@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.progress import Progress, quiet
 from stoker.base.spool import Spool
 from stoker.base.units import format_size, parse_share
 from stoker.dataset.dataset import Dataset
@@ -187,8 +188,6 @@ STRATEGIES = (
     "host-pipelined", "belady",
 )  # fmt: skip
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFigures:
@@ -309,7 +308,7 @@ def replay(
     if sum(value is not None for value in (slots, fraction, device_memory)) > 1:
         raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
     size = row_size(dim, dtype, optimizer)
-    report = progress or (lambda what, done, total: None)
+    report = progress or quiet
     try:
         import numba  # noqa: F401
     except ImportError as error:
@@ -331,8 +330,9 @@ def replay(
     capacity = _slots(slots, fraction, device_memory, num_rows, size)
 
     # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
-    pipelined, state = _pipelined(trace, capacity, in_flight, report)
-    _, least, step, needed = state.tolist()
+    pipelined, (_, least, step, needed) = _replayed(
+        trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report
+    )
     if step >= 0:
         lower = "batch_size" if in_flight == 1 else "batch_size or in_flight"
         raise ConfigError(
@@ -341,10 +341,8 @@ def replay(
             f"{format_size(least * size)}; or lower {lower}."
         )
     counts = {
-        strategy: pipelined
-        if strategy.kind == "host-pipelined"
-        else simulate(trace, strategy, capacity, in_flight, report)
-        for strategy in chosen
+        each: pipelined if each.kind == "host-pipelined" else simulate(trace, each, capacity, in_flight, report)
+        for each in chosen
     }
     best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
     figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
@@ -375,32 +373,37 @@ def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: in
     )  # fmt: skip
 
 
-def _pipelined(
-    trace: IdTrace, slots: int, in_flight: int, report: Progress, hot: npt.NDArray[np.bool_] | None = None
-) -> tuple[Counts, Int64]:
-    """What passes through without a cache but for the ``hot`` [K] rows; and [4]: other rows in flight at the end, the
-    most there were, the first step that needs more than the slots (-1: none), and how many it needs."""
+def _replayed(
+    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress,
+    hot: npt.NDArray[np.bool_] | None = None,
+) -> tuple[Counts, list[int]]:  # fmt: skip
+    """Replay a trace once; with ``hot`` [K], those rows stay and take no slot, and all others pass.
+
+    Returns:
+        The counts; and the slots taken at the end, the most there were, the first step that needs more than the slots
+        (-1: none), and how many it needs.
+    """
     from stoker.placement import replay_kernels as kernels
 
-    state, totals = np.array([0, 0, -1, 0], np.int64), np.zeros(5, np.int64)
-    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
-    stay = np.zeros(trace.num_rows, np.bool_) if hot is None else hot
+    passing = hot is not None or strategy.kind == "host-pipelined"
+    kind = kernels.PASSING if passing else {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
+    state = kernels.State.begin(
+        np.zeros(trace.num_rows, np.bool_) if hot is None else hot,
+        0 if passing else 2 * min(slots, trace.num_rows) + 1,  # more slots are never taken
+    )
+    places = kernels.Places(trace.rows, trace.counts, trace.following, trace.offsets)
+    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
     for first, last in trace.chunks():
-        kernels.pipelined(
-            trace.rows, trace.counts, trace.offsets, first, last, in_flight, slots, stay, last_use, resident, state,
-            totals,
-        )  # fmt: skip
-        report("host-pipelined" if hot is None else "hot-cold", last, trace.steps)
-    return Counts(*totals.tolist()), state
+        kernels.advance(kind, places, first, last, window, in_flight, slots, state)
+        report(strategy.name, last, trace.steps)
+    return Counts(*state.counts.tolist()), state.taken.tolist()
 
 
-def _hot_cold(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> Counts:
+def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress) -> Counts:
     """The most used rows stay, as many as leave room for the others."""
-    from stoker.placement import replay_kernels as kernels
-
     uses = np.zeros(trace.num_rows, np.int64)
     for first, last in trace.chunks():
-        kernels.count_uses(trace.rows, trace.offsets[first], trace.offsets[last], uses)
+        uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
     order = np.argsort(-uses, kind="stable")
     low, high = 0, min(slots, trace.num_rows)
     found: Counts | None = None
@@ -408,8 +411,8 @@ def _hot_cold(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> C
         count = (low + high + 1) // 2
         hot = np.zeros(trace.num_rows, np.bool_)
         hot[order[:count]] = True
-        counts, state = _pipelined(trace, slots, in_flight, report, hot)
-        if count + int(state[1]) <= slots:
+        counts, (_, most, _, _) = _replayed(trace, strategy, slots, in_flight, report, hot)
+        if count + most <= slots:
             low, found = count, counts
         else:
             high = count - 1
@@ -417,31 +420,9 @@ def _hot_cold(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> C
 
 
 def simulate(
-    trace: IdTrace,
-    strategy: CacheStrategy,
-    slots: int,
-    in_flight: int = 1,
-    report: Progress = lambda what, done, total: None,
+    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
     """One strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
-    from stoker.placement import replay_kernels as kernels
-
-    if strategy.kind == "host-pipelined":
-        return _pipelined(trace, slots, in_flight, report)[0]
     if strategy.kind == "hot-cold":
-        return _hot_cold(trace, slots, in_flight, report)
-    rows, counts, offsets = trace.rows, trace.counts, trace.offsets
-    slots = min(slots, trace.num_rows)  # more are never taken
-    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
-    rank, entry = np.zeros(trace.num_rows, np.int64), np.full(trace.num_rows, -1, np.int64)
-    heap = np.empty(2 * slots + 1, np.int64)
-    state, totals = np.zeros(2, np.int64), np.zeros(5, np.int64)
-    kind = {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
-    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
-    for first, last in trace.chunks():
-        kernels.cached(
-            kind, rows, counts, trace.following, offsets, first, last, window, in_flight, slots, last_use, resident,
-            rank, entry, heap, state, totals,
-        )  # fmt: skip
-        report(strategy.name, last, trace.steps)
-    return Counts(*totals.tolist())
+        return _hot_cold(trace, strategy, slots, in_flight, report)
+    return _replayed(trace, strategy, slots, in_flight, report)[0]
