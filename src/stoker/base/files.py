@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
@@ -102,6 +102,27 @@ def sync_folder(path: str | Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
+    """Lock an open file against other processes until it is closed here, or this process ends in any way.
+
+    Args:
+        file: a file object or descriptor.
+        wait: until another process lets go of it.
+
+    Returns:
+        True; False if another process has it; None where the system or the disk has no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:

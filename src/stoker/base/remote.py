@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stoker.base.errors import DataError, DependencyError, StokerError
-from stoker.base.files import hash_file
+from stoker.base.files import hash_file, lock_file
 from stoker.base.files import url_of as url_of
 from stoker.base.progress import Bars
 
@@ -458,10 +457,7 @@ def _locked(folder: Path) -> Iterator[None]:
             f"{folder.parent} cannot be written to ({error.strerror}). Let STOKER_CACHE name a folder for copies."
         ) from error
     with file:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file, wait=True)
         yield
 
 
