@@ -26,6 +26,7 @@ import numpy.typing as npt
 from stoker.base.device import check_threads
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
+from stoker.base.progress import Progress, quiet
 from stoker.base.units import quoted
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
@@ -34,7 +35,7 @@ from stoker.dataset.row_files import GroupWriter, kept_writer, write_group_file
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
-from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.rewrite.derived import derived_at, write_shards
 from stoker.rewrite.hot_profile import HotProfile
 
 __all__ = ["ClassifyReport", "classify", "hot_limits", "hot_mask", "run_classify", "write_classified"]

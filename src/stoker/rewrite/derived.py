@@ -5,7 +5,7 @@ Legend: n rows, F features, N ids of a table, L ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,9 @@ from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
-__all__ = ["Progress", "derived_at", "feature_of_ids", "quiet", "write_shards"]
+__all__ = ["derived_at", "feature_of_ids", "write_shards"]
 
 Int64 = npt.NDArray[np.int64]
-Progress = Callable[[str, int, int], None]  # (what, done, in all)
-
-
-def quiet(what: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:

@@ -29,10 +29,11 @@ from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
+from stoker.base.progress import Progress, quiet
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
-from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.rewrite.derived import derived_at, write_shards
 from stoker.rewrite.id_order import (
     IdWindows,
     Reordering,
