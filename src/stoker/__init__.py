@@ -20,7 +20,7 @@ _HOME = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-__all__ = sorted(_HOME)
+__all__ = list(sorted(_HOME))
 
 
 def __getattr__(name: str) -> Any:

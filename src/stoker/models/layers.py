@@ -51,7 +51,9 @@ class MLP(nn.Module):
         last_relu: whether the last layer has a ReLU too.
     """
 
-    def __init__(self, inputs: int, sizes: Sequence[int], *, generator: torch.Generator, last_relu: bool) -> None:
+    def __init__(
+        self, inputs: int, sizes: Sequence[int], generator: torch.Generator, *, last_relu: bool = False
+    ) -> None:
         super().__init__()
         if not sizes or min(sizes) < 1:
             raise ConfigError(f"an MLP of sizes {tuple(sizes)} cannot be: give at least one layer, each at least 1.")
@@ -119,12 +121,11 @@ class Dice(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` [..., C]; where ``mask`` [...] is given, the moments are those of the rows where it is true."""
-        mean, var = self._moments(x, mask) if self.training and torch.is_grad_enabled() else self._running()
+        mean, var = self.running_mean, self.running_var
+        if self.training and torch.is_grad_enabled():
+            mean, var = self._moments(x, mask)
         share = torch.sigmoid((x - mean) * torch.rsqrt(var + self.eps))
         return x * (share + (1 - share) * self.slope)
-
-    def _running(self) -> tuple[Tensor, Tensor]:
-        return self.running_mean, self.running_var
 
     def _moments(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1])
