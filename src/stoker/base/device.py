@@ -20,20 +20,10 @@ _keeps = False  # whether glibc keeps freed memory now
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-_SIMD = [
-    "sse4_2",
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_bf16",
-    "amx_bf16",
-    "bf16",
-    "asimd",
-    "sve",
-]
+_SIMD = (
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "bf16"),
+    *("asimd", "sve"),
+)
 
 
 def resolve_device(name: str | torch.device | None = None) -> torch.device:

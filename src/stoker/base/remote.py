@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stoker.base.errors import DataError, DependencyError, StokerError
+from stoker.base.errors import DataError, DependencyError, StokerError, require
 from stoker.base.files import hash_file, lock_file
 from stoker.base.files import url_of as url_of
 from stoker.base.progress import Bars
@@ -399,12 +399,7 @@ class _Files:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise DependencyError(
-            f"{url} needs fsspec, which is not installed. Run: pip install 'stoker[remote]'"
-        ) from error
+    fsspec = require("fsspec", f"{url} needs", "pip install 'stoker[remote]'")
     scheme = url.split("://", 1)[0].split("::")[-1]
     try:
         fs, root = fsspec.core.url_to_fs(url)

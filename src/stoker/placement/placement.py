@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from stoker.base.device import available_memory
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, require
 from stoker.base.units import format_count, format_size, plural
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
@@ -311,10 +311,9 @@ class Placement(MutableMapping[str, Strategy]):
         Raises:
             DependencyError: Rich is not installed.
         """
-        try:
-            from rich.table import Table
-        except ImportError as error:
-            raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
+        require("rich", "the report needs")
+        from rich.table import Table
+
         table = Table(show_header=False)
         table.add_column("")
         for _ in self.groups:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base import spool
-from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.progress import Progress, quiet
 from stoker.base.spool import Spool
 from stoker.base.units import format_size, parse_share
@@ -309,11 +309,7 @@ def replay(
         raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
     size = row_size(dim, dtype, optimizer)
     report = progress or quiet
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise DependencyError("replay needs numba, which is not installed. Run: pip install numba") from error
-
+    require("numba", "replay needs")
     if isinstance(source, str | Path):
         source = Dataset(source)
     from_dataset = isinstance(source, Dataset)

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["bisect"]
-
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 

@@ -38,8 +38,6 @@ from stoker.dataset.split import Split
 from stoker.rewrite.derived import derived_at, write_shards
 from stoker.rewrite.hot_profile import HotProfile
 
-__all__ = ["ClassifyReport", "classify", "hot_limits", "hot_mask", "run_classify", "write_classified"]
-
 _IDS = 2**20  # looked at together
 
 Int64 = npt.NDArray[np.int64]

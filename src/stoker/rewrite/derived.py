@@ -21,8 +21,6 @@ from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
-__all__ = ["derived_at", "feature_of_ids", "write_shards"]
-
 Int64 = npt.NDArray[np.int64]
 
 

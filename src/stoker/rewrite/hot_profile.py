@@ -22,8 +22,6 @@ from stoker.dataset.manifest import canonical_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings", "draw_profile"]
-
 FORMAT_VERSION = 1
 _KIND = "stoker.HotProfile"
 

@@ -27,21 +27,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, require
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.rewrite.derived import feature_of_ids
-
-__all__ = [
-    "METHODS",
-    "IdWindows",
-    "Reordering",
-    "TableUse",
-    "blocks_of_shuffled",
-    "blocks_of_windows",
-    "new_ids",
-    "table_ids",
-]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -205,12 +194,9 @@ def tiers(counts: Int64, spread: float) -> Int64:
 
 def _bisect(cold: Int64, tier: Int64, use: TableUse) -> None:
     """Order each tier by bisection, in place."""
-    try:
-        from stoker.rewrite.bisect_kernels import bisect
-    except ImportError as error:
-        raise DependencyError(
-            "bisection needs numba, which is not installed. Run: pip install numba, or take the method first-use."
-        ) from error
+    require("numba", "bisection needs", "pip install numba, or take the method first-use.")
+    from stoker.rewrite.bisect_kernels import bisect
+
     degree = np.zeros((use.num_windows, 2), np.int32)
     cuts = np.flatnonzero(np.diff(tier)) + 1
     for part in np.split(cold, cuts):  # views
@@ -244,12 +230,7 @@ def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, I
 
 def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
     """The community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
-    try:
-        import networkit
-    except ImportError as error:
-        raise DependencyError(
-            "communities need networkit, which is not installed. Run: pip install networkit, or take the method bisect."
-        ) from error
+    networkit = require("networkit", "communities need", "pip install networkit, or take the method bisect.")
     low, high, weight = _edges(use, cold, how)
     threads = networkit.getMaxNumberOfThreads()
     networkit.setNumberOfThreads(1)  # more would race for the moves, and the result with them

@@ -35,20 +35,6 @@ from stoker.optim import RowOptimizer
 from stoker.placement.replay import row_size
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileSettings
 
-__all__ = [
-    "BLOCK_ROWS",
-    "ChunkRows",
-    "ExactRows",
-    "Sample",
-    "Thresholds",
-    "count_accesses",
-    "draw",
-    "first_hot_levels",
-    "half_width",
-    "profile",
-    "true_hot_rows",
-]
-
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 Advance = Callable[[int, int], None]  # (rows read, rows to read)

@@ -44,16 +44,6 @@ from stoker.rewrite.id_order import (
     table_ids,
 )
 
-__all__ = [
-    "BLOCK_IDS",
-    "ReorderReport",
-    "TableReport",
-    "read_vocabulary",
-    "reorder",
-    "run_reorder",
-    "write_vocabulary",
-]
-
 BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
 _LEAST_ROWS = 1000  # of a table that is reordered unasked
 _TOGETHER = 4  # tables whose windows lie in memory at a time

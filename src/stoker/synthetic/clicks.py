@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
 
-__all__ = ["ClickLog", "Curve", "IdColumn", "NumberColumn", "Options", "Sampler", "measure_curve", "zipf"]
-
 _EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
 
 

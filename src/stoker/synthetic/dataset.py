@@ -25,8 +25,6 @@ from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Opt
 from stoker.synthetic.logs import KAGGLE_SIZES
 from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_blocks
 
-__all__ = ["dataset"]
-
 
 def dataset(
     out: str | Path,

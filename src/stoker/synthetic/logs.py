@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
-__all__ = ["KAGGLE_SIZES", "METADATA", "RECIPES", "Part", "Source"]
-
 METADATA = "item metadata"  # the name of Source.metadata among headers
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
 KAGGLE_SIZES = (

@@ -29,8 +29,6 @@ from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
 from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
 
-__all__ = ["BLOCK", "SyntheticTruth", "TruthMeter", "ordered_blocks", "source_of", "write"]
-
 BLOCK = 65_536
 T = TypeVar("T")
 _SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
