@@ -5,7 +5,8 @@ Legend: C slots of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
+from stoker.tables.config import Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
 from stoker.tables.slots.slotted import appends
 from stoker.tables.stores.log_home import index_bytes
 
@@ -29,9 +30,8 @@ _MIB = 2**20
 
 
 def row_bytes(table: TableConfig, state: Mapping[str, str]) -> int:
-    """Bytes of a row with its optimizer state."""
-    width = table.embedding_dim
-    return width * DTYPES[table.dtype].itemsize + sum(4 * width if kind == "row" else 4 for kind in state.values())
+    """Return the bytes of a row of a table with its optimizer state."""
+    return bytes_of_row(table.embedding_dim, table.dtype, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Workload:
         return twice, True
 
 
-class Placement(MutableMapping[str, Strategy]):
+class Placement(UserDict[str, Strategy]):
     """A strategy for every table; made by :func:`stoker.plan`, taken by :class:`stoker.EmbeddingTables`.
 
     ``placement["C3"] = stoker.Device()`` replaces a decision; a table that is deleted lies on the device. Tables of
@@ -160,29 +160,15 @@ class Placement(MutableMapping[str, Strategy]):
         self.moved = dict(moved or {})
         self.choice = choice
         self._profile = profile
-        self._chosen = dict(strategies)
-        self._groups: tuple[Group, ...] | None = None
-
-    def __getitem__(self, name: str) -> Strategy:
-        return self._chosen[name]
+        self._judged: tuple[dict[str, Strategy], tuple[Group, ...]] | None = None
+        super().__init__(strategies)
 
     def __setitem__(self, name: str, strategy: Strategy) -> None:
         if name not in {table.name for table in self.tables}:
             raise ConfigError(f"there is no table {name!r}, only {', '.join(table.name for table in self.tables)}.")
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"{strategy!r} is no strategy. Use for example stoker.Cached(memory='1GiB').")
-        self._chosen[name] = strategy
-        self._groups = None
-
-    def __delitem__(self, name: str) -> None:
-        del self._chosen[name]
-        self._groups = None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._chosen)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
+        super().__setitem__(name, strategy)
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"
@@ -190,14 +176,15 @@ class Placement(MutableMapping[str, Strategy]):
     @property
     def resident(self) -> bool:
         """Whether every row lies on the device."""
-        return not any(isinstance(strategy, Slotted) for strategy in self._chosen.values())
+        return not any(isinstance(strategy, Slotted) for strategy in self.values())
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
-        if self._groups is None:
-            self._groups = tuple(self._judge(bucket, tables) for bucket, tables in self._buckets().items())
-        return self._groups
+        if self._judged is None or self._judged[0] != self.data:
+            found = tuple(self._judge(bucket, tables) for bucket, tables in self._buckets().items())
+            self._judged = dict(self.data), found
+        return self._judged[1]
 
     def _buckets(self) -> dict[_Bucket, list[TableConfig]]:
         """The tables that :class:`stoker.EmbeddingTables` will put together."""

@@ -28,7 +28,7 @@ from stoker.ops.space import AddressSpace, make_space
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables import tables_for
-from stoker.tables.config import DTYPES, Cached
+from stoker.tables.config import DTYPES, Cached, bytes_of_row
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -250,8 +250,7 @@ def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "
     kind = optimizer if isinstance(optimizer, str) else optimizer.kind
     if kind not in ROW_OPTIMIZERS:
         raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {', '.join(sorted(ROW_OPTIMIZERS))}.")
-    state = sum(4 * dim if shape == "row" else 4 for shape in ROW_OPTIMIZERS[kind].state.values())
-    return dim * DTYPES[dtype].itemsize + state
+    return bytes_of_row(dim, dtype, ROW_OPTIMIZERS[kind].state)
 
 
 def replay(
@@ -323,7 +322,8 @@ def replay(
         keys = array_steps(source, num_embeddings, steps)
         trace, greatest = record(keys, lambda done: report("reading ids", done, max(total, done)))
         num_rows = num_embeddings or greatest + 1
-    capacity = _slots(slots, fraction, device_memory, num_rows, size)
+    share = parse_share(0.1 if fraction is None else fraction) if slots is None and device_memory is None else None
+    capacity = Cached(slots=slots, memory=device_memory, fraction=share).count_slots(num_rows, size)
 
     # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
     pipelined, (_, least, step, needed) = _replayed(
@@ -347,16 +347,6 @@ def replay(
         rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size, rows_needed=trace.places,
         lookups=trace.lookups, strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
     )  # fmt: skip
-
-
-def _slots(
-    slots: int | None, fraction: float | str | None, device_memory: int | str | None, num_rows: int, row_bytes: int
-) -> int:
-    """As many as the tables themselves would take."""
-    if slots is None and device_memory is None:
-        fraction = parse_share(0.1 if fraction is None else fraction)
-        return Cached(fraction=fraction).count_slots(num_rows, row_bytes)
-    return Cached(slots=slots, memory=device_memory).count_slots(num_rows, row_bytes)
 
 
 def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:

@@ -28,9 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, require
-from stoker.dataset.shards import Shard
-from stoker.dataset.spec import FeatureSpec
-from stoker.rewrite.derived import feature_of_ids
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -135,16 +132,6 @@ class IdWindows:
             windows=self._rank[windows].astype(np.int32),
             num_windows=self._kept,
         )
-
-
-def table_ids(shard: Shard, start: int, schema: FeatureSpec, table: str) -> tuple[npt.NDArray[np.integer], Int64]:
-    """Return the ids of a table in a shard whose first row is ``start``, and their rows, [L] each, by row."""
-    places = [place for place, feature in enumerate(schema.features) if feature.table == table]
-    rows = np.arange(start, start + shard.rows)
-    if shard.lengths is None:
-        return shard.ids[:, places].reshape(-1), np.repeat(rows, len(places))
-    mine = np.isin(feature_of_ids(shard.lengths), places)
-    return shard.ids[mine], np.repeat(rows, shard.lengths[:, places].sum(axis=1))
 
 
 def new_ids(use: TableUse, how: Reordering) -> Int64:

@@ -33,6 +33,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 from stoker.optim import RowOptimizer
 from stoker.placement.replay import row_size
+from stoker.rewrite.derived import table_ids
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileSettings
 
 Floats = npt.NDArray[np.float64]
@@ -447,32 +448,26 @@ def first_hot_levels(dataset: Dataset, sample: Sample, hot: Int64, advance: Adva
 
 
 def _read(dataset: Dataset, sample: Sample, advance: Advance) -> Iterator[tuple[str, Int64, Int64]]:
-    """Read the ids of sampled rows, some rows and one feature at a time.
+    """Read the ids of sampled rows, some rows and one table at a time.
 
     Yields:
-        The table of the feature, its ids [L], and the place of each id's row in the sample [L].
+        The table, its ids [L], and the place of each id's row in the sample [L].
     """
-    split, features = dataset.train, dataset.schema.features
+    split, schema = dataset.train, dataset.schema
     gather = make_gather(split.shards, split.starts, ids_only=True)
     ends = np.cumsum(sample.stops - sample.starts)  # of each block, in the sample
     for start in range(0, sample.rows, _ROWS):
         place = np.arange(start, min(start + _ROWS, sample.rows))
         block = np.searchsorted(ends, place, side="right")
         rows = sample.stops[block] - ends[block] + place
-        tensors = gather(rows, new_tensor)
-        ids = tensors["ids"].numpy()
-        if "offsets" in tensors:
-            lengths = np.diff(tensors["offsets"].numpy())
-            feature = np.repeat(np.tile(np.arange(len(features)), len(rows)), lengths)
-        for number, each in enumerate(features):
-            if "offsets" in tensors:
-                mine, at = ids[feature == number], np.repeat(place, lengths[number :: len(features)])
-            else:
-                mine, at = ids[:, number], place
-            if len(mine) and not 0 <= mine.min() <= mine.max() < dataset.schema.num_embeddings[each.table]:
+        found = {name: tensor.numpy() for name, tensor in gather(rows, new_tensor).items()}
+        lengths = np.diff(found["offsets"]).reshape(len(rows), -1) if "offsets" in found else None
+        for table in _table_names(schema):
+            ids, at = table_ids(found["ids"], lengths, schema, table)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < schema.num_embeddings[table]:
                 split.check_ids()  # names the shard, the row, the feature and the id
                 raise DataError(f"{split.shards[0].path.parent} changed while it was read. Run the command again.")
-            yield each.table, mine.astype(np.int64), at
+            yield table, ids.astype(np.int64), start + at
         first, last = np.searchsorted(split.starts, [rows[0], rows[-1]], side="right")
         for shard in split.shards[first - 1 : last]:
             shard.release()

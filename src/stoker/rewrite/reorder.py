@@ -33,7 +33,8 @@ from stoker.base.progress import Progress, quiet
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
-from stoker.rewrite.derived import derived_at, write_shards
+from stoker.dataset.shards import Shard
+from stoker.rewrite.derived import derived_at, table_ids, write_shards
 from stoker.rewrite.id_order import (
     IdWindows,
     Reordering,
@@ -41,7 +42,6 @@ from stoker.rewrite.id_order import (
     blocks_of_shuffled,
     blocks_of_windows,
     new_ids,
-    table_ids,
 )
 
 BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
@@ -241,7 +241,12 @@ def _orders(
             for number, shard in enumerate(split.shards if split.rows else []):
                 start = split.starts[number]
                 split.check_rows(start, start + shard.rows)
-                list(pool.map(lambda name: found[name].add(*table_ids(shard, start, data.schema, name)), group))  # noqa: B023
+
+                def add(name: str, shard: Shard = shard, start: int = start) -> None:
+                    ids, rows = table_ids(shard.ids, shard.lengths, data.schema, name)
+                    found[name].add(ids, start + rows)  # noqa: B023
+
+                list(pool.map(add, group))
                 shard.release()
                 progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
             # networkit has one setting of threads for the whole process.
