@@ -38,45 +38,30 @@ Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
 # Lines of text from columns of numbers, a whole block at once: every field is a fixed-width matrix of bytes in which 0
 # stands for "nothing"; the fields of a line are next to each other, and one pass over the block drops the zeros. That
 # writes some hundred MB of text a second on one core.
-def _words(*texts: str) -> NDArray[np.uint32]:
-    """Texts of at most 4 bytes, with zero bytes before them, as words of 4 bytes."""
-    return np.frombuffer("".join(text.rjust(4, "\0") for text in texts).encode(), dtype=np.uint32)
-
-
-# 0..9999 without leading zeros, then with them, then one empty text
-_DIGITS = _words(*map(str, range(10_000)), *(f"{number:04}" for number in range(10_000)), "")
-_NIBBLES = _words(*(f"{number:04x}" for number in range(65_536)))
-_EMPTY = 20_000
+_HEX = np.frombuffer(bytes(range(256)).hex().encode(), np.uint16)  # the two digits of each byte
 
 
 def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
     """Whole numbers of any sign in decimal; nothing where ``missing``."""
-    sign = values < 0
-    rest = np.abs(values).astype(np.int64)
-    groups = max(1, -(-len(str(int(rest.max(initial=0)))) // 4))
-    out = np.empty((len(values), groups), dtype=np.uint32)
-    for group in range(groups - 1, -1, -1):
-        higher = rest // 10_000
-        index = rest - higher * 10_000
-        index += 10_000 * (higher > 0)
-        if group < groups - 1:
-            index[rest == 0] = _EMPTY
-        out[:, group] = _DIGITS[index]
+    rest = np.abs(values)
+    most = int(rest.max(initial=0))
+    rest = rest.astype(np.min_scalar_type(most))  # narrow ones are divided faster
+    width = 4 * -(-len(str(most)) // 4)
+    out = np.zeros((len(values), 1 + width), np.uint8)
+    out[values < 0, 0] = ord("-")
+    for place in range(width, 0, -1):
+        higher = rest // 10
+        digit = (rest - 10 * higher).astype(np.uint8) + np.uint8(ord("0"))
+        out[:, place] = digit if place == width else digit * (rest > 0)
         rest = higher
     if missing is not None:
         out[missing] = 0
-        sign = sign & ~missing
-    text = out.view(np.uint8)
-    if not sign.any():
-        return text
-    return np.concatenate([np.where(sign, np.uint8(45), np.uint8(0))[:, None], text], axis=1)
+    return out if out[:, 0].any() else out[:, 1:]
 
 
 def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -> Bytes:
     """Eight hexadecimal digits; nothing where ``missing``."""
-    out = np.empty((len(values), 2), dtype=np.uint32)
-    out[:, 0] = _NIBBLES[values >> np.uint32(16)]
-    out[:, 1] = _NIBBLES[values & np.uint32(0xFFFF)]
+    out = _HEX[values.astype(">u4").view(np.uint8).reshape(-1, 4)]
     if missing is not None:
         out[missing] = 0
     return out.view(np.uint8)
