@@ -214,8 +214,7 @@ def keep_freed_memory() -> bool:
 def kept_memory() -> Iterator[None]:
     """Keep freed memory (:func:`keep_freed_memory`) within; afterwards only if it was kept before."""
     before = _keeps
-    if not before:
-        keep_freed_memory()
+    keep_freed_memory()
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -182,58 +182,46 @@ class Placement(UserDict[str, Strategy]):
     def groups(self) -> tuple[Group, ...]:
         """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
         if self._judged is None or self._judged[0] != self.data:
-            found = tuple(self._judge(bucket, tables) for bucket, tables in self._buckets().items())
-            self._judged = dict(self.data), found
+            self._judged = dict(self.data), tuple(map(self._judge, self._bundles()))
         return self._judged[1]
 
-    def _buckets(self) -> dict[_Bucket, list[TableConfig]]:
-        """The tables that :class:`stoker.EmbeddingTables` will put together."""
-        found: dict[_Bucket, list[TableConfig]] = {}
+    def _bundles(self) -> list[_Bundle]:
+        """Return the tables that :class:`stoker.EmbeddingTables` will put together."""
+        found: dict[Any, list[TableConfig]] = {}
         for table in self.tables:
-            key = _Bucket(self.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype)
-            found.setdefault(key, []).append(table)
-        return found
+            strategy = self.get(table.name, Device())
+            found.setdefault((strategy, table.embedding_dim, table.pooling, table.dtype), []).append(table)
+        return [_Bundle(key[0], tables, self.workload.state) for key, tables in found.items()]
 
-    def _measured(self, table: TableConfig, strategy: Slotted) -> Profile:
-        return self._profile or measure_profile(
-            dim=table.embedding_dim, dtype=table.dtype, state=self.workload.state, device=self.workload.device,
-            directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
-        )  # fmt: skip
-
-    def _judge(self, bucket: _Bucket, tables: Sequence[TableConfig]) -> Group:
-        work, strategy = self.workload, bucket.strategy
-        rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
-        slots, beside, home, seconds, disk, parts, hot = rows, 0, None, 0.0, 0.0, False, 0
+    def _judge(self, of: _Bundle) -> Group:
+        work, strategy, uses = self.workload, of.strategy, [self.workload.uses[table.name] for table in of.tables]
+        beside, seconds, disk, parts = 0, 0.0, 0.0, False
+        traffic = resting(uses)
         if isinstance(strategy, Slotted):
-            slots, home = strategy.count_slots(rows, size), strategy.home
-            hot_of = strategy.count_hot(tables) if isinstance(strategy, HotCold) else (0,) * len(tables)
-            hot = sum(hot_of)
-            beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
-            beside += index_bytes(rows) if appends(strategy, rows) else 0
-            traffic, parts = work.traffic(tables, strategy, slots)
-            profile = self._measured(tables[0], strategy)
-            found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])
+            beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + HOT_MARK * sum(of.hot)
+            beside += index_bytes(of.rows) if appends(strategy, of.rows) else 0
+            traffic, parts = work.traffic(of.tables, strategy, of.slots)
+            first = of.tables[0]
+            profile = self._profile or measure_profile(
+                dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
+                directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
+            )  # fmt: skip
+            found = resting([parted(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
             planned = replace(
                 traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
                 lookups=traffic.lookups - found.lookups,
             )  # fmt: skip
+            used = sum(float(use.rows.sum()) for use in uses)
+            cold = _cold_share(used * of.row_bytes) if of.home == "file" else 0.0
+            disk = profile.disk_seconds(traffic, of.row_bytes, cold)
             seconds = profile.plan_seconds(planned)
-            used = sum(float(work.uses[table.name].rows.sum()) for table in tables)
-            cold = _cold_share(used * size) if home == "file" else 0.0
-            disk = profile.disk_seconds(traffic, size, cold)
-            seconds += profile.move_seconds(traffic, size, home=strategy.home, cold=cold) + disk
-        else:
-            traffic = resting([work.uses[table.name] for table in tables])
-        fast, whole = slots * size, rows * size
-        if isinstance(strategy, TensorTrain):
-            fast = whole = _stored_bytes(tables, strategy, work.state)
+            seconds += profile.move_seconds(traffic, of.row_bytes, home=strategy.home, cold=cold) + disk
         return Group(
-            tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=whole,
-            strategy=type(strategy).__name__, home=home, hot=hot, slots=slots, slot_bytes=fast,
-            beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
-            lookup_hit_rate=traffic.lookup_hit_rate,
-            fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
-            seconds=seconds, disk_seconds=disk,
+            tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
+            bytes=of.bytes, strategy=type(strategy).__name__, home=of.home, hot=sum(of.hot), slots=of.slots,
+            slot_bytes=of.fast_bytes, beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
+            lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
+            written_mib=traffic.written * of.row_bytes / _MIB, in_parts=parts, seconds=seconds, disk_seconds=disk,
         )  # fmt: skip
 
     @property
@@ -248,41 +236,25 @@ class Placement(UserDict[str, Strategy]):
 
     def summary(self) -> str:
         """One line: tables, slots, share of the rows, home. Measures nothing."""
-        slotted = {key: tables for key, tables in self._buckets().items() if isinstance(key.strategy, Slotted)}
-        trains = {table.name: each for table in self.tables if isinstance(each := self.get(table.name), TensorTrain)}
-        parts, fast = [], 0
+        bundles = self._bundles()
+        trains = [each for each in bundles if isinstance(each.strategy, TensorTrain)]
+        slotted = [each for each in bundles if isinstance(each.strategy, Slotted)]
+        words = []
         if trains:
-            compressed = [table for table in self.tables if table.name in trains]
-            small = sum(_stored_bytes([table], trains[table.name], self.workload.state) for table in compressed)
-            large = sum(table.num_embeddings * row_bytes(table, self.workload.state) for table in compressed)
-            sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
-            parts.append(f"{plural(len(trains), 'table')} TensorTrain ({sizes})")
-            fast = sum(table.num_embeddings for table in compressed)
-        if not slotted:
-            rest = [f"{plural(len(self.tables) - len(trains), 'table')} on the device, with all rows"]
-            return f"placement: {', '.join(rest + parts if len(trains) < len(self.tables) else parts)}"
-        total = sum(table.num_embeddings for table in self.tables)
-        behind = {table.name for tables in slotted.values() for table in tables} | set(trains)
-        if direct := [table for table in self.tables if table.name not in behind]:
-            fast += sum(table.num_embeddings for table in direct)
-            parts.append(f"{plural(len(direct), 'table')} on the device")
-        for key, tables in slotted.items():
-            strategy = key.strategy
-            assert isinstance(strategy, Slotted)
-            rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], self.workload.state)
-            slots = strategy.count_slots(rows, size)
-            fast += slots
-            where = "in memory"
-            if strategy.home == "file":
-                where = f"in a file in {strategy.path or 'the temporary directory'}"
-            hot = sum(strategy.count_hot(tables)) if isinstance(strategy, HotCold) else 0
-            own = f", {format_count(hot)} of them for hot rows" if hot else ""
-            parts.append(
-                f"{plural(len(tables), 'table')} {type(strategy).__name__} in {format_count(slots)} slots{own} "
-                f"({slots / rows:.1%} of their rows, {format_size(slots * size)}), home {where} "
-                f"({format_size(rows * size)})"
+            small, large = (
+                sum(sizes) for sizes in zip(*((t.bytes, t.rows * t.row_bytes) for t in trains), strict=True)
             )
-        return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(parts)
+            sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
+            words.append(f"{plural(sum(len(each.tables) for each in trains), 'table')} TensorTrain ({sizes})")
+        direct = sum(len(each.tables) for each in bundles if each not in trains and each not in slotted)
+        if direct:
+            whole = f"{plural(direct, 'table')} on the device"
+            words = [*words, whole] if slotted else [f"{whole}, with all rows", *words]
+        if not slotted:
+            return f"placement: {', '.join(words)}"
+        total, fast = (sum(counts) for counts in zip(*((each.rows, each.slots) for each in bundles), strict=True))
+        words += [each.words() for each in slotted]
+        return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -336,17 +308,42 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
 }
 
 
-class _Bucket(NamedTuple):
-    strategy: Strategy
-    dim: int
-    pooling: str
-    dtype: str
+class _Bundle:
+    """Tables of equal width, pooling, type and strategy, and what they take.
 
+    Args:
+        strategy: of all of them.
+        tables: at least one.
+        state: of the row optimizer.
+    """
 
-def _stored_bytes(tables: Sequence[TableConfig], train: TensorTrain, state: Mapping[str, str]) -> int:
-    """Of the cores of compressed tables, with optimizer state."""
-    cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], train))
-    return sum(core.num_embeddings * row_bytes(core, state) for core in cores)
+    def __init__(self, strategy: Strategy, tables: Sequence[TableConfig], state: Mapping[str, str]) -> None:
+        self.strategy, self.tables = strategy, tables
+        self.rows, self.row_bytes = sum(table.num_embeddings for table in tables), row_bytes(tables[0], state)
+        self.slots, self.home = self.rows, None
+        self.hot: Sequence[int] = [0] * len(tables)
+        self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows, and of those in fast memory
+        if isinstance(strategy, Slotted):
+            self.slots, self.home = strategy.count_slots(self.rows, self.row_bytes), strategy.home
+            self.fast_bytes = self.slots * self.row_bytes
+        if isinstance(strategy, HotCold):
+            self.hot = strategy.count_hot(tables)
+        if isinstance(strategy, TensorTrain):
+            cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], strategy))
+            self.bytes = self.fast_bytes = sum(core.num_embeddings * row_bytes(core, state) for core in cores)
+
+    def words(self) -> str:
+        """Say in what slots the tables are, and where all their rows."""
+        assert isinstance(self.strategy, Slotted)
+        where = (
+            f"in a file in {self.strategy.path or 'the temporary directory'}" if self.home == "file" else "in memory"
+        )
+        own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
+        return (
+            f"{plural(len(self.tables), 'table')} {type(self.strategy).__name__} in {format_count(self.slots)} slots"
+            f"{own} ({self.slots / self.rows:.1%} of their rows, {format_size(self.fast_bytes)}), home {where} "
+            f"({format_size(self.bytes)})"
+        )
 
 
 def _named(tables: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ C slots, B examples, F features.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -391,18 +392,17 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
     for first, last in trace.chunks():
         uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
     order = np.argsort(-uses, kind="stable")
-    low, high = 0, min(slots, trace.num_rows)
-    found: Counts | None = None
-    while found is None or low < high:
-        count = (low + high + 1) // 2
+
+    def replayed(count: int) -> tuple[Counts, list[int]]:
         hot = np.zeros(trace.num_rows, np.bool_)
         hot[order[:count]] = True
-        counts, (_, most, _, _) = _replayed(trace, strategy, slots, in_flight, report, hot)
-        if count + most <= slots:
-            low, found = count, counts
-        else:
-            high = count - 1
-    return found
+        return _replayed(trace, strategy, slots, in_flight, report, hot)
+
+    # The more are hot, the fewer of the others are in flight, but not by more.
+    most = bisect_right(
+        range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count)[1][1]
+    )
+    return replayed(most)[0]
 
 
 def simulate(
