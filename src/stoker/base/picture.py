@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
 
 
 def blank(width: float, height: float) -> Figure:
-    """An empty picture of so many inches, which needs no display."""
+    """Return an empty picture of so many inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

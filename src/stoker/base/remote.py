@@ -162,7 +162,7 @@ def output_folder(url: str) -> Path:
 
 @contextmanager
 def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """A local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
+    """Open a local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
 
     A dataset that is there already is downloaded first unless it may be overwritten.
 
@@ -277,7 +277,7 @@ def _sealed_files(url: str, text: bytes) -> dict[str, tuple[int, str]]:
 
 @contextmanager
 def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
-    """The files below a URL; failures of fsspec within become errors that name the URL."""
+    """Open the files below a URL; failures of fsspec within become errors that name the URL."""
     url = url.rstrip("/")
     try:
         yield _Files(url, quiet)

@@ -82,13 +82,13 @@ class _Running:
 
 
 def span(name: str, step: int | None = None) -> AbstractContextManager[None]:
-    """``with span("fetch"):`` records the block under that name, if anything records."""
+    """Record the block of ``with span("fetch"):`` under that name, if anything records."""
     recorder = _active
     return _NOTHING if recorder is None else _Running(recorder, name, step)
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: every call of the function is a span."""
+    """Make every call of the decorated function a span."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -64,7 +64,7 @@ def parse_share(text: str | float) -> float:
 
 
 def format_size(num_bytes: float) -> str:
-    """``"1.5 GiB"`` from a number of bytes."""
+    """Return ``"1.5 GiB"`` from a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -73,7 +73,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``"1.50 M"`` from 1,500,000; numbers under 10,000 in full."""
+    """Return ``"1.50 M"`` from 1,500,000; numbers under 10,000 in full."""
     if abs(count) < 10_000:
         return f"{count:,.0f}"
     for unit in ("k", "M", "G"):
@@ -84,7 +84,7 @@ def format_count(count: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 step"``, ``"1,200 steps"``."""
+    """Return ``"1 step"`` or ``"1,200 steps"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -100,7 +100,7 @@ def quoted(path: str | os.PathLike[str]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``"1 h 02 min"``, ``"3 min 20 s"``, ``"4.2 s"`` or ``"85 ms"``."""
+    """Return ``"1 h 02 min"``, ``"3 min 20 s"``, ``"4.2 s"`` or ``"85 ms"``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -37,7 +37,7 @@ class _Layers(nn.Module):
         return self.after_first(nn.functional.linear(x, weights[0], biases[0]), mask)
 
     def after_first(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The rest, from the first layer's products on."""
+        """Apply the rest, from the first layer's products on."""
         for activation, layer in zip(self.activations, list(self.layers)[1:], strict=True):
             x = layer(activation(x, mask))
         return x.squeeze(-1)

@@ -93,12 +93,12 @@ class SequenceModel(RecModel):
 
 
 def _option(target: str, sequence: str) -> str:
-    """How a pair is named."""
+    """Say how a pair is named."""
     return f'model option history={{"{target}": "{sequence}"}}'
 
 
 def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
-    """Target -> sequence, for every sequence whose table a one-id feature shares.
+    """Pair every sequence with the one-id feature that shares its table: target -> sequence.
 
     Raises:
         ConfigError: there is none, or more than one way to pair them.
@@ -127,7 +127,7 @@ def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
 
 
 def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
-    """T of the pairs.
+    """Check the pairs and return their T.
 
     Raises:
         ConfigError: a feature that is not there or of the wrong kind, or sequences of different length.

@@ -235,7 +235,7 @@ class Placement(UserDict[str, Strategy]):
         return sum(group.disk_seconds for group in self.groups)
 
     def summary(self) -> str:
-        """One line: tables, slots, share of the rows, home. Measures nothing."""
+        """Return one line: tables, slots, share of the rows, home. Measures nothing."""
         bundles = self._bundles()
         trains = [each for each in bundles if isinstance(each.strategy, TensorTrain)]
         slotted = [each for each in bundles if isinstance(each.strategy, Slotted)]
@@ -257,7 +257,7 @@ class Placement(UserDict[str, Strategy]):
         return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         weighed = {name: size / _MIB for name, size in self.moved.items()}
         groups = [asdict(group) for group in self.groups]
         return {
@@ -265,7 +265,7 @@ class Placement(UserDict[str, Strategy]):
         }  # fmt: skip
 
     def report(self) -> Table:
-        """A Rich table of the groups.
+        """Return a Rich table of the groups.
 
         Raises:
             DependencyError: Rich is not installed.
@@ -347,12 +347,12 @@ class _Bundle:
 
 
 def _named(tables: Sequence[str]) -> str:
-    """As many names as a column holds."""
+    """Return as many names as a column holds."""
     shown = ", ".join(tables[:2])
     return shown if len(tables) <= 2 else f"{shown} and {len(tables) - 2} more"
 
 
 def _cold_share(size: float) -> float:
-    """Share of a file of ``size`` bytes that the system's page cache cannot hold."""
+    """Return the share of a file of ``size`` bytes that the system's page cache cannot hold."""
     room = available_memory()
     return 0.0 if room is None else max(0.0, 1.0 - 0.8 * room / max(size, 1))

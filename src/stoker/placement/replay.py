@@ -62,12 +62,12 @@ class IdTrace:
         return int(self.offsets[-1])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Steps [first, last) that are worked on together."""
+        """Yield steps [first, last) that are worked on together."""
         return spool.stretches(self.offsets)
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
-    """The tables of a dataset as one group, in the order that models make them in.
+    """Return the tables of a dataset as one group, in the order that models make them in.
 
     Raises:
         DataError: a dataset without categorical columns.
@@ -86,7 +86,7 @@ def dataset_space(dataset: Dataset) -> AddressSpace:
 def dataset_steps(
     dataset: Dataset, space: AddressSpace, *, batch_size: int, seed: int | None, steps: int | None
 ) -> tuple[int, Iterator[Int64]]:
-    """The number of steps, and the keys ``id * tables + table`` of each training batch's lookups.
+    """Return the number of steps, and the keys ``id * tables + table`` of each training batch's lookups.
 
     Args:
         seed: of the shuffled order, as in ``Split.batches``; None keeps the order of the file.
@@ -120,7 +120,7 @@ def dataset_steps(
 
 
 def array_steps(arrays: Iterable[Any], num_embeddings: int | None, steps: int | None) -> Iterator[Int64]:
-    """The keys of batches given as arrays of ids of one table, any shape."""
+    """Yield the keys of batches given as arrays of ids of one table, any shape."""
     for number, array in enumerate(arrays):
         if number == steps:
             return
@@ -223,7 +223,7 @@ class Replay:
     strategies: tuple[StrategyFigures, ...]
 
     def __getitem__(self, strategy: str) -> StrategyFigures:
-        """The figures of one strategy by name.
+        """Return the figures of one strategy by name.
 
         Raises:
             KeyError: it was not asked for.
@@ -234,12 +234,12 @@ class Replay:
         raise KeyError(f"{strategy!r} was not replayed, only {', '.join(f.strategy for f in self.strategies)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "rowwise_adagrad") -> int:
-    """Bytes of one row with its optimizer state.
+    """Return the bytes of one row with its optimizer state.
 
     Raises:
         ConfigError: an unknown type or optimizer, or a dim under 1.
@@ -271,7 +271,7 @@ def replay(
     num_embeddings: int | None = None,
     progress: Progress | None = None,
 ) -> Replay:
-    """Hit rate and traffic of cache strategies on the ids of a stream, without training.
+    """Replay cache strategies on the ids of a stream, without training: their hit rates and traffic.
 
     Args:
         source: a dataset or its directory, whose training batches are read as the trainer reads them; or an iterable
@@ -408,7 +408,7 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
 def simulate(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
-    """One strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
+    """Replay one strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
     if strategy.kind == "hot-cold":
         return _hot_cold(trace, strategy, slots, in_flight, report)
     return _replayed(trace, strategy, slots, in_flight, report)[0]

@@ -86,7 +86,7 @@ def _sift_down(heap: Int64, size: int, at: int) -> None:
 
 @jit
 def _row_of(key: int, kind: int, rows: Int32, num_rows: int) -> int:
-    """The row of an entry of the heap."""
+    """Return the row of an entry of the heap."""
     if kind != AHEAD:
         return num_rows - 1 - key % num_rows
     place = rows.size + num_rows - 1 - key

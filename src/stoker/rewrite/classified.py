@@ -96,7 +96,7 @@ def run_classify(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ClassifyReport:
-    """As :func:`classify`, returning what was done."""
+    """Do as :func:`classify`, and return what was done."""
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     found = profile if isinstance(profile, HotProfile) else HotProfile.load(profile)
     known = data.hot_cold or {}
@@ -255,7 +255,7 @@ def _in_order(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Shard, int
 
 
 def _new_shards(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Int64]]:
-    """File and rows of each new shard."""
+    """Yield the file and rows of each new shard."""
     size = max((shard.rows for shard in split.shards), default=1)
     for kind, found in groupby(_in_order(split, hot_bits), key=itemgetter(0)):
         number, waiting = 0, np.empty(0, np.int64)

@@ -122,7 +122,7 @@ class IdWindows:
         self._parts, self._size = [keys], len(keys)
 
     def use(self) -> TableUse:
-        """What was collected."""
+        """Return what was collected."""
         self._thin()
         ids, windows = np.divmod(self._parts[0], self._width)
         return TableUse(
@@ -135,7 +135,7 @@ class IdWindows:
 
 
 def new_ids(use: TableUse, how: Reordering) -> Int64:
-    """The new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
+    """Return the new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
 
     Raises:
         DependencyError: a package that the method needs is not installed.
@@ -160,7 +160,7 @@ def new_ids(use: TableUse, how: Reordering) -> Int64:
 
 
 def hot_ids(counts: Int64, hot: float) -> int:
-    """How many ids stay, of those with these falling counts."""
+    """Count the ids that stay, of those with these falling counts."""
     if hot >= 1:
         return min(int(hot), len(counts))
     return (
@@ -216,7 +216,7 @@ def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, I
 
 
 def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
-    """The community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
+    """Return the community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
     networkit = require("networkit", "communities need", "pip install networkit, or take the method bisect.")
     low, high, weight = _edges(use, cold, how)
     threads = networkit.getMaxNumberOfThreads()

@@ -220,7 +220,7 @@ class ExactRows:
         self._ends = np.append(starts, len(known)) + 1  # [R + 1] row after each step; the first is 1
 
     def hot(self, cuts: Floats) -> Int64:
-        """Rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
+        """Return the rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
         # Counts are whole: at least c means more than ceil(c) - 1, and fitted ones lie between.
         cuts = np.maximum(np.ceil(cuts) - 0.5, 0.0)
         passed = np.searchsorted(self._negative, -cuts, side="right")
@@ -232,7 +232,7 @@ class ExactRows:
         return hot, hot, hot
 
     def served(self, hot: Int64) -> Floats:
-        """Accesses of the ids below ``hot``, as a share of all, [Q]."""
+        """Return the accesses of the ids below ``hot``, as a share of all, [Q]."""
         ends, place = np.unique(hot, return_inverse=True)
         parts = [int(self._counts[a:b].sum(dtype=np.int64)) for a, b in pairwise([0, *ends, len(self._counts)])]
         return np.asarray(np.cumsum(parts)[place] / max(sum(parts), 1))
@@ -288,12 +288,12 @@ class ChunkRows(ExactRows):
             self._chunks = np.sort(known[picked].reshape(chunks, chunk_rows), axis=1)
 
     def _hits(self, cuts: Floats) -> Floats:
-        """C_i for each cut-off, [n, Q] (Equation 2), with Equation 1's cut-off."""
+        """Return C_i for each cut-off, [n, Q] (Equation 2), with Equation 1's cut-off."""
         hits = [len(chunk) - np.searchsorted(chunk, cuts * self._share) for chunk in self._chunks]
         return np.stack(hits).astype(np.float64)
 
     def _of_all(self, mean: Floats, cuts: Floats) -> Int64:
-        """Rows of the whole prefix, from the mean of the chunks' hits."""
+        """Return the rows of the whole prefix, from the mean of the chunks' hits."""
         found = np.rint(mean.clip(0, self._chunks.shape[1]) / max(self._chunks.shape[1], 1) * (self.rows - 1))
         own = self._counts[0] >= cuts * self._share
         return np.where((found > 0) | own, found + 1, 0).astype(np.int64)
@@ -333,7 +333,7 @@ class Thresholds:
         self._bytes: Int64 = self._hot @ self._row_bytes
 
     def hot(self, thresholds: Floats) -> Int64:
-        """Hot rows of each table at each threshold, [Q, Z]."""
+        """Return the hot rows of each table at each threshold, [Q, Z]."""
         out = np.empty((len(thresholds), len(self._tables)), np.int64)
         for z, table in enumerate(self._tables):
             # At least one access, where there are none.
@@ -363,7 +363,7 @@ class Thresholds:
         return min(high, 1.0), fits + np.floor(part * (over - fits)).astype(np.int64)
 
     def curve(self, points: int) -> tuple[Floats, Int64]:
-        """Thresholds whose rows take evenly spaced shares of all used rows on a logarithmic scale (Figure 5).
+        """Return thresholds whose rows take evenly spaced shares of all used rows on a logarithmic scale (Figure 5).
 
         Returns:
             At most ``points`` thresholds, falling, and their hot rows [Q, Z].

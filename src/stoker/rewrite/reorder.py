@@ -122,7 +122,7 @@ def run_reorder(
     keep_source: bool = True,
     request: str | None = None,
 ) -> ReorderReport:
-    """As :func:`reorder`, returning what was done.
+    """Do as :func:`reorder`, and return what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
     ``request``: of a preparation that reorders, for :func:`stoker.dataset.manifest.note_request`.
@@ -185,7 +185,7 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
 
 
 def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
-    """The tables to reorder, by name.
+    """Return the names of the tables to reorder.
 
     Raises:
         DataError: there is no such table, or none that can be; or the dataset was derived already.
@@ -273,7 +273,7 @@ def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
 
 
 def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> dict[str, Any]:
-    """Counts and vocabularies in the new order, and the order itself; their manifest entries."""
+    """Write counts and vocabularies in the new order, and the order itself; return their manifest entries."""
     counts = dict(data.counts)
     files: dict[str, Any] = {}
     for name, ids in orders.items():

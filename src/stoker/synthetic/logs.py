@@ -42,7 +42,7 @@ _HEX = np.frombuffer(bytes(range(256)).hex().encode(), np.uint16)  # the two dig
 
 
 def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
-    """Whole numbers of any sign in decimal; nothing where ``missing``."""
+    """Write whole numbers of any sign in decimal; nothing where ``missing``."""
     rest = np.abs(values)
     most = int(rest.max(initial=0))
     rest = rest.astype(np.min_scalar_type(most))  # narrow ones are divided faster
@@ -60,7 +60,7 @@ def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
 
 
 def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -> Bytes:
-    """Eight hexadecimal digits; nothing where ``missing``."""
+    """Write eight hexadecimal digits; nothing where ``missing``."""
     out = _HEX[values.astype(">u4").view(np.uint8).reshape(-1, 4)]
     if missing is not None:
         out[missing] = 0
@@ -68,18 +68,18 @@ def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -
 
 
 def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:
-    """``texts[index]``, for a short list of texts."""
+    """Return ``texts[index]``, for a short list of texts."""
     table = np.array([text.encode() for text in texts])  # of a fixed width, with zero bytes behind
     return table.view(np.uint8).reshape(len(texts), -1)[index]
 
 
 def constant(text: str, rows: int) -> Bytes:
-    """The same text in every row."""
+    """Return the same text for every row."""
     return np.broadcast_to(np.frombuffer(text.encode(), dtype=np.uint8), (rows, len(text.encode())))
 
 
 def joined(fields: Sequence[Bytes], separator: str) -> tuple[Bytes, list[int]]:
-    """Fields side by side with separators between and a line feed at the end, and where each field starts."""
+    """Join fields with separators and a line feed at the end; return lines and where each field starts."""
     rows = len(fields[0])
     mark, end = constant(separator, rows), constant("\n", rows)
     columns = [column for field in fields for column in (field, mark)]
@@ -258,7 +258,7 @@ class _Shown(NamedTuple):
     picked: Ints  # [n] position
 
     def logits(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """True logit of every item that is chosen by ``which`` [n, K], in order of rows."""
+        """Return the true logit of every item that is chosen by ``which`` [n, K], in order of rows."""
         p = np.clip(self.chance[which], 1e-12, 1 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
 
@@ -362,7 +362,7 @@ def _trivago(options: Options) -> Source:
 
 
 def _listed(values: Ints, shown: NDArray[np.bool_]) -> Bytes:
-    """Numbers of a row joined by ``|``: [n, K] to text; the shown ones must come first."""
+    """Join the numbers of a row by ``|``: [n, K] to text; the shown ones must come first."""
     rows, slots = values.shape
     digits = whole(values.ravel(), ~shown.ravel()).reshape(rows, slots, -1)
     bars = np.where(shown, np.uint8(ord("|")), np.uint8(0))
@@ -375,7 +375,7 @@ _SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 1
 
 
 def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
-    """Lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
+    """Write lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
 
     Items whose popularity ranks have the same power of two prefer the same amenity of each set.
     """
@@ -498,7 +498,7 @@ class _Taste:
         return self.options.belonging(users, _GROUPS, "group")
 
     def items(self, rows: Ints, users: Ints) -> tuple[Ints, NDArray, NDArray]:
-        """Items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
+        """Return items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
         options, group = self.options, self.group(users)
         chance = options.uniform(rows, "item")
         loyal = options.uniform(rows, "loyal") < self.loyalty
