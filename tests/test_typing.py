@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import os
@@ -22,18 +23,20 @@ ROOT = Path(stoker.__file__).parent
 
 
 def test_typed_names_are_the_lazy_ones() -> None:
-    tree = ast.parse((ROOT / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    docstring, *imports = ast.parse((ROOT / "__init__.pyi").read_text()).body
+    assert isinstance(docstring, ast.Expr)
     typed = {}
-    for node in block.body:
+    for node in imports:
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
         for alias in node.names:
-            assert alias.asname is None
-            typed[alias.name] = node.module
-    modules = {name: f"{typed.pop(name)}.{name}" for name in stoker._MODULES}
-    assert modules == stoker._MODULES
-    assert typed == stoker._HOME
-    assert set(stoker.__all__) == {"__version__", *typed, *modules}
+            assert alias.asname == alias.name, "only names with an alias are exported"
+            module = importlib.import_module(str(node.module))
+            typed[alias.name] = getattr(module, alias.name, None) or importlib.import_module(
+                f"{module.__name__}.{alias.name}"
+            )
+    assert set(stoker.__all__) == set(typed)
+    for name, value in typed.items():
+        assert getattr(stoker, name) is value
 
 
 def test_settings_of_runs_are_the_fields_of_their_parts() -> None:

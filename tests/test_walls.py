@@ -19,7 +19,7 @@ FLOORS = {
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
     "base": 1_900, "ops": 5_300, "dataset": 3_100, "optim": 600, "tables": 7_950, "models": 1_500, "placement": 2_700,
-    "training": 6_650, "rewrite": 1_900, "prep": 11_600, "synthetic": 1_650, "cli": 2_650,
+    "training": 6_650, "rewrite": 1_800, "prep": 11_600, "synthetic": 1_610, "cli": 2_650,
 }  # fmt: skip
 ALL_LINES = 47_300
 MODULES = 15  # in a folder

@@ -55,6 +55,7 @@ def make_dataset(
     from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
     from stoker.dataset.shards import write_shard
     from stoker.dataset.spec import Feature, FeatureSpec
+    from stoker.rewrite.derived import table_ids
 
     path = Path(path)
     lengths = dict(sequence or {})
@@ -82,8 +83,9 @@ def make_dataset(
             info = write_shard(path / name / f"{number:05d}.safetensors", **shard)
             splits[name]["shards"].append(info.to_dict())
             splits[name]["positives"] += int(shard["labels"].sum())
-            if name == "train":
-                _count(counts, shard, spec)
+            for table in counts if name == "train" else ():
+                ids, _ = table_ids(shard["ids"], shard.get("lengths"), spec, table)
+                counts[table] += torch.from_numpy(np.bincount(ids, minlength=len(counts[table])))
     grouped: dict[str, Any] = {}
     files: dict[str, Any] = {}
     if group_rows is not None:
@@ -156,13 +158,3 @@ def _shard(
         flat[np.arange(len(ids)) + shift] = ids
     row_offsets = np.concatenate(([0], np.cumsum(lengths.sum(axis=1), dtype=np.int64)))
     return shard | {"ids": flat, "lengths": lengths, "row_offsets": row_offsets}
-
-
-def _count(counts: dict[str, torch.Tensor], shard: dict[str, npt.NDArray[Any]], spec: Any) -> None:
-    column = np.tile(np.arange(len(spec.features)), len(shard["labels"]))
-    if "lengths" in shard:
-        column = np.repeat(column, shard["lengths"].reshape(-1))
-    ids = shard["ids"].reshape(-1)
-    for place, feature in enumerate(spec.features):
-        size = spec.num_embeddings[feature.table]
-        counts[feature.table] += torch.from_numpy(np.bincount(ids[column == place], minlength=size))

@@ -170,9 +170,7 @@ def test_settings_out_of_range_are_refused(given: dict[str, Any], said: str) -> 
         Reordering(**given)
 
 
-@pytest.mark.parametrize(
-    ("method", "package"), [("communities", "networkit"), ("bisect", "stoker.rewrite.bisect_kernels")]
-)
+@pytest.mark.parametrize(("method", "package"), [("communities", "networkit"), ("bisect", "numba")])
 def test_a_missing_package_is_named(method: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DependencyError, match="pip install"):

@@ -34,7 +34,7 @@ def test_exact_rows_are_counted(counts: list[int], first: int, cut: float) -> No
     known = int((ordered[1:] >= cut).sum())
     expected = known + 1 if known else int(first >= cut)
     assert found.hot(np.array([cut])).tolist() == [expected]
-    assert found.interval(cut) == (expected, expected)
+    assert found.interval(cut) == (expected, expected, expected)
     prefixes = np.arange(len(ordered) + 1)
     shares = np.concatenate([[0], np.cumsum(ordered)]) / max(ordered.sum(), 1)
     assert found.served(prefixes) == pytest.approx(shares)
@@ -60,9 +60,11 @@ def test_chunks_are_equations_1_to_4() -> None:
     cut = 45.0  # 4.5 sampled accesses
     hits = np.array([(chunk >= 4.5).sum() for chunk in found._chunks])
     assert hits.shape == (10,)
-    assert found.hot(np.array([cut])).tolist() == [round(hits.mean() / 100 * 20_000) + 1]
+    estimate = round(hits.mean() / 100 * 20_000) + 1
+    assert found.hot(np.array([cut])).tolist() == [estimate]
     half = 3.2498 * math.sqrt((200 - 10) / 200 * hits.var(ddof=1) / 10)
-    assert found.interval(cut) == (round((hits.mean() - half) * 200) + 1, round((hits.mean() + half) * 200) + 1)
+    low, high = (round((hits.mean() + side) * 200) + 1 for side in (-half, half))
+    assert found.interval(cut) == (estimate, low, high)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def positive(where: str, key: str, value: int | None, *, least: int = 1) -> None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Top-level table of a TOML or YAML file."""
+    """Read the top-level table of a TOML or YAML file."""
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise SchemaError(f"{path}: a schema file ends in .toml, .yaml or .yml.")
     try:

@@ -21,24 +21,14 @@ _keeps = False  # whether glibc keeps freed memory now
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-_SIMD = [
-    "sse4_2",
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_bf16",
-    "amx_bf16",
-    "bf16",
-    "asimd",
-    "sve",
-]
+_SIMD = (
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "bf16"),
+    *("asimd", "sve"),
+)
 
 
 def resolve_device(name: str | torch.device | None = None) -> torch.device:
-    """The device to train on: ``name``, or for None and ``"auto"`` the first GPU, else the CPU.
+    """Return the device to train on: ``name``, or for None and ``"auto"`` the first GPU, else the CPU.
 
     Raises:
         ConfigError: a device that torch does not know or this machine does not have.
@@ -67,7 +57,7 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def device_memory(device: torch.device | str) -> tuple[int, int]:
-    """(free, total) bytes of a device's memory; of main memory for the CPU."""
+    """Return the (free, total) bytes of a device's memory; of main memory for the CPU."""
     import torch
 
     device = torch.device(device)
@@ -78,7 +68,7 @@ def device_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def cpu_count() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    """Return the cores this process may use: its affinity, and a container's quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min((cores, *_quotas())))
 
@@ -118,19 +108,19 @@ def _quotas() -> Iterator[int]:
 
 
 def total_memory() -> int | None:
-    """Bytes of main memory, or of the container's share."""
+    """Return the bytes of main memory, or of the container's share."""
     return _least(_field(_MEMINFO, "MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max"))
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be taken without swapping."""
+    """Return the bytes that can still be taken without swapping."""
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     rest = None if limit is None or used is None else max(0, limit - used)
     return _least(_field(_MEMINFO, "MemAvailable") or _sysconf("SC_AVPHYS_PAGES"), rest)
 
 
 def resident_memory() -> int | None:
-    """Bytes of anonymous memory resident now: what this process holds, without mapped files."""
+    """Return the bytes of anonymous memory resident now: what this process holds, without mapped files."""
     return _field(Path("/proc/self/status"), "RssAnon")
 
 
@@ -148,12 +138,12 @@ def peak_memory() -> int | None:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
 
 
 def simd_flags() -> tuple[str, ...]:
-    """Vector instruction sets that matter here, such as ``avx2``; empty where the system does not tell."""
+    """Return vector instruction sets that matter here, such as ``avx2``; empty where the system does not tell."""
     flags = _cpuinfo("flags", "Features").split()
     return tuple(name for name in _SIMD if name in flags)
 
@@ -165,13 +155,13 @@ def _cpuinfo(*names: str) -> str:
 
 
 def has_bf16_products() -> bool:
-    """Whether the processor multiplies bfloat16 itself; where not, a bfloat16 dense part is slower than float32."""
+    """Return whether the processor multiplies bfloat16 itself; where not, bfloat16 is slower than float32."""
     flags = simd_flags()
     return not flags or any(name in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def huge_pages() -> str | None:
-    """The transparent huge page setting: always, madvise or never."""
+    """Return the transparent huge page setting: always, madvise or never."""
     text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or ""
     return text.partition("[")[2].partition("]")[0] or None
 
@@ -229,8 +219,7 @@ def keep_freed_memory() -> bool:
 def kept_memory() -> Iterator[None]:
     """Keep freed memory (:func:`keep_freed_memory`) within; afterwards only if it was kept before."""
     before = _keeps
-    if not before:
-        keep_freed_memory()
+    keep_freed_memory()
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ ENGINES = ("streaming", "gpu")
 
 
 def check_engine(engine: str) -> None:
-    """Whether ``engine`` can work here.
+    """Refuse an ``engine`` that cannot work here.
 
     Raises:
         ConfigError: an unknown engine. DependencyError: the GPU engine is not installed.
@@ -33,7 +33,7 @@ def check_engine(engine: str) -> None:
 
 
 def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
-    """The frame's rows. Steps that the GPU engine does not know run on the CPU, as Polars decides."""
+    """Return the frame's rows. Steps that the GPU engine does not know run on the CPU, as Polars decides."""
     import polars as pl
 
     if engine == "gpu":
@@ -57,5 +57,5 @@ def full_disk() -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """What Polars says was wrong, in one line, without the plan that it adds."""
+    """Return what Polars says was wrong, in one line, without the plan that it adds."""
     return " ".join(str(error).split("This error occurred")[0].split())[:400].rstrip(".")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 
 class StokerError(ValueError):
     """Base of every error that a user can mend. The command line prints it without a traceback.
@@ -39,3 +42,21 @@ class HomeError(StokerError):
 
 class DependencyError(StokerError, ImportError):
     """An optional package is missing; the message says which and how to install it."""
+
+
+def require(package: str, what: str, remedy: str | None = None) -> Any:
+    """Import an optional package and return its module.
+
+    Args:
+        package: to import.
+        what: the beginning of the message, such as ``"the report needs"``.
+        remedy: what to run; None: ``pip install PACKAGE``.
+
+    Raises:
+        DependencyError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        remedy = remedy or f"pip install {package}"
+        raise DependencyError(f"{what} {package}, which is not installed. Run: {remedy}") from error

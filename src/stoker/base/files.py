@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
@@ -19,7 +19,7 @@ PASSING: set[Path] = set()  # directories that go with this process
 
 
 def passes(path: str | Path) -> bool:
-    """Whether a file lies in a directory that goes with this process, so that it need not outlast a loss of power."""
+    """Return whether a file is in a directory that goes with this process, so that it need not survive a power loss."""
     # A copy, for another thread or the collector of garbage may change the set meanwhile.
     return any(Path(path).is_relative_to(folder) for folder in PASSING.copy())
 
@@ -51,7 +51,7 @@ def refuse_url(path: object, what: str) -> None:
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears under ``path`` complete and on disk when the block ends, or not at all.
+    """Open a file that appears under ``path`` complete and on disk when the block ends, or not at all.
 
     Raises:
         DataError: the disk has no room.
@@ -104,8 +104,29 @@ def sync_folder(path: str | Path) -> None:
         os.close(folder)
 
 
+def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
+    """Lock an open file against other processes until it is closed here, or this process ends in any way.
+
+    Args:
+        file: a file object or descriptor.
+        wait: until another process lets go of it.
+
+    Returns:
+        True; False if another process has it; None where the system or the disk has no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
+
+
 def hash_file(path: str | Path) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file, read a little at a time."""
+    """Return the size in bytes and the sha256 of a file, read a little at a time."""
     with Path(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
@@ -117,7 +138,7 @@ def file_identity(file: BinaryIO) -> tuple[int, ...]:
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
-    """The same file under another name; a copy if asked for, or where the disk knows no hard links, or is another."""
+    """Link a file under another name; copy it if asked for, or where the disk knows no hard links, or is another."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if copy:

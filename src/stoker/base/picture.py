@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, require
 from stoker.base.files import atomic_file
 
 if TYPE_CHECKING:
@@ -21,16 +21,11 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix != ".png":
         raise ConfigError(f"{path} does not end in .png. Choose for example {path.with_suffix('.png')}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            "the picture needs matplotlib, which is not installed. Run: pip install 'stoker[plot]'"
-        ) from error
+    require("matplotlib", "the picture needs", "pip install 'stoker[plot]'")
 
 
 def blank(width: float, height: float) -> Figure:
-    """An empty picture of so many inches, which needs no display."""
+    """Return an empty picture of so many inches, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

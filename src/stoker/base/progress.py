@@ -19,6 +19,12 @@ from stoker.base.units import format_count, format_size
 QUIET_SECONDS = 2.0  # shorter work shows no progress
 LINE_SECONDS = 30.0  # between two lines where there is no terminal
 
+Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Show no progress."""
+
 
 class Bars:
     """A bar for every stage that goes on after the first two seconds; called with (what, done, total).

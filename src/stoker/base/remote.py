@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stoker.base.errors import DataError, DependencyError, StokerError
-from stoker.base.files import hash_file
+from stoker.base.errors import DataError, DependencyError, StokerError, require
+from stoker.base.files import hash_file, lock_file
 from stoker.base.files import url_of as url_of
 from stoker.base.progress import Bars
 
@@ -163,7 +162,7 @@ def output_folder(url: str) -> Path:
 
 @contextmanager
 def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """A local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
+    """Open a local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
 
     A dataset that is there already is downloaded first unless it may be overwritten.
 
@@ -278,7 +277,7 @@ def _sealed_files(url: str, text: bytes) -> dict[str, tuple[int, str]]:
 
 @contextmanager
 def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
-    """The files below a URL; failures of fsspec within become errors that name the URL."""
+    """Open the files below a URL; failures of fsspec within become errors that name the URL."""
     url = url.rstrip("/")
     try:
         yield _Files(url, quiet)
@@ -400,12 +399,7 @@ class _Files:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise DependencyError(
-            f"{url} needs fsspec, which is not installed. Run: pip install 'stoker[remote]'"
-        ) from error
+    fsspec = require("fsspec", f"{url} needs", "pip install 'stoker[remote]'")
     scheme = url.split("://", 1)[0].split("::")[-1]
     try:
         fs, root = fsspec.core.url_to_fs(url)
@@ -458,10 +452,7 @@ def _locked(folder: Path) -> Iterator[None]:
             f"{folder.parent} cannot be written to ({error.strerror}). Let STOKER_CACHE name a folder for copies."
         ) from error
     with file:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file, wait=True)
         yield
 
 

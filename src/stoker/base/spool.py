@@ -21,13 +21,13 @@ CHUNK = 2**20  # values worked on together
 
 
 def spans(size: int) -> Iterator[tuple[int, int]]:
-    """``range(size)`` in stretches of :data:`CHUNK`."""
+    """Yield ``range(size)`` in chunks of :data:`CHUNK`."""
     for begin in range(0, size, CHUNK):
         yield begin, min(begin + CHUNK, size)
 
 
 def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Lists [first, last) of those that begin at ``offsets`` [n + 1], about :data:`CHUNK` values together."""
+    """Yield lists [first, last) of those that begin at ``offsets`` [n + 1], about :data:`CHUNK` values together."""
     first, count = 0, len(offsets) - 1
     while first < count:
         last = int(np.searchsorted(offsets, offsets[first] + CHUNK, side="right")) - 1
@@ -69,7 +69,7 @@ class Spool:
             self._file.write(_bytes(values, self._dtype))
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """A copy of the values [begin, end)."""
+        """Copy the values [begin, end)."""
         values = np.empty(end - begin, self._dtype)
         with self._lock:
             self._file.seek(begin * self._dtype.itemsize)
@@ -96,11 +96,11 @@ class Spool:
         self._file.truncate(size)
 
     def mapped(self) -> npt.NDArray[Any]:
-        """All values, to read and to change."""
+        """Map all values, to read and to change."""
         self._file.flush()
         return np.memmap(self._file, dtype=self._dtype, mode="r+").view(np.ndarray)
 
 
 def _bytes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
-    """The bytes of values, of records too, which lend no buffer of their own type."""
+    """Return the bytes of values, of records too, which lend no buffer of their own type."""
     return np.ascontiguousarray(values, dtype).view(np.uint8).data

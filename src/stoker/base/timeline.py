@@ -38,20 +38,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []  # in the order in which they ended
-        self.threads: list[str] = []  # names
-        self._known: dict[tuple[int, str], int] = {}
+        self._known: dict[tuple[int, str], int] = {}  # identifier and name of a thread -> its number
         self._lock = threading.Lock()
+
+    @property
+    def threads(self) -> list[str]:
+        """Names of the threads, by number."""
+        return [name for _, name in self._known]
 
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
         """Note a span of the calling thread."""
         thread = threading.current_thread()
         key = (thread.ident or 0, thread.name)  # identifiers alone come again when a thread has ended
-        number = self._known.get(key)
-        if number is None:
-            with self._lock:
-                number = self._known.setdefault(key, len(self.threads))
-                if number == len(self.threads):
-                    self.threads.append(thread.name)
+        with self._lock:
+            number = self._known.setdefault(key, len(self._known))
         self.spans.append(Span(name, number, start, end, step))
 
     def __enter__(self) -> Recorder:
@@ -82,13 +82,13 @@ class _Running:
 
 
 def span(name: str, step: int | None = None) -> AbstractContextManager[None]:
-    """``with span("fetch"):`` records the block under that name, if anything records."""
+    """Record the block of ``with span("fetch"):`` under that name, if anything records."""
     recorder = _active
     return _NOTHING if recorder is None else _Running(recorder, name, step)
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: every call of the function is a span."""
+    """Make every call of the decorated function a span."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

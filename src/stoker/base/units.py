@@ -10,62 +10,61 @@ from decimal import Decimal
 
 from stoker.base.errors import ConfigError
 
-_BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9}
+_UNITS = {
+    "size": {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, **_DECIMAL,
+             "KB": 10**3, "MB": 10**6, "GB": 10**9, "T": 10**12, "TB": 10**12},
+    "count": {"": 1, **_DECIMAL, "B": 10**9},
+    "share": {"": 1, "%": 100},
+}  # fmt: skip
+_EXAMPLE = {"size": "4GiB, 512MiB or 2GB", "count": "2048, 10k or 1.5M", "share": "0.1% or 0.001"}
 _NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
-def _split(text: str, what: str) -> tuple[float, str]:
+def _split(text: str, what: str) -> tuple[float, int]:
+    """Return the number in a text and what its unit stands for."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         kind = "a number from 0 to 100 %" if what == "share" else "a number with a unit"
         raise ConfigError(f"{what} {text!r} is not {kind}. Write for example {_EXAMPLE[what]}.")
-    return float(match[1].replace("_", "").replace(",", "")), match[2].upper()
-
-
-_EXAMPLE = {"size": "4GiB, 512MiB or 2GB", "count": "2048, 10k or 1.5M", "share": "0.1% or 0.001"}
+    unit = match[2].upper()
+    if unit not in _UNITS[what]:
+        raise ConfigError(f"{what} {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE[what]}.")
+    return float(match[1].replace("_", "").replace(",", "")), _UNITS[what][unit]
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes."""
+    """Return the bytes of ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes."""
     if isinstance(text, int):
         return text
-    value, unit = _split(text, "size")
-    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
-    if factor is None:
-        raise ConfigError(f"size {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['size']}.")
+    value, factor = _split(text, "size")
     return int(value * factor)
 
 
 def parse_count(text: str | int) -> int:
-    """A whole number from ``"10k"``, ``"1.5M"``, ``"1_000"`` or ``"2048"``."""
+    """Return the whole number of ``"10k"``, ``"1.5M"``, ``"1_000"`` or ``"2048"``."""
     if isinstance(text, int):
         return text
-    value, unit = _split(text, "count")
-    factor = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}.get(unit)
-    if factor is None:
-        raise ConfigError(f"count {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['count']}.")
+    value, factor = _split(text, "count")
     if not (value * factor).is_integer():
         raise ConfigError(f"count {text!r} is not a whole number. Write for example {_EXAMPLE['count']}.")
     return int(value * factor)
 
 
 def parse_share(text: str | float) -> float:
-    """A share in [0, 1] from ``"0.1%"`` or ``"0.001"``."""
+    """Return the share in [0, 1] of ``"0.1%"`` or ``"0.001"``."""
     if isinstance(text, int | float):
         value = float(text)
     else:
-        value, unit = _split(text, "share")
-        if unit not in ("", "%"):
-            raise ConfigError(f"share {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['share']}.")
-        value = float(Decimal(repr(value)) / 100) if unit == "%" else value  # 99.9 / 100 is not 0.999
+        value, parts = _split(text, "share")
+        value = float(Decimal(repr(value)) / parts) if parts > 1 else value  # 99.9 / 100 is not 0.999
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"share {text!r} lies outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
     return value
 
 
 def format_size(num_bytes: float) -> str:
-    """``"1.5 GiB"`` from a number of bytes."""
+    """Return ``"1.5 GiB"`` from a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -74,7 +73,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``"1.50 M"`` from 1,500,000; numbers under 10,000 in full."""
+    """Return ``"1.50 M"`` from 1,500,000; numbers under 10,000 in full."""
     if abs(count) < 10_000:
         return f"{count:,.0f}"
     for unit in ("k", "M", "G"):
@@ -85,7 +84,7 @@ def format_count(count: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 step"``, ``"1,200 steps"``."""
+    """Return ``"1 step"`` or ``"1,200 steps"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -101,7 +100,7 @@ def quoted(path: str | os.PathLike[str]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``"1 h 02 min"``, ``"3 min 20 s"``, ``"4.2 s"`` or ``"85 ms"``."""
+    """Return ``"1 h 02 min"``, ``"3 min 20 s"``, ``"4.2 s"`` or ``"85 ms"``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -9,13 +9,12 @@ import contextlib
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from stoker.base.errors import DataError
-from stoker.base.files import link_or_copy, refuse_url, sync_folder
+from stoker.base.files import link_or_copy, lock_file, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
@@ -221,14 +220,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
 @contextmanager
 def _locked(folder: Path, out: Path) -> Iterator[None]:
     """Keep other processes out; a killed one lets go by itself."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
     with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.") from error
+        if lock_file(file) is False:
+            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.")
         yield

@@ -178,11 +178,11 @@ class RecModel(nn.Module, ABC):
         return self.embeddings.device
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Everything but the rows: what a ``torch.optim`` optimizer takes."""
+        """Return everything but the rows: what a ``torch.optim`` optimizer takes."""
         return [parameter for parameter in self.parameters() if parameter is not self.embeddings.handle]
 
     def dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of everything but the rows: parameters, then buffers."""
+        """Yield names and values of everything but the rows: parameters, then buffers."""
         for name, value in (*self.named_parameters(), *self.named_buffers()):
             if value is not self.embeddings.handle:
                 yield name, value
@@ -205,7 +205,7 @@ class RecModel(nn.Module, ABC):
         return logits.float()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean binary cross entropy; its ``backward`` also updates the rows.
+        """Return the mean binary cross entropy; its ``backward`` also updates the rows.
 
         Raises:
             ValueError: the batch has no labels.
@@ -217,7 +217,7 @@ class RecModel(nn.Module, ABC):
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:
-        """Probabilities [B] float32; changes nothing."""
+        """Return probabilities [B] float32; changes nothing."""
         return torch.sigmoid(self(batch))
 
     def compile_dense(self, **options: Any) -> None:
@@ -282,7 +282,7 @@ class RecModel(nn.Module, ABC):
 
     @classmethod
     def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
-        """Inverse of :meth:`config`; ``options`` are ``optimizer``, ``device``, ``backend``, ``placement``."""
+        """Do the inverse of :meth:`config`; ``options`` are ``optimizer``, ``device``, ``backend``, ``placement``."""
         settings: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
         }

@@ -23,9 +23,9 @@ class Cross(nn.Module):
 
     def __init__(self, width: int, rank: int | None, generator: torch.Generator) -> None:
         super().__init__()
-        self.down = (
-            None if rank is None else normal(rank, width, std=math.sqrt(2.0 / (rank + width)), generator=generator)
-        )
+        self.down: nn.Parameter | None = None
+        if rank is not None:
+            self.down = normal(rank, width, std=math.sqrt(2.0 / (rank + width)), generator=generator)
         self.up = linear(width if rank is None else rank, width, generator)
 
     def forward(self, x0: Tensor, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class DCN(RecModel):
         self.structure = structure
         generator = dense_generator(self.seed, "dcn")
         self.cross = nn.ModuleList(Cross(width, self.rank, generator) for _ in range(cross_layers))
-        self.deep = MLP(width, self.hidden_sizes, generator=generator, last_relu=True)
+        self.deep = MLP(width, self.hidden_sizes, generator, last_relu=True)
         joined = self.hidden_sizes[-1] + (width if structure == "parallel" else 0)
         self.last = linear(joined, 1, generator)
         self.to(self.device)

@@ -45,9 +45,7 @@ class DeepFM(RecModel):
         fields = len(spec.features) + len(spec.dense)
         self.dense_rows = normal(len(spec.dense), self.embedding_dim, std=0.01, generator=generator)
         self.bias = nn.Parameter(torch.zeros(1))
-        self.deep = MLP(
-            fields * (self.embedding_dim - 1), (*self.hidden_sizes, 1), generator=generator, last_relu=False
-        )
+        self.deep = MLP(fields * (self.embedding_dim - 1), (*self.hidden_sizes, 1), generator)
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:

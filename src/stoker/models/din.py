@@ -37,7 +37,7 @@ class _Layers(nn.Module):
         return self.after_first(nn.functional.linear(x, weights[0], biases[0]), mask)
 
     def after_first(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The rest, from the first layer's products on."""
+        """Apply the rest, from the first layer's products on."""
         for activation, layer in zip(self.activations, list(self.layers)[1:], strict=True):
             x = layer(activation(x, mask))
         return x.squeeze(-1)
@@ -77,15 +77,10 @@ class DIN(SequenceModel):
         self.attention_sizes, self.hidden_sizes = tuple(attention), tuple(hidden)
         self.activation = activation
         width = len(self.targets) * self.embedding_dim
-        self.attention = _Layers(
-            4 * width, self.attention_sizes, activation, dense_generator(self.seed, "din attention")
-        )
-        self.deep = _Layers(
-            len(spec.dense) + len(self.pooled) * self.embedding_dim + width,
-            self.hidden_sizes,
-            activation,
-            dense_generator(self.seed, "din deep"),
-        )
+        generator = dense_generator(self.seed, "din attention")
+        self.attention = _Layers(4 * width, self.attention_sizes, activation, generator)
+        inputs = len(spec.dense) + len(self.pooled) * self.embedding_dim + width
+        self.deep = _Layers(inputs, self.hidden_sizes, activation, dense_generator(self.seed, "din deep"))
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor, steps: Tensor, mask: Tensor) -> Tensor:

@@ -48,15 +48,10 @@ class DLRM(RecModel):
         self.bottom: MLP | None = None
         self.constant: nn.Parameter | None = None
         if spec.dense:
-            self.bottom = MLP(len(spec.dense), self.bottom_sizes, generator=generator, last_relu=True)
+            self.bottom = MLP(len(spec.dense), self.bottom_sizes, generator, last_relu=True)
         else:
             self.constant = normal(dim, std=math.sqrt(1.0 / dim), generator=generator)
-        self.top = MLP(
-            dim + fields * (fields - 1) // 2,
-            (*self.top_sizes, 1),
-            generator=dense_generator(self.seed, "top"),
-            last_relu=False,
-        )
+        self.top = MLP(dim + fields * (fields - 1) // 2, (*self.top_sizes, 1), dense_generator(self.seed, "top"))
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:

@@ -18,17 +18,17 @@ from stoker.ops.reference import derive_key
 
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:
-    """A generator for the dense parameters of one part of a model, unrelated to any other part's."""
+    """Return a generator for the dense parameters of one part of a model, unrelated to any other part's."""
     return torch.Generator().manual_seed(derive_key(seed, "dense", purpose) & (2**63 - 1))
 
 
 def normal(*shape: int, std: float, generator: torch.Generator) -> nn.Parameter:
-    """A parameter drawn from N(0, std)."""
+    """Draw a parameter from N(0, std)."""
     return nn.Parameter(torch.empty(shape).normal_(0.0, std, generator=generator))
 
 
 def linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """DLRM's linear layer: W ~ N(0, sqrt(2 / (m + n))), b ~ N(0, sqrt(1 / m)) for m outputs and n inputs."""
+    """Make DLRM's linear layer: W ~ N(0, sqrt(2 / (m + n))), b ~ N(0, sqrt(1 / m)) for m outputs and n inputs."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     layer.weight = normal(outputs, inputs, std=math.sqrt(2.0 / (inputs + outputs)), generator=generator)
     layer.bias = normal(outputs, std=math.sqrt(1.0 / outputs), generator=generator)
@@ -36,7 +36,7 @@ def linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
 
 
 def parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
-    """Weight [outputs, inputs] and bias [outputs] of linear layers."""
+    """Return the weight [outputs, inputs] and bias [outputs] of linear layers."""
     linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
     return [layer.weight for layer in linears], [layer.bias for layer in linears]
 
@@ -51,7 +51,9 @@ class MLP(nn.Module):
         last_relu: whether the last layer has a ReLU too.
     """
 
-    def __init__(self, inputs: int, sizes: Sequence[int], *, generator: torch.Generator, last_relu: bool) -> None:
+    def __init__(
+        self, inputs: int, sizes: Sequence[int], generator: torch.Generator, *, last_relu: bool = False
+    ) -> None:
         super().__init__()
         if not sizes or min(sizes) < 1:
             raise ConfigError(f"an MLP of sizes {tuple(sizes)} cannot be: give at least one layer, each at least 1.")
@@ -61,7 +63,7 @@ class MLP(nn.Module):
         )
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weight [outputs, inputs] and bias [outputs] of every layer."""
+        """Return the weight [outputs, inputs] and bias [outputs] of every layer."""
         return parts(self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,12 +121,11 @@ class Dice(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` [..., C]; where ``mask`` [...] is given, the moments are those of the rows where it is true."""
-        mean, var = self._moments(x, mask) if self.training and torch.is_grad_enabled() else self._running()
+        mean, var = self.running_mean, self.running_var
+        if self.training and torch.is_grad_enabled():
+            mean, var = self._moments(x, mask)
         share = torch.sigmoid((x - mean) * torch.rsqrt(var + self.eps))
         return x * (share + (1 - share) * self.slope)
-
-    def _running(self) -> tuple[Tensor, Tensor]:
-        return self.running_mean, self.running_var
 
     def _moments(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1])

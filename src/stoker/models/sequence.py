@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any, Unpack
 
 import torch
@@ -46,16 +47,10 @@ class SequenceModel(RecModel):
         self.pooled = tuple(feature.name for feature in spec.features if feature.name not in sequences)
         self.targets = tuple(self.pooled.index(name) for name in self.history)  # places of the targets among the pooled
         self._sequences = tuple(spec.index(name) for name in self.history.values())
-        # Features of the output in stretches: the pooled ones between two sequences are one.
-        stretches: list[tuple[str | None, int]] = []
-        for feature in spec.features:
-            if feature.name in sequences:
-                stretches.append((feature.name, self.num_steps))
-            elif stretches and stretches[-1][0] is None:
-                stretches[-1] = (None, stretches[-1][1] + 1)
-            else:
-                stretches.append((None, 1))
-        self._stretches = tuple(stretches)
+        # Vectors of the output by sequence: pooled features between two sequences, under None, are one block.
+        names = (feature.name if feature.name in sequences else None for feature in spec.features)
+        sizes = ((name, len(list(block))) for name, block in groupby(names))
+        self._blocks = [(name, size if name is None else self.num_steps) for name, size in sizes]
 
     @abstractmethod
     def dense_part(self, dense: Tensor, embedded: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
@@ -69,9 +64,10 @@ class SequenceModel(RecModel):
         """
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        parts = self.embeddings(batch.ids, batch.offsets, batch.weights).split([n for _, n in self._stretches], dim=1)
-        of = {name: part for (name, _), part in zip(self._stretches, parts, strict=True) if name is not None}
-        pooled = [part for (name, _), part in zip(self._stretches, parts, strict=True) if name is None]
+        names, sizes = zip(*self._blocks, strict=True)
+        vectors = self.embeddings(batch.ids, batch.offsets, batch.weights).split(sizes, dim=1)
+        of = dict(zip(names, vectors, strict=True))
+        pooled = [block for name, block in zip(names, vectors, strict=True) if name is None]
         return (
             batch.dense,
             pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
@@ -97,12 +93,12 @@ class SequenceModel(RecModel):
 
 
 def _option(target: str, sequence: str) -> str:
-    """How a pair is named."""
+    """Say how a pair is named."""
     return f'model option history={{"{target}": "{sequence}"}}'
 
 
 def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
-    """Target -> sequence, for every sequence whose table a one-id feature shares.
+    """Pair every sequence with the one-id feature that shares its table: target -> sequence.
 
     Raises:
         ConfigError: there is none, or more than one way to pair them.
@@ -131,7 +127,7 @@ def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
 
 
 def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
-    """T of the pairs.
+    """Check the pairs and return their T.
 
     Raises:
         ConfigError: a feature that is not there or of the wrong kind, or sequences of different length.

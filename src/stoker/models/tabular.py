@@ -145,7 +145,7 @@ class Tabular(RecModel):
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """torch's own linear layer: weights and biases uniform in +-sqrt(1 / inputs)."""
+    """Make torch's own linear layer: weights and biases uniform in +-sqrt(1 / inputs)."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     bound = inputs**-0.5
     with torch.no_grad():

@@ -73,15 +73,10 @@ class TBSM(SequenceModel):
         self._place = spec.dense.index(position) if position in spec.dense else None
         self._others = [column for column in range(len(spec.dense)) if column != self._place]
         count = 1 + len(self._context) + len(self.targets)
-        self.bottom = MLP(
-            1 + len(self._others), self.bottom_sizes, generator=dense_generator(self.seed, "bottom"), last_relu=True
-        )
-        self.tower = MLP(
-            dim + count * (count - 1) // 2,
-            self.tower_sizes,
-            generator=dense_generator(self.seed, "tower"),
-            last_relu=True,
-        )
+        generator = dense_generator(self.seed, "bottom")
+        self.bottom = MLP(1 + len(self._others), self.bottom_sizes, generator, last_relu=True)
+        generator = dense_generator(self.seed, "tower")
+        self.tower = MLP(dim + count * (count - 1) // 2, self.tower_sizes, generator, last_relu=True)
         width = self.tower_sizes[-1]
         generator = dense_generator(self.seed, "attention")
         self.product: nn.Parameter | None = None
@@ -89,17 +84,10 @@ class TBSM(SequenceModel):
             self.product = normal(width, width, std=math.sqrt(1.0 / width), generator=generator)
         self.attention: MLP | None = None
         if self.attention_sizes:
-            self.attention = MLP(
-                self.num_steps, (*self.attention_sizes, self.num_steps), generator=generator, last_relu=False
-            )
+            self.attention = MLP(self.num_steps, (*self.attention_sizes, self.num_steps), generator)
             with torch.no_grad():  # the weights begin near 1 / T: their sum is then as long as the target, not T / 2
                 self.attention.parts()[1][-1].sub_(math.log(max(1, self.num_steps - 1)))
-        self.top = MLP(
-            2 * width + len(self._others),
-            (*self.top_sizes, 1),
-            generator=dense_generator(self.seed, "top"),
-            last_relu=False,
-        )
+        self.top = MLP(2 * width + len(self._others), (*self.top_sizes, 1), dense_generator(self.seed, "top"))
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor, steps: Tensor, mask: Tensor) -> Tensor:

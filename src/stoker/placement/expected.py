@@ -71,7 +71,7 @@ class Uses:
         return float((self.rows * self.q).sum())
 
     def distinct_of(self, batches: int) -> float:
-        """Expected distinct rows of ``batches`` consecutive batches."""
+        """Return the expected distinct rows of ``batches`` consecutive batches."""
         return float((self.rows * -np.expm1(batches * np.log1p(-np.minimum(self.q, 1 - 1e-12)))).sum())
 
 
@@ -86,7 +86,7 @@ def _edges(num_rows: int) -> Int64:
 
 
 def _sums(counts: Any, edges: Int64) -> tuple[Floats, Floats]:
-    """Sum of counts, and counts above zero, of each bucket; a few megabytes at a time."""
+    """Return the sum of counts, and counts above zero, of each bucket; a few megabytes at a time."""
     total, used = np.zeros((2, len(edges) - 1))
     array = np.asarray(counts)
     for begin in range(0, len(array), _CHUNK):
@@ -100,7 +100,7 @@ def _sums(counts: Any, edges: Int64) -> tuple[Floats, Floats]:
 
 
 def uses_of(num_rows: int, counts: Any | None, lookups: float) -> Uses:
-    """The uses of a table.
+    """Return the uses of a table.
 
     Args:
         num_rows: N.
@@ -170,7 +170,7 @@ class _Group:
         self.log_rest = np.log1p(-np.minimum(self.q, 1 - 1e-12))  # ln(1 - q)
 
     def unused(self, width: Floats | float) -> Floats:
-        """S: the probability that a row in use was in none of the ``width`` batches before."""
+        """Return S: the probability that a row in use was in none of the ``width`` batches before."""
         return np.exp(self._log_unused(width))
 
     def _log_unused(self, width: Floats | float) -> Floats:
@@ -179,7 +179,7 @@ class _Group:
         return log
 
     def _unused_sum(self, width: Floats | float) -> Floats:
-        """S(0) + S(1) + ... up to ``width``, which need not be whole."""
+        """Return S(0) + S(1) + ... up to ``width``, which need not be whole."""
         log = self._log_unused(width)
         rate = np.where(self.finite, (self.n - 1) / self.batches, -self.log_rest)
         whole = np.maximum(-np.expm1(-rate), 1e-300)
@@ -191,12 +191,12 @@ class _Group:
         return total
 
     def occupied(self, keep: float, in_flight: int) -> Floats:
-        """Slots that a row takes on average if it stays for its next use at most ``keep`` batches away."""
+        """Return the slots that a row takes on average if it stays for its next use at most ``keep`` batches away."""
         survive = self.unused(keep)
         return self.q * (np.maximum(self._unused_sum(keep) - keep * survive, 0.0) + in_flight * survive)
 
     def recent(self, share: float, keep: float) -> Floats:
-        """The probability that the row of a use was used less than ``keep`` batches before, in this epoch."""
+        """Return the probability that the row of a use was used less than ``keep`` batches before, in this epoch."""
         width = np.where(self.finite, np.minimum(keep, share * self.batches), keep)
         return np.where(width == np.inf, 1.0, 1 - self.unused(np.where(width == np.inf, 0.0, width)))
 
@@ -218,7 +218,7 @@ class _Group:
 def expect(
     tables: Sequence[Uses], slots: int, *, lookahead: float | None, in_flight: int, transient: bool = False
 ) -> Traffic:
-    """The traffic of tables that share ``slots``.
+    """Return the traffic expected of tables that share ``slots``.
 
     Args:
         tables: their uses.
@@ -274,13 +274,13 @@ class HotBatches:
 
 
 def roomy(expected: float) -> int:
-    """Slots for as many rows on average; few batches have more."""
+    """Return the slots for as many rows on average; few batches have more."""
     return math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))
 
 
 @lru_cache(maxsize=64)
 def _begins(num_rows: int) -> Floats:
-    """[J] the first id of each bucket of a table."""
+    """Return the first id of each bucket of a table, [J]."""
     widths = uses_of(num_rows, None, 1.0).rows  # without counts every id of a bucket is used
     return np.concatenate([[0.0], np.cumsum(widths)[:-1]])
 
@@ -298,7 +298,7 @@ def _only(uses: Uses, rows: Floats) -> Uses:
 
 
 def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequence[int] = ()) -> list[int]:
-    """[T] H of each table: the most used rows of all, as many as leave room for the others of the batches in flight.
+    """Return H of each table, [T]: the most used rows of all, as many as leave room for the others in flight.
 
     Args:
         tables: their uses.
@@ -335,7 +335,7 @@ def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequen
 
 
 def phases(uses: Uses, hot: int, share: float) -> tuple[Uses, Uses]:
-    """The uses of a table in batches whose rows are all hot, and in the others.
+    """Return the uses of a table in batches whose rows are all hot, and in the others.
 
     Lookups of rows that are not hot are all in the others; there hot rows share the remaining lookups in proportion.
     H is taken to the nearest border of a bucket.
@@ -359,7 +359,7 @@ def phases(uses: Uses, hot: int, share: float) -> tuple[Uses, Uses]:
 
 
 def _in(uses: Uses, part: float, batches: float) -> Uses:
-    """The same with so much of each row's uses, in so many batches."""
+    """Return the same with so much of each row's uses, in so many batches."""
     batches = max(batches, 1.0 + 1e-9)
     n = uses.n * part
     rows, n = uses.rows * np.minimum(n, 1.0), np.maximum(n, 1.0)
@@ -375,7 +375,7 @@ def _joined(a: Uses, b: Uses) -> Uses:
 
 
 def expect_hot_cold(tables: Sequence[Uses], hot: Sequence[int], slots: int, *, in_flight: int) -> Traffic:
-    """The traffic of tables whose hot rows stay.
+    """Return the traffic of tables whose hot rows stay.
 
     Args:
         tables: their uses.
@@ -393,12 +393,12 @@ def expect_hot_cold(tables: Sequence[Uses], hot: Sequence[int], slots: int, *, i
 
 
 def resting(tables: Sequence[Uses]) -> Traffic:
-    """The traffic of tables whose used rows all lie in slots."""
+    """Return the traffic of tables whose used rows all lie in slots."""
     distinct = sum(uses.distinct for uses in tables)
     lookups = sum(float(uses.lookups @ uses.rows) for uses in tables)
     return Traffic(distinct=distinct, hits=distinct, lookups=lookups, lookups_hit=lookups, first=0.0, written=0.0)
 
 
 def mixed(a: Traffic, b: Traffic, share: float) -> Traffic:
-    """The average where ``share`` of the batches are of the first kind."""
+    """Average the traffic where ``share`` of the batches are of the first kind."""
     return Traffic(**{f.name: share * getattr(a, f.name) + (1 - share) * getattr(b, f.name) for f in fields(Traffic)})

@@ -5,22 +5,22 @@ Legend: C slots of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from stoker.base.device import available_memory
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, require
 from stoker.base.units import format_count, format_size, plural
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
-from stoker.tables import storage
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
+from stoker.tables.config import Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
 from stoker.tables.stores.registry import store_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _MIB = 2**20
 
 
 def row_bytes(table: TableConfig, state: Mapping[str, str]) -> int:
-    """Bytes of a row with its optimizer state."""
-    return storage.row_bytes(table.embedding_dim, DTYPES[table.dtype], state)
+    """Return the bytes of a row of a table with its optimizer state."""
+    return bytes_of_row(table.embedding_dim, table.dtype, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Workload:
         return twice, True
 
 
-class Placement(MutableMapping[str, Strategy]):
+class Placement(UserDict[str, Strategy]):
     """A strategy for every table; made by :func:`stoker.plan`, taken by :class:`stoker.EmbeddingTables`.
 
     ``placement["C3"] = stoker.Device()`` replaces a decision; a table that is deleted lies on the device. Tables of
@@ -158,29 +158,15 @@ class Placement(MutableMapping[str, Strategy]):
         self.moved = dict(moved or {})
         self.choice = choice
         self._profile = profile
-        self._chosen = dict(strategies)
-        self._groups: tuple[Group, ...] | None = None
-
-    def __getitem__(self, name: str) -> Strategy:
-        return self._chosen[name]
+        self._judged: tuple[dict[str, Strategy], tuple[Group, ...]] | None = None
+        super().__init__(strategies)
 
     def __setitem__(self, name: str, strategy: Strategy) -> None:
         if name not in {table.name for table in self.tables}:
             raise ConfigError(f"there is no table {name!r}, only {', '.join(table.name for table in self.tables)}.")
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"{strategy!r} is no strategy. Use for example stoker.Cached(memory='1GiB').")
-        self._chosen[name] = strategy
-        self._groups = None
-
-    def __delitem__(self, name: str) -> None:
-        del self._chosen[name]
-        self._groups = None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._chosen)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
+        super().__setitem__(name, strategy)
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"
@@ -188,63 +174,52 @@ class Placement(MutableMapping[str, Strategy]):
     @property
     def resident(self) -> bool:
         """Whether every row lies on the device."""
-        return not any(isinstance(strategy, Slotted) for strategy in self._chosen.values())
+        return not any(isinstance(strategy, Slotted) for strategy in self.values())
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
-        if self._groups is None:
-            self._groups = tuple(self._judge(bucket, tables) for bucket, tables in self._buckets().items())
-        return self._groups
+        if self._judged is None or self._judged[0] != self.data:
+            self._judged = dict(self.data), tuple(map(self._judge, self._bundles()))
+        return self._judged[1]
 
-    def _buckets(self) -> dict[_Bucket, list[TableConfig]]:
-        """The tables that :class:`stoker.EmbeddingTables` will put together."""
-        found: dict[_Bucket, list[TableConfig]] = {}
+    def _bundles(self) -> list[_Bundle]:
+        """Return the tables that :class:`stoker.EmbeddingTables` will put together."""
+        found: dict[Any, list[TableConfig]] = {}
         for table in self.tables:
-            key = _Bucket(self.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype)
-            found.setdefault(key, []).append(table)
-        return found
+            strategy = self.get(table.name, Device())
+            found.setdefault((strategy, table.embedding_dim, table.pooling, table.dtype), []).append(table)
+        return [_Bundle(key[0], tables, self.workload.state) for key, tables in found.items()]
 
-    def _measured(self, table: TableConfig, strategy: Slotted) -> Profile:
-        return self._profile or measure_profile(
-            dim=table.embedding_dim, dtype=table.dtype, state=self.workload.state, device=self.workload.device,
-            directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
-        )  # fmt: skip
-
-    def _judge(self, bucket: _Bucket, tables: Sequence[TableConfig]) -> Group:
-        work, strategy = self.workload, bucket.strategy
-        rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
-        slots, beside, home, seconds, disk, parts, hot = rows, 0, None, 0.0, 0.0, False, 0
+    def _judge(self, of: _Bundle) -> Group:
+        work, strategy, uses = self.workload, of.strategy, [self.workload.uses[table.name] for table in of.tables]
+        beside, seconds, disk, parts = 0, 0.0, 0.0, False
+        traffic = resting(uses)
         if isinstance(strategy, Slotted):
-            slots, home = strategy.count_slots(rows, size), strategy.home
-            hot_of = strategy.count_hot(tables) if isinstance(strategy, HotCold) else (0,) * len(tables)
-            hot = sum(hot_of)
-            beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
-            beside += store_of(strategy, rows).index_bytes(rows)
-            traffic, parts = work.traffic(tables, strategy, slots)
-            profile = self._measured(tables[0], strategy)
-            found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])
+            beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + HOT_MARK * sum(of.hot)
+            beside += store_of(strategy, of.rows).index_bytes(of.rows)
+            traffic, parts = work.traffic(of.tables, strategy, of.slots)
+            first = of.tables[0]
+            profile = self._profile or measure_profile(
+                dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
+                directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
+            )  # fmt: skip
+            found = resting([parted(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
             planned = replace(
                 traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
                 lookups=traffic.lookups - found.lookups,
             )  # fmt: skip
+            used = sum(float(use.rows.sum()) for use in uses)
+            cold = _cold_share(used * of.row_bytes) if of.home == "file" else 0.0
+            disk = profile.disk_seconds(traffic, of.row_bytes, cold)
             seconds = profile.plan_seconds(planned)
-            used = sum(float(work.uses[table.name].rows.sum()) for table in tables)
-            cold = _cold_share(used * size) if home == "file" else 0.0
-            disk = profile.disk_seconds(traffic, size, cold)
-            seconds += profile.move_seconds(traffic, size, home=strategy.home, cold=cold) + disk
-        else:
-            traffic = resting([work.uses[table.name] for table in tables])
-        fast, whole = slots * size, rows * size
-        if isinstance(strategy, TensorTrain):
-            fast = whole = _stored_bytes(tables, strategy, work.state)
+            seconds += profile.move_seconds(traffic, of.row_bytes, home=strategy.home, cold=cold) + disk
         return Group(
-            tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=whole,
-            strategy=type(strategy).__name__, home=home, hot=hot, slots=slots, slot_bytes=fast,
-            beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
-            lookup_hit_rate=traffic.lookup_hit_rate,
-            fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
-            seconds=seconds, disk_seconds=disk,
+            tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
+            bytes=of.bytes, strategy=type(strategy).__name__, home=of.home, hot=sum(of.hot), slots=of.slots,
+            slot_bytes=of.fast_bytes, beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
+            lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
+            written_mib=traffic.written * of.row_bytes / _MIB, in_parts=parts, seconds=seconds, disk_seconds=disk,
         )  # fmt: skip
 
     @property
@@ -258,45 +233,29 @@ class Placement(MutableMapping[str, Strategy]):
         return sum(group.disk_seconds for group in self.groups)
 
     def summary(self) -> str:
-        """One line: tables, slots, share of the rows, home. Measures nothing."""
-        slotted = {key: tables for key, tables in self._buckets().items() if isinstance(key.strategy, Slotted)}
-        trains = {table.name: each for table in self.tables if isinstance(each := self.get(table.name), TensorTrain)}
-        parts, fast = [], 0
+        """Return one line: tables, slots, share of the rows, home. Measures nothing."""
+        bundles = self._bundles()
+        trains = [each for each in bundles if isinstance(each.strategy, TensorTrain)]
+        slotted = [each for each in bundles if isinstance(each.strategy, Slotted)]
+        words = []
         if trains:
-            compressed = [table for table in self.tables if table.name in trains]
-            small = sum(_stored_bytes([table], trains[table.name], self.workload.state) for table in compressed)
-            large = sum(table.num_embeddings * row_bytes(table, self.workload.state) for table in compressed)
-            sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
-            parts.append(f"{plural(len(trains), 'table')} TensorTrain ({sizes})")
-            fast = sum(table.num_embeddings for table in compressed)
-        if not slotted:
-            rest = [f"{plural(len(self.tables) - len(trains), 'table')} on the device, with all rows"]
-            return f"placement: {', '.join(rest + parts if len(trains) < len(self.tables) else parts)}"
-        total = sum(table.num_embeddings for table in self.tables)
-        behind = {table.name for tables in slotted.values() for table in tables} | set(trains)
-        if direct := [table for table in self.tables if table.name not in behind]:
-            fast += sum(table.num_embeddings for table in direct)
-            parts.append(f"{plural(len(direct), 'table')} on the device")
-        for key, tables in slotted.items():
-            strategy = key.strategy
-            assert isinstance(strategy, Slotted)
-            rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], self.workload.state)
-            slots = strategy.count_slots(rows, size)
-            fast += slots
-            where = "in memory"
-            if strategy.home == "file":
-                where = f"in a file in {strategy.path or 'the temporary directory'}"
-            hot = sum(strategy.count_hot(tables)) if isinstance(strategy, HotCold) else 0
-            own = f", {format_count(hot)} of them for hot rows" if hot else ""
-            parts.append(
-                f"{plural(len(tables), 'table')} {type(strategy).__name__} in {format_count(slots)} slots{own} "
-                f"({slots / rows:.1%} of their rows, {format_size(slots * size)}), home {where} "
-                f"({format_size(rows * size)})"
+            small, large = (
+                sum(sizes) for sizes in zip(*((t.bytes, t.rows * t.row_bytes) for t in trains), strict=True)
             )
-        return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(parts)
+            sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
+            words.append(f"{plural(sum(len(each.tables) for each in trains), 'table')} TensorTrain ({sizes})")
+        direct = sum(len(each.tables) for each in bundles if each not in trains and each not in slotted)
+        if direct:
+            whole = f"{plural(direct, 'table')} on the device"
+            words = [*words, whole] if slotted else [f"{whole}, with all rows", *words]
+        if not slotted:
+            return f"placement: {', '.join(words)}"
+        total, fast = (sum(counts) for counts in zip(*((each.rows, each.slots) for each in bundles), strict=True))
+        words += [each.words() for each in slotted]
+        return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         weighed = {name: size / _MIB for name, size in self.moved.items()}
         groups = [asdict(group) for group in self.groups]
         return {
@@ -304,15 +263,14 @@ class Placement(MutableMapping[str, Strategy]):
         }  # fmt: skip
 
     def report(self) -> Table:
-        """A Rich table of the groups.
+        """Return a Rich table of the groups.
 
         Raises:
             DependencyError: Rich is not installed.
         """
-        try:
-            from rich.table import Table
-        except ImportError as error:
-            raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
+        require("rich", "the report needs")
+        from rich.table import Table
+
         table = Table(show_header=False)
         table.add_column("")
         for _ in self.groups:
@@ -348,26 +306,51 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
 }
 
 
-class _Bucket(NamedTuple):
-    strategy: Strategy
-    dim: int
-    pooling: str
-    dtype: str
+class _Bundle:
+    """Tables of equal width, pooling, type and strategy, and what they take.
 
+    Args:
+        strategy: of all of them.
+        tables: at least one.
+        state: of the row optimizer.
+    """
 
-def _stored_bytes(tables: Sequence[TableConfig], train: TensorTrain, state: Mapping[str, str]) -> int:
-    """Of the cores of compressed tables, with optimizer state."""
-    cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], train))
-    return sum(core.num_embeddings * row_bytes(core, state) for core in cores)
+    def __init__(self, strategy: Strategy, tables: Sequence[TableConfig], state: Mapping[str, str]) -> None:
+        self.strategy, self.tables = strategy, tables
+        self.rows, self.row_bytes = sum(table.num_embeddings for table in tables), row_bytes(tables[0], state)
+        self.slots, self.home = self.rows, None
+        self.hot: Sequence[int] = [0] * len(tables)
+        self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows, and of those in fast memory
+        if isinstance(strategy, Slotted):
+            self.slots, self.home = strategy.count_slots(self.rows, self.row_bytes), strategy.home
+            self.fast_bytes = self.slots * self.row_bytes
+        if isinstance(strategy, HotCold):
+            self.hot = strategy.count_hot(tables)
+        if isinstance(strategy, TensorTrain):
+            cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], strategy))
+            self.bytes = self.fast_bytes = sum(core.num_embeddings * row_bytes(core, state) for core in cores)
+
+    def words(self) -> str:
+        """Say in what slots the tables are, and where all their rows."""
+        assert isinstance(self.strategy, Slotted)
+        where = (
+            f"in a file in {self.strategy.path or 'the temporary directory'}" if self.home == "file" else "in memory"
+        )
+        own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
+        return (
+            f"{plural(len(self.tables), 'table')} {type(self.strategy).__name__} in {format_count(self.slots)} slots"
+            f"{own} ({self.slots / self.rows:.1%} of their rows, {format_size(self.fast_bytes)}), home {where} "
+            f"({format_size(self.bytes)})"
+        )
 
 
 def _named(tables: Sequence[str]) -> str:
-    """As many names as a column holds."""
+    """Return as many names as a column holds."""
     shown = ", ".join(tables[:2])
     return shown if len(tables) <= 2 else f"{shown} and {len(tables) - 2} more"
 
 
 def _cold_share(size: float) -> float:
-    """Share of a file of ``size`` bytes that the system's page cache cannot hold."""
+    """Return the share of a file of ``size`` bytes that the system's page cache cannot hold."""
     room = available_memory()
     return 0.0 if room is None else max(0.0, 1.0 - 0.8 * room / max(size, 1))

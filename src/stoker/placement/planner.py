@@ -354,16 +354,12 @@ def _deal(
         kind = next(iter(kinds))
         given = {kind: min(memory, limit[kind])}
     else:
-
-        def enough(slots: Callable[[Sequence[TableConfig]], int]) -> dict[Kind, int]:
-            return {
-                kind: prints[kind].fast(max(slots(members), needs.least_slots(members)))
-                for kind, members in kinds.items()
-            }
-
-        given = enough(needs.wanted_slots)
+        least = {kind: needs.least_slots(members) for kind, members in kinds.items()}
+        given = {
+            kind: prints[kind].fast(max(needs.wanted_slots(members), least[kind])) for kind, members in kinds.items()
+        }
         if sum(given.values()) > memory:
-            given = enough(needs.least_slots)
+            given = {kind: prints[kind].fast(slots) for kind, slots in least.items()}
         part = max(1, (memory - sum(given.values())) // _SHARES)
         now = {kind: moved(kind, given[kind]) for kind in kinds}
         for _ in range(_SHARES):

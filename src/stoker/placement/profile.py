@@ -5,10 +5,10 @@ Legend: N rows at home, C slots, L lookups of a batch, U distinct rows of a batc
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -20,11 +20,10 @@ from stoker.base.device import available_memory
 from stoker.ops import Bags
 from stoker.ops.space import HAVE_NUMBA, make_space
 from stoker.placement.expected import ZIPF, Traffic
-from stoker.tables.config import DTYPES, Cached, TableConfig
+from stoker.tables.config import Cached, TableConfig, bytes_of_row
 from stoker.tables.slots.residency import LANDED
 from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
-from stoker.tables.storage import row_bytes as bytes_of
 from stoker.tables.stores.file_home import FileHome
 
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
@@ -112,26 +111,20 @@ def _measure(
     dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool,
     writes: Literal["append", "in-place"] | None,
 ) -> Profile:  # fmt: skip
-    row_bytes = bytes_of(dim, DTYPES[dtype], dict(state))
+    row_bytes = bytes_of_row(dim, dtype, dict(state))
     room = (available_memory() or 2 * 2**30) // 8
     quick = HAVE_NUMBA
     size = min(room, _HOME if quick else _PLAIN_HOME)
-    storage = _storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))
-    try:
+    with closing(_storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))) as storage:
         _fill(storage, storage.num_rows)
         planning, fetch, store = _moving(storage, 2**15 if quick else 2**10)
-    finally:
-        storage.close()
     cold = warm = written = None
     if file:
         behind = Cached(slots=1, home="file", path=directory, writes=writes)
-        storage = _storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, behind)
-        try:
+        with closing(_storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, behind)) as storage:
             rows = storage.num_rows if quick else min(storage.num_rows, 2**14)
             _fill(storage, rows)
             cold, warm, written = _reading(storage, rows)
-        finally:
-            storage.close()
     return Profile(
         row_bytes=row_bytes, fetch=fetch, store=store, **planning,
         file_cold=cold, file_warm=warm, file_store=written,
@@ -238,7 +231,7 @@ def _reading(storage: SlottedRows, rows: int) -> tuple[float, float, float]:
     random = np.random.default_rng(0)
     home.flush()
     if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.posix_fadvise(home._fd, 0, 0, os.POSIX_FADV_DONTNEED)
     target = home.empty(_FILE_ROWS)
     parts: list[np.ndarray] = []

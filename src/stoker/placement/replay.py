@@ -10,6 +10,7 @@ C slots, B examples, F features.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base import spool
-from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.errors import ConfigError, DataError, require
+from stoker.base.progress import Progress, quiet
 from stoker.base.spool import Spool
 from stoker.base.units import format_size, parse_share
 from stoker.dataset.dataset import Dataset
@@ -27,7 +29,7 @@ from stoker.ops.space import AddressSpace, make_space
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables import tables_for
-from stoker.tables.config import DTYPES, Cached
+from stoker.tables.config import DTYPES, Cached, bytes_of_row
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -60,12 +62,12 @@ class IdTrace:
         return int(self.offsets[-1])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Steps [first, last) that are worked on together."""
+        """Yield steps [first, last) that are worked on together."""
         return spool.stretches(self.offsets)
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
-    """The tables of a dataset as one group, in the order that models make them in.
+    """Return the tables of a dataset as one group, in the order that models make them in.
 
     Raises:
         DataError: a dataset without categorical columns.
@@ -84,7 +86,7 @@ def dataset_space(dataset: Dataset) -> AddressSpace:
 def dataset_steps(
     dataset: Dataset, space: AddressSpace, *, batch_size: int, seed: int | None, steps: int | None
 ) -> tuple[int, Iterator[Int64]]:
-    """The number of steps, and the keys ``id * tables + table`` of each training batch's lookups.
+    """Return the number of steps, and the keys ``id * tables + table`` of each training batch's lookups.
 
     Args:
         seed: of the shuffled order, as in ``Split.batches``; None keeps the order of the file.
@@ -118,7 +120,7 @@ def dataset_steps(
 
 
 def array_steps(arrays: Iterable[Any], num_embeddings: int | None, steps: int | None) -> Iterator[Int64]:
-    """The keys of batches given as arrays of ids of one table, any shape."""
+    """Yield the keys of batches given as arrays of ids of one table, any shape."""
     for number, array in enumerate(arrays):
         if number == steps:
             return
@@ -187,8 +189,6 @@ STRATEGIES = (
     "host-pipelined", "belady",
 )  # fmt: skip
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFigures:
@@ -223,7 +223,7 @@ class Replay:
     strategies: tuple[StrategyFigures, ...]
 
     def __getitem__(self, strategy: str) -> StrategyFigures:
-        """The figures of one strategy by name.
+        """Return the figures of one strategy by name.
 
         Raises:
             KeyError: it was not asked for.
@@ -234,12 +234,12 @@ class Replay:
         raise KeyError(f"{strategy!r} was not replayed, only {', '.join(f.strategy for f in self.strategies)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "rowwise_adagrad") -> int:
-    """Bytes of one row with its optimizer state.
+    """Return the bytes of one row with its optimizer state.
 
     Raises:
         ConfigError: an unknown type or optimizer, or a dim under 1.
@@ -251,8 +251,7 @@ def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "
     kind = optimizer if isinstance(optimizer, str) else optimizer.kind
     if kind not in ROW_OPTIMIZERS:
         raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {', '.join(sorted(ROW_OPTIMIZERS))}.")
-    state = sum(4 * dim if shape == "row" else 4 for shape in ROW_OPTIMIZERS[kind].state.values())
-    return dim * DTYPES[dtype].itemsize + state
+    return bytes_of_row(dim, dtype, ROW_OPTIMIZERS[kind].state)
 
 
 def replay(
@@ -272,7 +271,7 @@ def replay(
     num_embeddings: int | None = None,
     progress: Progress | None = None,
 ) -> Replay:
-    """Hit rate and traffic of cache strategies on the ids of a stream, without training.
+    """Replay cache strategies on the ids of a stream, without training: their hit rates and traffic.
 
     Args:
         source: a dataset or its directory, whose training batches are read as the trainer reads them; or an iterable
@@ -309,12 +308,8 @@ def replay(
     if sum(value is not None for value in (slots, fraction, device_memory)) > 1:
         raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
     size = row_size(dim, dtype, optimizer)
-    report = progress or (lambda what, done, total: None)
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise DependencyError("replay needs numba, which is not installed. Run: pip install numba") from error
-
+    report = progress or quiet
+    require("numba", "replay needs")
     if isinstance(source, str | Path):
         source = Dataset(source)
     from_dataset = isinstance(source, Dataset)
@@ -328,11 +323,13 @@ def replay(
         keys = array_steps(source, num_embeddings, steps)
         trace, greatest = record(keys, lambda done: report("reading ids", done, max(total, done)))
         num_rows = num_embeddings or greatest + 1
-    capacity = _slots(slots, fraction, device_memory, num_rows, size)
+    share = parse_share(0.1 if fraction is None else fraction) if slots is None and device_memory is None else None
+    capacity = Cached(slots=slots, memory=device_memory, fraction=share).count_slots(num_rows, size)
 
     # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
-    pipelined, state = _pipelined(trace, capacity, in_flight, report)
-    _, least, step, needed = state.tolist()
+    pipelined, (_, least, step, needed) = _replayed(
+        trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report
+    )
     if step >= 0:
         lower = "batch_size" if in_flight == 1 else "batch_size or in_flight"
         raise ConfigError(
@@ -341,10 +338,8 @@ def replay(
             f"{format_size(least * size)}; or lower {lower}."
         )
     counts = {
-        strategy: pipelined
-        if strategy.kind == "host-pipelined"
-        else simulate(trace, strategy, capacity, in_flight, report)
-        for strategy in chosen
+        each: pipelined if each.kind == "host-pipelined" else simulate(trace, each, capacity, in_flight, report)
+        for each in chosen
     }
     best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
     figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
@@ -353,16 +348,6 @@ def replay(
         rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size, rows_needed=trace.places,
         lookups=trace.lookups, strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
     )  # fmt: skip
-
-
-def _slots(
-    slots: int | None, fraction: float | str | None, device_memory: int | str | None, num_rows: int, row_bytes: int
-) -> int:
-    """As many as the tables themselves would take."""
-    if slots is None and device_memory is None:
-        fraction = parse_share(0.1 if fraction is None else fraction)
-        return Cached(fraction=fraction).count_slots(num_rows, row_bytes)
-    return Cached(slots=slots, memory=device_memory).count_slots(num_rows, row_bytes)
 
 
 def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:
@@ -375,73 +360,55 @@ def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: in
     )  # fmt: skip
 
 
-def _pipelined(
-    trace: IdTrace, slots: int, in_flight: int, report: Progress, hot: npt.NDArray[np.bool_] | None = None
-) -> tuple[Counts, Int64]:
-    """What passes through without a cache but for the ``hot`` [K] rows; and [4]: other rows in flight at the end, the
-    most there were, the first step that needs more than the slots (-1: none), and how many it needs."""
+def _replayed(
+    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress,
+    hot: npt.NDArray[np.bool_] | None = None,
+) -> tuple[Counts, list[int]]:  # fmt: skip
+    """Replay a trace once; with ``hot`` [K], those rows stay and take no slot, and all others pass.
+
+    Returns:
+        The counts; and the slots taken at the end, the most there were, the first step that needs more than the slots
+        (-1: none), and how many it needs.
+    """
     from stoker.placement import replay_kernels as kernels
 
-    state, totals = np.array([0, 0, -1, 0], np.int64), np.zeros(5, np.int64)
-    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
-    stay = np.zeros(trace.num_rows, np.bool_) if hot is None else hot
+    passing = hot is not None or strategy.kind == "host-pipelined"
+    kind = kernels.PASSING if passing else {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
+    state = kernels.State.begin(
+        np.zeros(trace.num_rows, np.bool_) if hot is None else hot,
+        0 if passing else 2 * min(slots, trace.num_rows) + 1,  # more slots are never taken
+    )
+    places = kernels.Places(trace.rows, trace.counts, trace.following, trace.offsets)
+    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
     for first, last in trace.chunks():
-        kernels.pipelined(
-            trace.rows, trace.counts, trace.offsets, first, last, in_flight, slots, stay, last_use, resident, state,
-            totals,
-        )  # fmt: skip
-        report("host-pipelined" if hot is None else "hot-cold", last, trace.steps)
-    return Counts(*totals.tolist()), state
+        kernels.advance(kind, places, first, last, window, in_flight, slots, state)
+        report(strategy.name, last, trace.steps)
+    return Counts(*state.counts.tolist()), state.taken.tolist()
 
 
-def _hot_cold(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> Counts:
+def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress) -> Counts:
     """The most used rows stay, as many as leave room for the others."""
-    from stoker.placement import replay_kernels as kernels
-
     uses = np.zeros(trace.num_rows, np.int64)
     for first, last in trace.chunks():
-        kernels.count_uses(trace.rows, trace.offsets[first], trace.offsets[last], uses)
+        uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
     order = np.argsort(-uses, kind="stable")
-    low, high = 0, min(slots, trace.num_rows)
-    found: Counts | None = None
-    while found is None or low < high:
-        count = (low + high + 1) // 2
+
+    def replayed(count: int) -> tuple[Counts, list[int]]:
         hot = np.zeros(trace.num_rows, np.bool_)
         hot[order[:count]] = True
-        counts, state = _pipelined(trace, slots, in_flight, report, hot)
-        if count + int(state[1]) <= slots:
-            low, found = count, counts
-        else:
-            high = count - 1
-    return found
+        return _replayed(trace, strategy, slots, in_flight, report, hot)
+
+    # The more are hot, the fewer of the others are in flight, but not by more.
+    most = bisect_right(
+        range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count)[1][1]
+    )
+    return replayed(most)[0]
 
 
 def simulate(
-    trace: IdTrace,
-    strategy: CacheStrategy,
-    slots: int,
-    in_flight: int = 1,
-    report: Progress = lambda what, done, total: None,
+    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
-    """One strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
-    from stoker.placement import replay_kernels as kernels
-
-    if strategy.kind == "host-pipelined":
-        return _pipelined(trace, slots, in_flight, report)[0]
+    """Replay one strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
     if strategy.kind == "hot-cold":
-        return _hot_cold(trace, slots, in_flight, report)
-    rows, counts, offsets = trace.rows, trace.counts, trace.offsets
-    slots = min(slots, trace.num_rows)  # more are never taken
-    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
-    rank, entry = np.zeros(trace.num_rows, np.int64), np.full(trace.num_rows, -1, np.int64)
-    heap = np.empty(2 * slots + 1, np.int64)
-    state, totals = np.zeros(2, np.int64), np.zeros(5, np.int64)
-    kind = {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
-    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
-    for first, last in trace.chunks():
-        kernels.cached(
-            kind, rows, counts, trace.following, offsets, first, last, window, in_flight, slots, last_use, resident,
-            rank, entry, heap, state, totals,
-        )  # fmt: skip
-        report(strategy.name, last, trace.steps)
-    return Counts(*totals.tolist())
+        return _hot_cold(trace, strategy, slots, in_flight, report)
+    return _replayed(trace, strategy, slots, in_flight, report)[0]

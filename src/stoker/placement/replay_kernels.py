@@ -1,17 +1,15 @@
-"""Numba kernels that replay cache strategies over a trace, some steps at a time. Import only where Numba is.
+"""The Numba kernels that replay cache strategies over a trace, some steps at a time. Import only where Numba is.
 
 Rows are numbered such that of two rows the greater leaves first when all else is equal; a step lists its rows in
 rising order. So a place p in the trace orders victims: a later next use is a greater place, and within a step the
 greater row is. The next victim is the smallest entry of a heap.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows of the trace, C slots, k batches in flight.
-
-Each kernel works on steps [first, last) and keeps what it needs in arrays, so that the caller can stop in between:
-``last_use`` [K] step of the last use (-1: none), ``resident`` [K], ``state`` its own scalars, ``totals`` [5]: hits,
-lookups hit, misses, compulsory misses, rows written back.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,40 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-LRU, LFU, AHEAD = 0, 1, 2  # who leaves: last use longest ago, fewest batches, farthest next use
+# Who leaves: last use longest ago, fewest batches, farthest next use; all that no batch in flight uses.
+LRU, LFU, AHEAD, PASSING = 0, 1, 2, 3
+
+
+class Places(NamedTuple):
+    """A trace as kernels take it."""
+
+    rows: Int32  # [L]
+    counts: Int32  # [L] occurrences of the row in its batch
+    following: Int64  # [L] place of the row's next use; L + row if there is none
+    offsets: Int64  # [T + 1] first place of each step
+
+
+class State(NamedTuple):
+    """What a simulation knows between two steps."""
+
+    last_use: Int32  # [K] step of the last use; -1: none
+    resident: Flags  # [K]
+    hot: Flags  # [K] rows that stay in slots of their own
+    rank: Int64  # [K] step of the last use (LRU), uses (LFU), or ``following`` at the last use (AHEAD)
+    entry: Int64  # [K] the entry of the heap that counts, others are stale; -1: none
+    heap: Int64  # [more than 2 C] see :func:`advance`; room for none where all rows pass
+    size: Int64  # [1] entries of the heap
+    taken: Int64  # [4] slots of rows that are not hot, the most so far, first step that needs too many (-1), how many
+    counts: Int64  # [5] hits, lookups hit, misses, compulsory misses, rows written back
+
+    @classmethod
+    def begin(cls, hot: Flags, heap: int) -> State:
+        """Return the state before the first step, with a heap of so many entries."""
+        return cls(
+            last_use=np.full(hot.size, -1, np.int32), resident=np.zeros(hot.size, np.bool_), hot=hot,
+            rank=np.zeros(hot.size, np.int64), entry=np.full(hot.size, -1, np.int64), heap=np.empty(heap, np.int64),
+            size=np.zeros(1, np.int64), taken=np.array([0, 0, -1, 0]), counts=np.zeros(5, np.int64),
+        )  # fmt: skip
 
 
 @jit
@@ -35,62 +66,6 @@ def link(rows: Int32, begin: int, end: int, nearest: Int64, following: Int64) ->
         row = rows[place]
         following[place] = nearest[row]
         nearest[row] = place
-
-
-@jit
-def count_uses(rows: Int32, begin: int, end: int, uses: Int64) -> None:
-    """Add the places [begin, end) to ``uses`` [K]: in how many steps each row is."""
-    for place in range(begin, end):
-        uses[rows[place]] += 1
-
-
-@jit
-def _use(
-    rows: Int32, counts: Int32, begin: int, end: int, step: int, last_use: Int32, resident: Flags, totals: Int64
-) -> int:
-    """Count hits and misses of a step and note the use; returns the misses."""
-    missing = 0
-    for place in range(begin, end):
-        row = rows[place]
-        if resident[row]:
-            totals[0] += 1
-            totals[1] += counts[place]
-        else:
-            missing += 1
-            totals[3] += last_use[row] < 0
-        last_use[row] = step
-    totals[2] += missing
-    return missing
-
-
-@jit
-def pipelined(
-    rows: Int32, counts: Int32, offsets: Int64, first: int, last: int, in_flight: int, slots: int, hot: Flags,
-    last_use: Int32, resident: Flags, state: Int64, totals: Int64,
-) -> None:  # fmt: skip
-    """No cache: a row leaves when no batch in flight uses it, unless it is ``hot`` [K].
-
-    ``state`` [4]: rows in flight that are not hot, the most so far, and the first step with more than ``slots`` (-1)
-    and its rows.
-    """
-    for step in range(first, last):
-        _use(rows, counts, offsets[step], offsets[step + 1], step, last_use, resident, totals)
-        for place in range(offsets[step], offsets[step + 1]):
-            row = rows[place]
-            state[0] += not resident[row] and not hot[row]
-            resident[row] = True
-        gone = step - in_flight
-        if gone >= 0:
-            for place in range(offsets[gone], offsets[gone + 1]):
-                row = rows[place]
-                if last_use[row] == gone and not hot[row]:
-                    resident[row] = False
-                    state[0] -= 1
-                    totals[4] += 1
-        state[1] = max(state[1], state[0])
-        if state[0] > slots and state[2] < 0:
-            state[2] = step
-            state[3] = state[0]
 
 
 @jit
@@ -111,7 +86,7 @@ def _sift_down(heap: Int64, size: int, at: int) -> None:
 
 @jit
 def _row_of(key: int, kind: int, rows: Int32, num_rows: int) -> int:
-    """The row of an entry of the heap."""
+    """Return the row of an entry of the heap."""
     if kind != AHEAD:
         return num_rows - 1 - key % num_rows
     place = rows.size + num_rows - 1 - key
@@ -151,43 +126,63 @@ def _push(heap: Int64, size: int, key: int, entry: Int64, kind: int, rows: Int32
 
 
 @jit
-def cached(
-    kind: int, rows: Int32, counts: Int32, following: Int64, offsets: Int64, first: int, last: int, window: int,
-    in_flight: int, slots: int, last_use: Int32, resident: Flags, rank: Int64, entry: Int64, heap: Int64, state: Int64,
-    totals: Int64,
-) -> None:  # fmt: skip
-    """A row leaves when its slot is needed; ``kind`` and ``window`` say which: batches known ahead (T or more: all).
+def advance(
+    kind: int, trace: Places, first: int, last: int, window: int, in_flight: int, slots: int, state: State
+) -> None:
+    """Replay steps [first, last); ``kind`` and ``window``, the batches known ahead (T or more: all), say who leaves.
 
-    ``state`` [2]: rows resident, entries of the heap. ``rank`` [K]: the step of the last use (``LRU``), the uses
-    (``LFU``), or ``following`` at the last use (``AHEAD``). ``heap`` [more than 2 C] has an entry for every row that
-    may leave, smallest first: ``rank * K + (K - 1 - row)``, or how far before the end of the places L + K the row's
-    next use is, L + row where it is not known. ``entry`` [K] is the one that counts (-1: none); others are stale.
+    The heap has an entry for every row that may leave, smallest first: ``rank * K + (K - 1 - row)``, or how far before
+    the end of the places L + K the row's next use is, L + row where it is not known.
     """
-    used, size, num_rows, steps = state[0], state[1], entry.size, offsets.size - 1
+    rows, following, offsets = trace.rows, trace.following, trace.offsets
+    last_use, resident, hot, rank, entry, heap = (
+        state.last_use,
+        state.resident,
+        state.hot,
+        state.rank,
+        state.entry,
+        state.heap,
+    )
+    used, size, num_rows, steps = state.taken[0], state.size[0], entry.size, offsets.size - 1
     end = rows.size + num_rows - 1
     for step in range(first, last):
+        begin, stop = offsets[step], offsets[step + 1]
         horizon = offsets[min(step + window + 1, steps)]
         if kind == AHEAD and step + window < steps:  # one more batch has become known
             for place in range(offsets[step + window], horizon):
                 if entry[rows[place]] == num_rows - 1 - rows[place]:
                     size = _push(heap, size, end - place, entry, kind, rows)
-        missing = _use(rows, counts, offsets[step], offsets[step + 1], step, last_use, resident, totals)
-        for place in range(offsets[step], offsets[step + 1]):
+        missing = 0  # slots that are needed
+        for place in range(begin, stop):
             row = rows[place]
-            entry[row] = -1
-            rank[row] = step if kind == LRU else rank[row] + 1 if kind == LFU else following[place]
-        gone = step - in_flight
-        if gone >= 0:
-            for place in range(offsets[gone], offsets[gone + 1]):
+            if resident[row]:
+                state.counts[0] += 1
+                state.counts[1] += trace.counts[place]
+            else:
+                state.counts[2] += 1
+                state.counts[3] += last_use[row] < 0
+                missing += not hot[row]
+            last_use[row] = step
+            if kind != PASSING:
+                entry[row] = -1
+                rank[row] = step if kind == LRU else rank[row] + 1 if kind == LFU else following[place]
+        leaving = 0 if kind == PASSING else max(0, missing - (slots - used))
+        if step >= in_flight:
+            for place in range(offsets[step - in_flight], offsets[step - in_flight + 1]):
                 row = rows[place]
-                if last_use[row] == gone:
-                    key = rank[row] * num_rows + (num_rows - 1 - row)
-                    if kind == AHEAD:
-                        key = end - rank[row] if rank[row] < horizon else num_rows - 1 - row
-                    size = _push(heap, size, key, entry, kind, rows)
-        leaving = max(0, missing - (slots - used))
+                if last_use[row] != step - in_flight or hot[row]:
+                    continue
+                if kind == PASSING:
+                    resident[row] = False
+                    used -= 1
+                    state.counts[4] += 1
+                    continue
+                key = rank[row] * num_rows + (num_rows - 1 - row)
+                if kind == AHEAD:
+                    key = end - rank[row] if rank[row] < horizon else num_rows - 1 - row
+                size = _push(heap, size, key, entry, kind, rows)
         used += missing - leaving
-        totals[4] += leaving
+        state.counts[4] += leaving
         while leaving > 0:
             key = heap[0]
             size -= 1
@@ -198,6 +193,10 @@ def cached(
                 entry[row] = -1
                 resident[row] = False
                 leaving -= 1
-        for place in range(offsets[step], offsets[step + 1]):
+        for place in range(begin, stop):
             resident[rows[place]] = True
-    state[0], state[1] = used, size
+        state.taken[1] = max(state.taken[1], used)
+        if used > slots and state.taken[2] < 0:
+            state.taken[2] = step
+            state.taken[3] = used
+    state.taken[0], state.size[0] = used, size

@@ -51,7 +51,7 @@ class CacheStrategy:
 
     @classmethod
     def parse(cls, text: str) -> CacheStrategy:
-        """Inverse of :attr:`name`.
+        """Return the strategy of a :attr:`name`.
 
         Raises:
             ConfigError: no such strategy, or a lookahead under 1.

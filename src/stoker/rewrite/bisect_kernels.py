@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["bisect"]
-
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
@@ -23,6 +21,13 @@ _LEAF = 8  # ids whose order among themselves is left as it is
 _ROUNDS = 20  # of exchanges between two halves at most
 _FEW = 500  # they end once less than one id in so many is exchanged
 _ONE = 65536.0  # costs are whole numbers, so that they add up to the same on every machine
+
+
+@jit
+def _add(one: int, starts: Int64, windows: Int32, degree: Int32, side: int, by: int) -> None:
+    """Add ``by`` to the ids of a half in each window that holds id ``one``."""
+    for pair in range(starts[one], starts[one + 1]):
+        degree[windows[pair], side] += by
 
 
 @jit
@@ -51,9 +56,7 @@ def bisect(
             continue
         middle = low + (high - low) // 2
         for place in range(low, high):
-            side = 0 if place < middle else 1
-            for pair in range(starts[order[place]], starts[order[place] + 1]):
-                degree[windows[pair], side] += 1
+            _add(order[place], starts, windows, degree, int(place >= middle), 1)
         for _ in range(_ROUNDS):
             for place in range(low, high):
                 side = 0 if place < middle else 1
@@ -74,18 +77,13 @@ def bisect(
                 if gain[a] + gain[b] <= 0:
                     break
                 order[a], order[b] = order[b], order[a]
-                for pair in range(starts[order[a]], starts[order[a] + 1]):
-                    degree[windows[pair], 1] -= 1
-                    degree[windows[pair], 0] += 1
-                for pair in range(starts[order[b]], starts[order[b] + 1]):
-                    degree[windows[pair], 0] -= 1
-                    degree[windows[pair], 1] += 1
+                for side, one in enumerate((order[a], order[b])):
+                    _add(one, starts, windows, degree, 1 - side, -1)
+                    _add(one, starts, windows, degree, side, 1)
                 exchanged += 1
             if exchanged * _FEW < high - low:
                 break
         for place in range(low, high):
-            for pair in range(starts[order[place]], starts[order[place] + 1]):
-                degree[windows[pair], 0] = 0
-                degree[windows[pair], 1] = 0
+            _add(order[place], starts, windows, degree, int(place >= middle), -1)
         parts.append((low, middle))
         parts.append((middle, high))

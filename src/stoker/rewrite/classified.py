@@ -26,6 +26,7 @@ import numpy.typing as npt
 from stoker.base.device import check_threads
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
+from stoker.base.progress import Progress, quiet
 from stoker.base.units import quoted
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
@@ -34,10 +35,8 @@ from stoker.dataset.row_files import GroupWriter, kept_writer, write_group_file
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
-from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.rewrite.derived import derived_at, write_shards
 from stoker.rewrite.hot_profile import HotProfile
-
-__all__ = ["ClassifyReport", "classify", "hot_limits", "hot_mask", "run_classify", "write_classified"]
 
 _IDS = 2**20  # looked at together
 
@@ -97,7 +96,7 @@ def run_classify(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ClassifyReport:
-    """As :func:`classify`, returning what was done."""
+    """Do as :func:`classify`, and return what was done."""
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     found = profile if isinstance(profile, HotProfile) else HotProfile.load(profile)
     known = data.hot_cold or {}
@@ -256,7 +255,7 @@ def _in_order(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Shard, int
 
 
 def _new_shards(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Int64]]:
-    """File and rows of each new shard."""
+    """Yield the file and rows of each new shard."""
     size = max((shard.rows for shard in split.shards), default=1)
     for kind, found in groupby(_in_order(split, hot_bits), key=itemgetter(0)):
         number, waiting = 0, np.empty(0, np.int64)

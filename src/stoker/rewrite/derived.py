@@ -5,7 +5,7 @@ Legend: n rows, F features, N ids of a table, L ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,7 @@ from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
-__all__ = ["Progress", "derived_at", "feature_of_ids", "quiet", "write_shards"]
-
 Int64 = npt.NDArray[np.int64]
-Progress = Callable[[str, int, int], None]  # (what, done, in all)
-
-
-def quiet(what: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:
@@ -68,10 +61,8 @@ def write_shards(
         file, rows = job
         first, last = np.searchsorted(split.starts, [rows[0], rows[-1]], side="right")
         split.check_rows(split.starts[first - 1], split.starts[last])
-        tensors = gather(rows, new_tensor)
-        arrays = {name: tensors[name].numpy() for name in ("dense", "ids", "labels")}
-        if "offsets" in tensors:
-            offsets = tensors["offsets"].numpy()
+        arrays = {name: tensor.numpy() for name, tensor in gather(rows, new_tensor).items()}
+        if (offsets := arrays.pop("offsets", None)) is not None:
             arrays["lengths"] = np.diff(offsets).astype(np.int32).reshape(len(rows), features)
             arrays["row_offsets"] = offsets[::features].copy()
         _replace(arrays["ids"], arrays.get("lengths"), split.schema, new_ids)
@@ -100,3 +91,19 @@ def feature_of_ids(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
     """Return the place of the feature of each id, [L], from lengths [n, F]."""
     features = np.arange(lengths.shape[1], dtype=np.int16)
     return np.repeat(np.tile(features, len(lengths)), lengths.reshape(-1))
+
+
+def table_ids(
+    ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32] | None, schema: FeatureSpec, table: str
+) -> tuple[npt.NDArray[np.integer], Int64]:
+    """Return the ids of a table among those of n rows, and the row of each, which rise, [L] each.
+
+    Args:
+        ids: [n, F], or flat by row.
+        lengths: [n, F] of flat ids.
+    """
+    places = [place for place, feature in enumerate(schema.features) if feature.table == table]
+    if lengths is None:
+        return ids[:, places].reshape(-1), np.repeat(np.arange(len(ids)), len(places))
+    mine = np.isin(feature_of_ids(lengths), places)
+    return ids[mine], np.repeat(np.arange(len(lengths)), lengths[:, places].sum(axis=1))

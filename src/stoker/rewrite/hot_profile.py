@@ -22,8 +22,6 @@ from stoker.dataset.manifest import canonical_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings", "draw_profile"]
-
 FORMAT_VERSION = 1
 _KIND = "stoker.HotProfile"
 
@@ -136,12 +134,12 @@ class HotProfile:
         return _hash(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self) | {"tables": [asdict(t) for t in self.tables], "curve": [asdict(p) for p in self.curve]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HotProfile:
-        """Inverse of :meth:`to_dict`.
+        """Do the inverse of :meth:`to_dict`.
 
         Raises:
             DataError: values that no profile has.

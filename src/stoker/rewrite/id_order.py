@@ -22,27 +22,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, require
 from stoker.base.settings import Settings, setting
-
-if TYPE_CHECKING:  # the command line's help reads the settings, and needs no torch
-    from stoker.dataset.shards import Shard
-    from stoker.dataset.spec import FeatureSpec
-
-__all__ = [
-    "IdWindows",
-    "Reordering",
-    "TableUse",
-    "blocks_of_shuffled",
-    "blocks_of_windows",
-    "new_ids",
-    "table_ids",
-]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -139,7 +125,7 @@ class IdWindows:
         self._parts, self._size = [keys], len(keys)
 
     def use(self) -> TableUse:
-        """What was collected."""
+        """Return what was collected."""
         self._thin()
         ids, windows = np.divmod(self._parts[0], self._width)
         return TableUse(
@@ -151,20 +137,8 @@ class IdWindows:
         )
 
 
-def table_ids(shard: Shard, start: int, schema: FeatureSpec, table: str) -> tuple[npt.NDArray[np.integer], Int64]:
-    """Return the ids of a table in a shard whose first row is ``start``, and their rows, [L] each, by row."""
-    from stoker.rewrite.derived import feature_of_ids
-
-    places = [place for place, feature in enumerate(schema.features) if feature.table == table]
-    rows = np.arange(start, start + shard.rows)
-    if shard.lengths is None:
-        return shard.ids[:, places].reshape(-1), np.repeat(rows, len(places))
-    mine = np.isin(feature_of_ids(shard.lengths), places)
-    return shard.ids[mine], np.repeat(rows, shard.lengths[:, places].sum(axis=1))
-
-
 def new_ids(use: TableUse, how: Reordering) -> Int64:
-    """The new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
+    """Return the new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
 
     Raises:
         DependencyError: a package that the method needs is not installed.
@@ -189,7 +163,7 @@ def new_ids(use: TableUse, how: Reordering) -> Int64:
 
 
 def hot_ids(counts: Int64, hot: float) -> int:
-    """How many ids stay, of those with these falling counts."""
+    """Count the ids that stay, of those with these falling counts."""
     if hot >= 1:
         return min(int(hot), len(counts))
     return (
@@ -210,12 +184,9 @@ def tiers(counts: Int64, spread: float) -> Int64:
 
 def _bisect(cold: Int64, tier: Int64, use: TableUse) -> None:
     """Order each tier by bisection, in place."""
-    try:
-        from stoker.rewrite.bisect_kernels import bisect
-    except ImportError as error:
-        raise DependencyError(
-            "bisection needs numba, which is not installed. Run: pip install numba, or take the method first-use."
-        ) from error
+    require("numba", "bisection needs", "pip install numba, or take the method first-use.")
+    from stoker.rewrite.bisect_kernels import bisect
+
     degree = np.zeros((use.num_windows, 2), np.int32)
     cuts = np.flatnonzero(np.diff(tier)) + 1
     for part in np.split(cold, cuts):  # views
@@ -248,13 +219,8 @@ def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, I
 
 
 def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
-    """The community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
-    try:
-        import networkit
-    except ImportError as error:
-        raise DependencyError(
-            "communities need networkit, which is not installed. Run: pip install networkit, or take the method bisect."
-        ) from error
+    """Return the community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
+    networkit = require("networkit", "communities need", "pip install networkit, or take the method bisect.")
     low, high, weight = _edges(use, cold, how)
     threads = networkit.getMaxNumberOfThreads()
     networkit.setNumberOfThreads(1)  # more would race for the moves, and the result with them

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.progress import Progress, quiet
 from stoker.base.units import format_size, parse_share, parse_size
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import make_gather, new_tensor
@@ -32,26 +33,12 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 from stoker.optim import RowOptimizer
 from stoker.placement.replay import row_size
+from stoker.rewrite.derived import table_ids
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileSettings
-
-__all__ = [
-    "BLOCK_ROWS",
-    "ChunkRows",
-    "ExactRows",
-    "Sample",
-    "Thresholds",
-    "count_accesses",
-    "draw",
-    "first_hot_levels",
-    "half_width",
-    "profile",
-    "true_hot_rows",
-]
 
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 Advance = Callable[[int, int], None]  # (rows read, rows to read)
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 
 BLOCK_ROWS = 64  # at most: 6.5 KiB of Criteo's ids
 _BLOCKS = 2**15  # wanted at least
@@ -127,25 +114,12 @@ def profile(
         raise DataError(f"{dataset.path} has no categorical or sequence column, so no row is hot.")
     if not len(dataset.train):
         raise DataError(f"{dataset.path} has no training rows.")
-    report = progress or (lambda what, done, total: None)
-    names = _table_names(dataset.schema)
-    tables: Sequence[ExactRows]
-    if settings.sample is None:
-        tables = [ExactRows(dataset.counts[name].numpy()) for name in names]
-    else:
-        taken = draw(dataset.train, settings.sample, seed=seed)
-        accesses = count_accesses(dataset, taken, lambda done, total: report("reading ids", done, total))
-        tables = [
-            ChunkRows(
-                accesses[name], share=taken.share, chunks=chunks, chunk_rows=chunk_rows,
-                confidence=settings.confidence, seed=seed, name=name,
-            )
-            for name in names
-        ]  # fmt: skip
-    small = [table.rows * size < _SMALL for table in tables]
-    fits = sum(table.rows * size for table, each in zip(tables, small, strict=True) if each) <= settings.budget
+    report = progress or quiet
+    tables = _count_tables(dataset, settings, report)
+    small = [table.rows * size < _SMALL for table in tables.values()]
+    fits = sum(table.rows * size for table in compress(tables.values(), small)) <= settings.budget
     whole = [fits and each for each in small]
-    thresholds = Thresholds(tables, [size] * len(tables), whole)
+    thresholds = Thresholds(list(tables.values()), [size] * len(tables), whole)
     threshold, hot = thresholds.fill(settings.budget)
     shares, hot_at = thresholds.curve(_POINTS)
     place = int((shares >= max(threshold, 1e-300)).sum())
@@ -153,43 +127,55 @@ def profile(
     inputs = draw(dataset.train, min(1.0, _INPUTS / len(dataset.train)), seed=seed)
     levels = first_hot_levels(dataset, inputs, steps, lambda done, total: report("comparing", done, total))
     input_shares = np.bincount(levels, minlength=len(steps) + 1).cumsum()[:-1] / inputs.rows
-    served = np.stack([table.served(steps[:, z]) for z, table in enumerate(tables)], axis=1)
-    weights = np.array([table.accesses for table in tables], np.float64)
+    served = np.stack([table.served(steps[:, z]) for z, table in enumerate(tables.values())], axis=1)
+    weights = np.array([table.accesses for table in tables.values()], np.float64)
     access_shares = served @ weights / max(float(weights.sum()), 1.0)
     found = []
-    for z, (name, table) in enumerate(zip(names, tables, strict=True)):
-        cut = threshold * max(table.accesses, 1)
-        estimate = int(table.hot(np.array([cut]))[0]) if threshold > 0 else table.rows
-        low, high = table.interval(cut) if threshold > 0 else (table.rows, table.rows)
-        counts = dataset.counts[name].numpy()
+    for z, (name, table) in enumerate(tables.items()):
+        estimate, low, high = table.interval(threshold * max(table.accesses, 1))
+        exact = table if settings.sample is None else ExactRows(dataset.counts[name].numpy())
         found.append(
             HotTable(
                 name=name, rows=table.rows, row_bytes=size, accesses=table.accesses, hot_rows=int(hot[z]),
                 estimate=estimate, low=low, high=high, access_share=float(served[place, z]), whole=whole[z],
-                by_count=ExactRows(counts).by_count if isinstance(table, ChunkRows) else table.by_count,
+                by_count=exact.by_count,
             )
         )  # fmt: skip
-    measured = zip(shares, hot_at, np.delete(access_shares, place), np.delete(input_shares, place), strict=True)
-    curve = [
-        CurvePoint(
-            threshold=min(float(share), 1.0), hot_bytes=int(rows.sum()) * size, access_share=float(served_here),
-            input_share=float(inputs_hot),
-        )
-        for share, rows, served_here, inputs_hot in measured
-    ]  # fmt: skip
+    points = zip(
+        np.minimum(shares, 1.0).tolist(), (hot_at.sum(axis=1) * size).tolist(),
+        np.delete(access_shares, place).tolist(), np.delete(input_shares, place).tolist(), strict=True,
+    )  # fmt: skip
     return HotProfile(
         schema_hash=dataset.schema_hash, data_hash=dataset.train.data_hash, settings=settings, threshold=threshold,
         tables=tuple(found), access_share=float(access_shares[place]), input_share=float(input_shares[place]),
-        input_error=_error(levels <= place, inputs), inputs=inputs.rows, curve=tuple(curve),
+        input_error=_error(levels <= place, inputs), inputs=inputs.rows,
+        curve=tuple(
+            CurvePoint(threshold=share, hot_bytes=rows, access_share=accesses, input_share=hot_inputs)
+            for share, rows, accesses, hot_inputs in points
+        ),
     )  # fmt: skip
+
+
+def _count_tables(dataset: Dataset, settings: ProfileSettings, report: Progress) -> dict[str, ExactRows]:
+    """Return the rows of every table by their accesses: those of the counts, or estimated from a sample."""
+    names = _table_names(dataset.schema)
+    if settings.sample is None:
+        return {name: ExactRows(dataset.counts[name].numpy()) for name in names}
+    taken = draw(dataset.train, settings.sample, seed=settings.seed)
+    accesses = count_accesses(dataset, taken, lambda done, total: report("reading ids", done, total))
+    return {
+        name: ChunkRows(
+            accesses[name], share=taken.share, chunks=settings.chunks, chunk_rows=settings.chunk_rows,
+            confidence=settings.confidence, seed=settings.seed, name=name,
+        )
+        for name in names
+    }  # fmt: skip
 
 
 def true_hot_rows(dataset: Dataset, found: HotProfile) -> dict[str, int]:
     """Count the rows of each table that reach the profile's threshold, from the counts of all training rows."""
-    counts = {table.name: dataset.counts[table.name].numpy() for table in found.tables}
-    if not found.threshold:
-        return {name: len(each) for name, each in counts.items()}
-    return {name: ExactRows(each).interval(found.threshold * max(each.sum(), 1))[0] for name, each in counts.items()}
+    tables = {table.name: ExactRows(dataset.counts[table.name].numpy()) for table in found.tables}
+    return {name: table.interval(found.threshold * max(table.accesses, 1))[0] for name, table in tables.items()}
 
 
 def _share(setting: str, value: float | str) -> float:
@@ -234,19 +220,19 @@ class ExactRows:
         self._ends = np.append(starts, len(known)) + 1  # [R + 1] row after each step; the first is 1
 
     def hot(self, cuts: Floats) -> Int64:
-        """Rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
+        """Return the rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
         # Counts are whole: at least c means more than ceil(c) - 1, and fitted ones lie between.
         cuts = np.maximum(np.ceil(cuts) - 0.5, 0.0)
         passed = np.searchsorted(self._negative, -cuts, side="right")
         return np.where((passed > 0) | (self._counts[0] >= cuts), self._ends[passed], 0).astype(np.int64)
 
-    def interval(self, cut: float) -> tuple[int, int]:
-        """Where that number is for one cut-off, at the confidence: nothing was estimated."""
+    def interval(self, cut: float) -> tuple[int, int, int]:
+        """Return that number for one cut-off and the ends of its interval, here equal: nothing was estimated."""
         hot = int(self.hot(np.array([cut]))[0])
-        return hot, hot
+        return hot, hot, hot
 
     def served(self, hot: Int64) -> Floats:
-        """Accesses of the ids below ``hot``, as a share of all, [Q]."""
+        """Return the accesses of the ids below ``hot``, as a share of all, [Q]."""
         ends, place = np.unique(hot, return_inverse=True)
         parts = [int(self._counts[a:b].sum(dtype=np.int64)) for a, b in pairwise([0, *ends, len(self._counts)])]
         return np.asarray(np.cumsum(parts)[place] / max(sum(parts), 1))
@@ -302,12 +288,12 @@ class ChunkRows(ExactRows):
             self._chunks = np.sort(known[picked].reshape(chunks, chunk_rows), axis=1)
 
     def _hits(self, cuts: Floats) -> Floats:
-        """C_i for each cut-off, [n, Q] (Equation 2), with Equation 1's cut-off."""
+        """Return C_i for each cut-off, [n, Q] (Equation 2), with Equation 1's cut-off."""
         hits = [len(chunk) - np.searchsorted(chunk, cuts * self._share) for chunk in self._chunks]
         return np.stack(hits).astype(np.float64)
 
     def _of_all(self, mean: Floats, cuts: Floats) -> Int64:
-        """Rows of the whole prefix, from the mean of the chunks' hits."""
+        """Return the rows of the whole prefix, from the mean of the chunks' hits."""
         found = np.rint(mean.clip(0, self._chunks.shape[1]) / max(self._chunks.shape[1], 1) * (self.rows - 1))
         own = self._counts[0] >= cuts * self._share
         return np.where((found > 0) | own, found + 1, 0).astype(np.int64)
@@ -315,14 +301,14 @@ class ChunkRows(ExactRows):
     def hot(self, cuts: Floats) -> Int64:
         return self._of_all(self._hits(cuts).mean(axis=0), cuts)
 
-    def interval(self, cut: float) -> tuple[int, int]:
+    def interval(self, cut: float) -> tuple[int, int, int]:
         """See :meth:`ExactRows.interval`. This covers the chunks' error only: its truth is the whole sampled log."""
         cuts = np.array([cut])
         hits = self._hits(cuts)[:, 0]
         n = len(hits)
         half = half_width(float(hits.std(ddof=1)), n, n / self._of, self._confidence) if n > 1 else 0.0
-        low, high = (int(self._of_all(hits.mean(keepdims=True) + side, cuts)[0]) for side in (-half, half))
-        return low, high
+        found, low, high = (int(self._of_all(hits.mean(keepdims=True) + side, cuts)[0]) for side in (0, -half, half))
+        return found, low, high
 
 
 class Thresholds:
@@ -347,11 +333,11 @@ class Thresholds:
         self._bytes: Int64 = self._hot @ self._row_bytes
 
     def hot(self, thresholds: Floats) -> Int64:
-        """Hot rows of each table at each threshold, [Q, Z]."""
+        """Return the hot rows of each table at each threshold, [Q, Z]."""
         out = np.empty((len(thresholds), len(self._tables)), np.int64)
         for z, table in enumerate(self._tables):
-            found = table.hot(thresholds * max(table.accesses, 1))  # at least one access, where there are none
-            out[:, z] = table.rows if self._whole[z] else np.where(thresholds > 0, found, table.rows)
+            # At least one access, where there are none.
+            out[:, z] = table.rows if self._whole[z] else table.hot(thresholds * max(table.accesses, 1))
         return out
 
     def fill(self, budget: int) -> tuple[float, Int64]:
@@ -377,7 +363,7 @@ class Thresholds:
         return min(high, 1.0), fits + np.floor(part * (over - fits)).astype(np.int64)
 
     def curve(self, points: int) -> tuple[Floats, Int64]:
-        """Thresholds whose rows take evenly spaced shares of all used rows on a logarithmic scale (Figure 5).
+        """Return thresholds whose rows take evenly spaced shares of all used rows on a logarithmic scale (Figure 5).
 
         Returns:
             At most ``points`` thresholds, falling, and their hot rows [Q, Z].
@@ -462,32 +448,26 @@ def first_hot_levels(dataset: Dataset, sample: Sample, hot: Int64, advance: Adva
 
 
 def _read(dataset: Dataset, sample: Sample, advance: Advance) -> Iterator[tuple[str, Int64, Int64]]:
-    """Read the ids of sampled rows, some rows and one feature at a time.
+    """Read the ids of sampled rows, some rows and one table at a time.
 
     Yields:
-        The table of the feature, its ids [L], and the place of each id's row in the sample [L].
+        The table, its ids [L], and the place of each id's row in the sample [L].
     """
-    split, features = dataset.train, dataset.schema.features
+    split, schema = dataset.train, dataset.schema
     gather = make_gather(split.shards, split.starts, ids_only=True)
     ends = np.cumsum(sample.stops - sample.starts)  # of each block, in the sample
     for start in range(0, sample.rows, _ROWS):
         place = np.arange(start, min(start + _ROWS, sample.rows))
         block = np.searchsorted(ends, place, side="right")
         rows = sample.stops[block] - ends[block] + place
-        tensors = gather(rows, new_tensor)
-        ids = tensors["ids"].numpy()
-        if "offsets" in tensors:
-            lengths = np.diff(tensors["offsets"].numpy())
-            feature = np.repeat(np.tile(np.arange(len(features)), len(rows)), lengths)
-        for number, each in enumerate(features):
-            if "offsets" in tensors:
-                mine, at = ids[feature == number], np.repeat(place, lengths[number :: len(features)])
-            else:
-                mine, at = ids[:, number], place
-            if len(mine) and not 0 <= mine.min() <= mine.max() < dataset.schema.num_embeddings[each.table]:
+        found = {name: tensor.numpy() for name, tensor in gather(rows, new_tensor).items()}
+        lengths = np.diff(found["offsets"]).reshape(len(rows), -1) if "offsets" in found else None
+        for table in _table_names(schema):
+            ids, at = table_ids(found["ids"], lengths, schema, table)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < schema.num_embeddings[table]:
                 split.check_ids()  # names the shard, the row, the feature and the id
                 raise DataError(f"{split.shards[0].path.parent} changed while it was read. Run the command again.")
-            yield each.table, mine.astype(np.int64), at
+            yield table, ids.astype(np.int64), start + at
         first, last = np.searchsorted(split.starts, [rows[0], rows[-1]], side="right")
         for shard in split.shards[first - 1 : last]:
             shard.release()

@@ -29,10 +29,12 @@ from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
+from stoker.base.progress import Progress, quiet
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
-from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.dataset.shards import Shard
+from stoker.rewrite.derived import derived_at, table_ids, write_shards
 from stoker.rewrite.id_order import (
     IdWindows,
     Reordering,
@@ -40,18 +42,7 @@ from stoker.rewrite.id_order import (
     blocks_of_shuffled,
     blocks_of_windows,
     new_ids,
-    table_ids,
 )
-
-__all__ = [
-    "BLOCK_IDS",
-    "ReorderReport",
-    "TableReport",
-    "read_vocabulary",
-    "reorder",
-    "run_reorder",
-    "write_vocabulary",
-]
 
 BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
 _LEAST_ROWS = 1000  # of a table that is reordered unasked
@@ -131,7 +122,7 @@ def run_reorder(
     keep_source: bool = True,
     request: str | None = None,
 ) -> ReorderReport:
-    """As :func:`reorder`, returning what was done.
+    """Do as :func:`reorder`, and return what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
     ``request``: of a preparation that reorders, for :func:`stoker.dataset.manifest.note_request`.
@@ -194,7 +185,7 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
 
 
 def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
-    """The tables to reorder, by name.
+    """Return the names of the tables to reorder.
 
     Raises:
         DataError: there is no such table, or none that can be; or the dataset was derived already.
@@ -250,7 +241,12 @@ def _orders(
             for number, shard in enumerate(split.shards if split.rows else []):
                 start = split.starts[number]
                 split.check_rows(start, start + shard.rows)
-                list(pool.map(lambda name: found[name].add(*table_ids(shard, start, data.schema, name)), group))  # noqa: B023
+
+                def add(name: str, shard: Shard = shard, start: int = start) -> None:
+                    ids, rows = table_ids(shard.ids, shard.lengths, data.schema, name)
+                    found[name].add(ids, start + rows)  # noqa: B023
+
+                list(pool.map(add, group))
                 shard.release()
                 progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
             # networkit has one setting of threads for the whole process.
@@ -277,7 +273,7 @@ def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
 
 
 def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> dict[str, Any]:
-    """Counts and vocabularies in the new order, and the order itself; their manifest entries."""
+    """Write counts and vocabularies in the new order, and the order itself; return their manifest entries."""
     counts = dict(data.counts)
     files: dict[str, Any] = {}
     for name, ids in orders.items():

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
 
-__all__ = ["ClickLog", "Curve", "IdColumn", "NumberColumn", "Options", "Sampler", "measure_curve", "zipf"]
-
 _EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
 
 
@@ -50,17 +48,17 @@ class Curve:
             )
 
     def share_of_top(self, num_ids: int) -> float:
-        """Share of all occurrences on the ``num_ids`` most frequent ids."""
+        """Return the share of all occurrences on the ``num_ids`` most frequent ids."""
         return float(self.cumulative(np.array([float(num_ids)]))[0])
 
     def cumulative(self, ranks: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Cumulative share at (fractional, 1-based) ranks; linear in rank below 1 and in log rank above."""
+        """Return the cumulative share at (fractional, 1-based) ranks; linear in rank below 1 and in log rank above."""
         known = np.array(self.ranks, dtype=np.float64)
         at = np.interp(np.log(np.maximum(ranks, 1.0)), np.log(known), np.array(self.shares))
         return np.asarray(at * np.minimum(ranks, 1.0), dtype=np.float64)
 
     def stretched(self, num_ids: int) -> Curve:
-        """The same inequality over another number of ids: the top x % keep their share of occurrences."""
+        """Return the same inequality over another number of ids: the top x % keep their share of occurrences."""
         if num_ids == self.num_ids:
             return self
         ranks = _knots(num_ids)
@@ -76,7 +74,7 @@ class Curve:
 
     @classmethod
     def load(cls, name: str | Path) -> Curve:
-        """A curve file by path, or one of the package's own: ``globo-articles``, ``book-crossing-books``."""
+        """Load a curve file by path, or one of the package's own: ``globo-articles``, ``book-crossing-books``."""
         own = resources.files("stoker.synthetic") / "curves"
         source = own / f"{name}.json"
         if not source.is_file():
@@ -95,7 +93,7 @@ class Curve:
 
 
 def zipf(alpha: float, num_ids: int) -> Curve:
-    """Zipf's law: the share of rank r is proportional to ``r ** -alpha``. ``alpha`` 0 makes all ids equal."""
+    """Return the curve of Zipf's law: the share of rank r is proportional to ``r ** -alpha``, all equal for 0."""
     if num_ids < 1 or not 0 <= alpha <= 10:
         raise ConfigError(f"Zipf's law needs num_ids >= 1 and alpha in 0..10, not {num_ids:,} and {alpha}.")
     ranks = _knots(num_ids)
@@ -117,7 +115,7 @@ def _curve(name: str, ranks: NDArray, shares: NDArray, occurrences: int = 0) -> 
 
 
 def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") -> Curve:
-    """The curve of a column, from how often each of its values occurs.
+    """Return the curve of a column, from how often each of its values occurs.
 
     Takes any array or tensor of counts in any order (``dataset.counts["item"]`` for one); zeros are left
     out. Keeps every rank up to 16 and then one in every quarter more: some fifty numbers for 50,000 ids.
@@ -144,7 +142,7 @@ class Sampler:
         self._slope = np.diff(self._low) / np.where(widths > 0, widths, 1.0)
 
     def __call__(self, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
-        """0-based ranks for numbers in [0, 1), [n]."""
+        """Return 0-based ranks for numbers in [0, 1), [n]."""
         segment = np.searchsorted(self._cumulative, uniforms, side="right") - 1
         np.minimum(segment, len(self._slope) - 1, out=segment)
         rank = uniforms - self._cumulative[segment]
@@ -155,13 +153,13 @@ class Sampler:
         return ranks
 
     def share(self, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The probability of each 0-based rank, [n]."""
+        """Return the probability of each 0-based rank, [n]."""
         segment = np.minimum(np.searchsorted(self._low, ranks, side="right"), len(self._slope)) - 1
         return np.asarray((np.diff(self._cumulative) / np.diff(self._low))[segment])
 
 
 def _knots(num_ids: int, *, ratio: float = 1.02, exact: int = 256) -> NDArray[np.int64]:
-    """Every rank up to ``exact``, then ranks that grow by ``ratio``, the last one ``num_ids``."""
+    """Return every rank up to ``exact``, then ranks that grow by ``ratio``, the last one ``num_ids``."""
     steps = max(0, int(np.ceil(np.log(max(num_ids / exact, 1.0)) / np.log(ratio))))
     tail = exact * ratio ** np.arange(1, steps + 1)
     ranks = np.concatenate([np.arange(1, exact + 1), tail.astype(np.int64), [num_ids]])
@@ -242,24 +240,24 @@ class Options:
         return self.seed if self.universe is None else self.universe
 
     def uniform(self, rows: NDArray, *names: str) -> NDArray[np.float64]:
-        """What rows draw from [0, 1) by the seed and a name, [n]."""
+        """Return what rows draw from [0, 1) by the seed and a name, [n]."""
         return draw.uniform(draw.key_of(self.seed, *names), rows)
 
     def integers(self, rows: NDArray, below: int, *names: str) -> NDArray[np.int64]:
-        """What rows draw from [0, below) by the seed and a name, [n]."""
+        """Return what rows draw from [0, below) by the seed and a name, [n]."""
         return draw.integers(draw.key_of(self.seed, *names), rows, below)
 
     def belonging(self, ids: NDArray, below: int, *names: str) -> NDArray[np.int64]:
-        """What belongs to ids in the universe, such as a user's country: whole numbers in [0, below), [n]."""
+        """Return what belongs to ids in the universe, such as a user's country: whole numbers in [0, below), [n]."""
         return draw.integers(draw.key_of(self.world, *names), ids, below)
 
     def sampler(self, num_ids: int) -> Sampler:
-        """Draws from the curve stretched over ``num_ids``, or from Zipf's law where there is none."""
+        """Return draws from the curve stretched over ``num_ids``, or from Zipf's law where there is none."""
         curve = self.curve.stretched(num_ids) if isinstance(self.curve, Curve) else zipf(self.alpha, num_ids)
         return Sampler(curve)
 
     def sized(self, num_ids: int) -> int:
-        """``num_ids`` by the scale, at least 3 (or what the real table has)."""
+        """Return ``num_ids`` by the scale, at least 3 (or what the real table has)."""
         return max(min(3, num_ids), round(num_ids * self.scale))
 
     def drifted(
@@ -305,7 +303,7 @@ class ClickLog:
         self._calibration = original._calibrated()  # here, since blocks are made on several threads
 
     def block(self, start: int, stop: int) -> ClickBlock:
-        """Rows [start, stop); may be past ``rows``."""
+        """Make rows [start, stop); may be past ``rows``."""
         rows = np.arange(start, stop, dtype=np.uint64)
         ids = self.draw_ids(rows)
         numbers, missing = self._draw_numbers(rows)
@@ -315,7 +313,7 @@ class ClickLog:
         return ClickBlock(start, ids, numbers, missing, logits, labels)
 
     def draw_ids(self, rows: NDArray[np.uint64], *, still: bool = False) -> list[NDArray[np.int64]]:
-        """Ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
+        """Return the ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
         drawn: list[NDArray[np.int64]] = []
         for column in self.ids:
             if column.of is not None:

@@ -25,8 +25,6 @@ from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Opt
 from stoker.synthetic.logs import KAGGLE_SIZES
 from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_blocks
 
-__all__ = ["dataset"]
-
 
 def dataset(
     out: str | Path,
@@ -205,7 +203,7 @@ class _Generator:
             yield table, values, np.arange(longest) < lengths[:, None]
 
     def _jagged(self, columns: NDArray, rows: NDArray[np.uint64]) -> dict[str, NDArray]:
-        """One-hot ids and bags together: flat ids [L], sample-major, and lengths [n, F]."""
+        """Return one-hot ids and bags together: flat ids [L], sample-major, and lengths [n, F]."""
         ids, kept = [columns], [np.ones(columns.shape, dtype=bool)]
         lengths = [np.ones(columns.shape, dtype=np.int32)]
         for table, values, in_bag in self._bags(rows):

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
-__all__ = ["KAGGLE_SIZES", "METADATA", "RECIPES", "Part", "Source"]
-
 METADATA = "item metadata"  # the name of Source.metadata among headers
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
 KAGGLE_SIZES = (
@@ -40,63 +38,48 @@ Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
 # Lines of text from columns of numbers, a whole block at once: every field is a fixed-width matrix of bytes in which 0
 # stands for "nothing"; the fields of a line are next to each other, and one pass over the block drops the zeros. That
 # writes some hundred MB of text a second on one core.
-def _words(*texts: str) -> NDArray[np.uint32]:
-    """Texts of at most 4 bytes, with zero bytes before them, as words of 4 bytes."""
-    return np.frombuffer("".join(text.rjust(4, "\0") for text in texts).encode(), dtype=np.uint32)
-
-
-# 0..9999 without leading zeros, then with them, then one empty text
-_DIGITS = _words(*map(str, range(10_000)), *(f"{number:04}" for number in range(10_000)), "")
-_NIBBLES = _words(*(f"{number:04x}" for number in range(65_536)))
-_EMPTY = 20_000
+_HEX = np.frombuffer(bytes(range(256)).hex().encode(), np.uint16)  # the two digits of each byte
 
 
 def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
-    """Whole numbers of any sign in decimal; nothing where ``missing``."""
-    sign = values < 0
-    rest = np.abs(values).astype(np.int64)
-    groups = max(1, -(-len(str(int(rest.max(initial=0)))) // 4))
-    out = np.empty((len(values), groups), dtype=np.uint32)
-    for group in range(groups - 1, -1, -1):
-        higher = rest // 10_000
-        index = rest - higher * 10_000
-        index += 10_000 * (higher > 0)
-        if group < groups - 1:
-            index[rest == 0] = _EMPTY
-        out[:, group] = _DIGITS[index]
+    """Write whole numbers of any sign in decimal; nothing where ``missing``."""
+    rest = np.abs(values)
+    most = int(rest.max(initial=0))
+    rest = rest.astype(np.min_scalar_type(most))  # narrow ones are divided faster
+    width = 4 * -(-len(str(most)) // 4)
+    out = np.zeros((len(values), 1 + width), np.uint8)
+    out[values < 0, 0] = ord("-")
+    for place in range(width, 0, -1):
+        higher = rest // 10
+        digit = (rest - 10 * higher).astype(np.uint8) + np.uint8(ord("0"))
+        out[:, place] = digit if place == width else digit * (rest > 0)
         rest = higher
     if missing is not None:
         out[missing] = 0
-        sign = sign & ~missing
-    text = out.view(np.uint8)
-    if not sign.any():
-        return text
-    return np.concatenate([np.where(sign, np.uint8(45), np.uint8(0))[:, None], text], axis=1)
+    return out if out[:, 0].any() else out[:, 1:]
 
 
 def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -> Bytes:
-    """Eight hexadecimal digits; nothing where ``missing``."""
-    out = np.empty((len(values), 2), dtype=np.uint32)
-    out[:, 0] = _NIBBLES[values >> np.uint32(16)]
-    out[:, 1] = _NIBBLES[values & np.uint32(0xFFFF)]
+    """Write eight hexadecimal digits; nothing where ``missing``."""
+    out = _HEX[values.astype(">u4").view(np.uint8).reshape(-1, 4)]
     if missing is not None:
         out[missing] = 0
     return out.view(np.uint8)
 
 
 def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:
-    """``texts[index]``, for a short list of texts."""
+    """Return ``texts[index]``, for a short list of texts."""
     table = np.array([text.encode() for text in texts])  # of a fixed width, with zero bytes behind
     return table.view(np.uint8).reshape(len(texts), -1)[index]
 
 
 def constant(text: str, rows: int) -> Bytes:
-    """The same text in every row."""
+    """Return the same text for every row."""
     return np.broadcast_to(np.frombuffer(text.encode(), dtype=np.uint8), (rows, len(text.encode())))
 
 
 def joined(fields: Sequence[Bytes], separator: str) -> tuple[Bytes, list[int]]:
-    """Fields side by side with separators between and a line feed at the end, and where each field starts."""
+    """Join fields with separators and a line feed at the end; return lines and where each field starts."""
     rows = len(fields[0])
     mark, end = constant(separator, rows), constant("\n", rows)
     columns = [column for field in fields for column in (field, mark)]
@@ -275,7 +258,7 @@ class _Shown(NamedTuple):
     picked: Ints  # [n] position
 
     def logits(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """True logit of every item that is chosen by ``which`` [n, K], in order of rows."""
+        """Return the true logit of every item that is chosen by ``which`` [n, K], in order of rows."""
         p = np.clip(self.chance[which], 1e-12, 1 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
 
@@ -379,7 +362,7 @@ def _trivago(options: Options) -> Source:
 
 
 def _listed(values: Ints, shown: NDArray[np.bool_]) -> Bytes:
-    """Numbers of a row joined by ``|``: [n, K] to text; the shown ones must come first."""
+    """Join the numbers of a row by ``|``: [n, K] to text; the shown ones must come first."""
     rows, slots = values.shape
     digits = whole(values.ravel(), ~shown.ravel()).reshape(rows, slots, -1)
     bars = np.where(shown, np.uint8(ord("|")), np.uint8(0))
@@ -392,7 +375,7 @@ _SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 1
 
 
 def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
-    """Lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
+    """Write lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
 
     Items whose popularity ranks have the same power of two prefer the same amenity of each set.
     """
@@ -515,7 +498,7 @@ class _Taste:
         return self.options.belonging(users, _GROUPS, "group")
 
     def items(self, rows: Ints, users: Ints) -> tuple[Ints, NDArray, NDArray]:
-        """Items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
+        """Return items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
         options, group = self.options, self.group(users)
         chance = options.uniform(rows, "item")
         loyal = options.uniform(rows, "loyal") < self.loyalty

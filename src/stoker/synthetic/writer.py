@@ -29,8 +29,6 @@ from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
 from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
 
-__all__ = ["BLOCK", "SyntheticTruth", "TruthMeter", "ordered_blocks", "source_of", "write"]
-
 BLOCK = 65_536
 T = TypeVar("T")
 _SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
@@ -169,7 +167,7 @@ def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) 
 
 
 def source_of(recipe: str, options: Options) -> Source:
-    """The source behind a recipe's name, dashes or underscores."""
+    """Return the source behind a recipe's name, dashes or underscores."""
     build = RECIPES.get(recipe.replace("_", "-"))
     if build is None:
         raise ConfigError(f"no synthetic log for {recipe!r}. There is one for {', '.join(RECIPES)}.")
@@ -177,7 +175,7 @@ def source_of(recipe: str, options: Options) -> Source:
 
 
 def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | None) -> Iterator[Any]:
-    """``make(start, stop)`` over all blocks, on threads, in order; only a few results exist at a time."""
+    """Yield ``make(start, stop)`` of all blocks, made on threads, in order; only a few results exist at a time."""
     workers = workers or min(4, cpu_count())
     starts = range(0, max(rows, 1), BLOCK)
     return ordered_map(lambda start: make(start, min(start + BLOCK, rows)), starts, workers, ahead=workers)

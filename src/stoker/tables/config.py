@@ -30,6 +30,11 @@ __all__ = [
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def bytes_of_row(dim: int, dtype: str, state: Mapping[str, str]) -> int:
+    """Return the bytes of a row of ``dim`` columns with its optimizer state, name -> "row" or "scalar"."""
+    return dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for kind in state.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Where the rows of a table are while it trains. Placement is not a model change."""

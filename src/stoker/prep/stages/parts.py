@@ -27,7 +27,7 @@ import polars as pl
 
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
-from stoker.base.files import sync_folder
+from stoker.base.files import lock_file, sync_folder
 
 __all__ = [
     "Arrays", "Journal", "Part", "checksum", "is_whole", "made_beside", "open_part", "sibling", "write_part",
@@ -217,15 +217,9 @@ class Journal:
 
 def _lock(directory: Path) -> IO[bytes]:
     file = (directory / "lock").open("wb")
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system: two preparations into one directory are the user's to avoid
-        return file
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if lock_file(file) is False:
         file.close()
         raise DataError(
             f"another stoker prepare is writing to {directory.parent}. Wait for it, or choose another directory."
-        ) from error
-    return file
+        )
+    return file  # where there are no locks, two preparations into one directory are the user's to avoid

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from stoker.base.errors import ConfigError, HomeError
+from stoker.base.files import lock_file
 from stoker.base.units import format_size
 from stoker.ops.cpu.arena import flat
 from stoker.tables.config import Slotted
@@ -449,7 +450,7 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
             _sweep(folder)
         while True:
             path, fd = _open(folder, direct)
-            _lock(fd)
+            lock_file(fd)
             if path.exists():
                 return path, fd
             os.close(fd)  # another process, which came to the same directory, removed it before it was locked
@@ -472,24 +473,13 @@ def _open(folder: Path, direct: bool) -> tuple[Path, int]:
     return Path(name), fd
 
 
-def _lock(fd: int) -> bool:
-    """Show other processes that the file is in use, until this one ends; whether that could be done."""
-    try:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
 def _sweep(folder: Path) -> None:
     """Remove home files whose process was killed: the system has released their locks."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR)
             try:
-                if _lock(fd):
+                if lock_file(fd):
                     path.unlink()
             finally:
                 os.close(fd)

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from typing import Any, TextIO, TypeAlias
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
-from stoker.base.files import atomic_file
+from stoker.base.files import atomic_file, lock_file
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
@@ -99,11 +98,6 @@ class RunDirectory:
         Raises:
             ConfigError: another process trains here, or nothing may be written.
         """
-        if sys.platform == "win32":
-            yield
-            return
-        import fcntl
-
         try:
             file = (self.path / ".lock").open("w")
         except OSError as error:
@@ -112,12 +106,8 @@ class RunDirectory:
                 "the right to write, or continue a copy of the directory."
             ) from error
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"another process is training in {self.path}. Wait for it, or stop it first."
-                ) from error
+            if lock_file(file) is False:
+                raise ConfigError(f"another process is training in {self.path}. Wait for it, or stop it first.")
             yield
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file, check_target
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -311,12 +311,7 @@ def check_scores_file(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
     check_target(out)
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            "writing scores needs pyarrow, which is not installed. Run: pip install pyarrow"
-        ) from error
+    require("pyarrow", "writing scores needs")
 
 
 def _kept_name(name: str) -> str:
