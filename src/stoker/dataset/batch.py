@@ -58,22 +58,17 @@ class Batch:
         """One value a bag as [B, F]."""
         return values.view(len(self), -1)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, without those that are None."""
+        found = {name: getattr(self, name) for name in ("dense", "ids", "offsets", "weights", "labels")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The same batch on ``device``; itself where it is there already."""
-        moved = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name in ("dense", "ids", "offsets", "weights", "labels")
-            if (value := getattr(self, name)) is not None
-        }
-        if all(value is getattr(self, name) for name, value in moved.items()):
-            return self
-        return replace(self, **moved)
+        """Return the same batch on ``device``; itself where it is there already."""
+        here = self.tensors()
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in here.items()}
+        return self if all(moved[name] is tensor for name, tensor in here.items()) else replace(self, **moved)
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, so that copies to a GPU can overlap with work."""
-        pinned = {
-            name: value.pin_memory()
-            for name in ("dense", "ids", "offsets", "weights", "labels")
-            if (value := getattr(self, name)) is not None
-        }
-        return replace(self, **pinned)
+        """Return the same batch in page-locked memory, so that copies to a GPU can overlap with work."""
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
