@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 from polars import selectors
-from polars.io.plugins import register_io_source
 
+from stoker.base.engine import from_batches
 from stoker.base.errors import DataError
 from stoker.prep.recipes.draw import integers, key_of, uniform
 from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
 __all__ = [
-    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "from_batches", "negatives", "pick",
-    "split_column", "streamed", "with_negatives",
+    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "negatives", "pick", "split_column",
+    "streamed", "with_negatives",
 ]  # fmt: skip
 
 SPLITS = ("train", "valid", "test")
@@ -40,25 +40,6 @@ def categorical(names: Iterable[str], kind: str = "int", **settings: Any) -> tup
 def split_column(names: Iterable[str] = SPLITS) -> SplitRule:
     """The rule for rows that name their split in the column ``split``."""
     return SplitRule(rule="column", column="split", values={name: name for name in names})
-
-
-def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.DataFrame]]) -> pl.LazyFrame:
-    """A lazy frame of the rows of some frames, one after another; only a few exist at a time."""
-
-    def generate(
-        columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, _: int | None
-    ) -> Iterator[pl.DataFrame]:
-        for frame in batches():
-            if limit is not None:
-                frame = frame.head(limit)
-                limit -= frame.height
-            if predicate is not None:
-                frame = frame.filter(predicate)
-            yield frame.select(columns) if columns is not None else frame
-            if limit == 0:
-                return
-
-    return register_io_source(generate, schema=pl.Schema(schema))
 
 
 def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) -> pl.LazyFrame:

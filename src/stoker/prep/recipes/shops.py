@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
+from stoker.base.engine import from_batches
 from stoker.base.errors import DataError
 from stoker.prep.features.lists import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
@@ -256,7 +257,7 @@ def _taobao_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, seed: in
         threshold=int(last["time"].sort()[max(0, int(np.ceil(_TRAIN_SHARE * last.height)) - 1)]),
         groups=max(1, -(-int(last["lines"].sum()) // _GROUP_ROWS)),
     )
-    return tools.from_batches(
+    return from_batches(
         _TAOBAO, lambda: (frame for group in range(whole.groups) for frame in _windows(log, whole, group, seed))
     )
 
