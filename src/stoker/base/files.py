@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
@@ -114,6 +114,23 @@ def hash_file(path: str | Path) -> tuple[int, str]:
 def file_identity(file: BinaryIO) -> tuple[int, ...]:
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def lock_file(file: IO[Any]) -> bool | None:
+    """Lock an open file until it is closed or the process ends.
+
+    Returns:
+        False: another process has the lock; None: this system or this disk has no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:

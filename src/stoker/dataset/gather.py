@@ -121,11 +121,11 @@ class NumbaGather(NumpyGather):
         self._widths = {name: array.itemsize * int(np.prod(array.shape[1:])) for name, array in arrays[0].items()}
 
     def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
-        places = np.ascontiguousarray(places)
+        slices = (shard, first, sizes, np.ascontiguousarray(places))
         sources = np.stack([self._addresses[name] for name in out]) if out else np.empty((0, 0), np.int64)
         widths = np.array([self._widths[name] for name in out], np.int64)
         targets = np.array([array.ctypes.data for array in out.values()], np.int64)
-        self._kernel(shard, first, sizes, places, sources, widths, targets, threads=self._threads)
+        self._kernel(slices, sources, widths, targets, threads=self._threads)
 
 
 def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:

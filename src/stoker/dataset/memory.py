@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from stoker.base.errors import DataError
-from stoker.base.files import PASSING
+from stoker.base.files import PASSING, lock_file
 
 __all__ = ["Home", "home_of"]
 
@@ -60,7 +60,7 @@ def _make(room: int) -> tuple[Path, IO[bytes]]:
     place = next((place for place in free if free[place] >= room), max(free, key=lambda place: free[place]))
     number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK, dir=place)
     lock = os.fdopen(number, "wb")
-    _is_free(lock)
+    lock_file(lock)
     path = Path(name).resolve().with_suffix("")
     path.mkdir(mode=0o700)
     return path, lock
@@ -70,20 +70,9 @@ def _sweep() -> None:
     """Remove the directories that killed processes left, as their locks tell."""
     for path in (path for place in _places() for path in place.glob(f"{_PREFIX}*{_LOCK}")):
         with suppress(OSError), path.open("r+b") as lock:
-            if _is_free(lock):
+            if lock_file(lock):
                 shutil.rmtree(path.with_suffix(""), ignore_errors=True)
                 path.unlink()
-
-
-def _is_free(lock: IO[bytes]) -> bool:
-    """Take a lock; False if another process has it, or where there are no such locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
-        return False
-    return True
 
 
 def _remove(path: Path, lock: IO[bytes], process: int) -> None:

@@ -113,10 +113,9 @@ class GroupWriter:
 
     def add(self, names: npt.NDArray[np.integer], labels: npt.NDArray[np.float32]) -> Int32:
         """Number the next rows, whose groups go by ``names`` [n]."""
-        new = np.flatnonzero(self._numbers[names] < 0)
-        self._numbers[names[new[::-1]]] = -1 - new[::-1]  # of the rows of a new group, the first one is written last
-        new = new[self._numbers[names[new]] == -1 - new]
-        self._numbers[names[new]] = np.arange(self.count, self.count + len(new))
+        unseen = names[self._numbers[names] < 0]
+        new = unseen[np.sort(np.unique(unseen, return_index=True)[1])]  # by first row
+        self._numbers[new] = np.arange(self.count, self.count + len(new))
         self.count += len(new)
         numbers: Int32 = self._numbers[names]
         np.add.at(self._rows, numbers, 1)
