@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,40 +31,36 @@ from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
-__all__ = ["MadeBy", "SplitRows", "note_checked"]
+__all__ = ["SplitRows", "made_by", "note_checked"]
 
 _IDS = 2**20  # looked at together
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
-_AGAIN = {
-    "prepare": "run the dataset's stoker prepare command again with --overwrite",
-    # Its other splits share their files with the source.
-    "classify": "run the dataset's stoker classify command again with --overwrite, and stoker prepare before it if the "
-    "source is damaged too",
-    "reorder": "run the dataset's stoker reorder command again with --overwrite, and stoker prepare before it if the "
-    "source is damaged too",
-}
 
 _checked: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables
 
-MadeBy = Literal["prepare", "classify", "reorder"]  # the command that made a dataset
+
+def made_by(manifest: Mapping[str, Any]) -> str:
+    """Return the command that made a dataset and makes it again: prepare, classify or reorder."""
+    if "hot_cold" in manifest:
+        return "classify"
+    return "reorder" if (manifest.get("reordered") or {}).get("source") else "prepare"
 
 
 class SplitRows:
     """The rows of one split. ``len(split)`` is their number."""
 
     def __init__(
-        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str,
-        made_by: MadeBy = "prepare", files: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, manifest: Mapping[str, Any]
+    ) -> None:
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards; labelled, where rows have no label
         self.schema = schema
         self.sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)  # [F] rows of tables
-        self.schema_hash = schema_hash
-        self.made_by = made_by  # the command that makes it again
+        self.schema_hash = str(manifest["schema_hash"])
+        self._made_by = made_by(manifest)
         self._path = path
         self._home = home_of(path)  # of temporary files, kept as long as somebody may read them
-        self._files = dict(files or {})  # the manifest's, by name
+        self._files = dict(manifest.get("files", {}))  # by name
         # First row of each of the shards, and the number of rows.
         self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
         self.rows = int(entry["rows"])
@@ -227,7 +223,10 @@ class SplitRows:
         """Check one shard: the bytes against the manifest, the ids against their tables. Returns its bytes."""
         shard, entry = self.shards[number], self.entry["shards"][number]
         affected = f"Rows {self.starts[number]:,} to {self.starts[number + 1] - 1:,} of split {self.name} lie in it."
-        remedy = _REMEDY.format(again=_AGAIN[self.made_by])
+        again = f"run the dataset's stoker {self._made_by} command again with --overwrite"
+        if self._made_by != "prepare":  # its other splits share their files with the source
+            again += ", and stoker prepare before it if the source is damaged too"
+        remedy = _REMEDY.format(again=again)
         size, digest = shard.digest()
         if size != entry["bytes"]:
             raise DataError(
