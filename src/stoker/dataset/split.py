@@ -243,43 +243,43 @@ class BatchStream:
         if state.get("kind") != _KIND:
             raise CheckpointError("this is not the state of a batch stream: it has no kind 'stoker.BatchStream'.")
         mine = self.state_dict()
+        seed, ranks, remedy = self._reading.seed, self._reading.world_size, "Open the one that the run started on"
         remedies = {
-            "schema_hash": "another dataset (its schema differs). Open the one that the run started on",
-            "split": f"split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
-            "data_hash": "a dataset of the same schema with other rows. Open the one that the run started on",
-            "rows": f"{state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
-            "seed": f"seed {state.get('seed')}, this stream has {self._reading.seed}. Pass the same seed",
+            "schema_hash": f"belongs to another dataset (its schema differs). {remedy}",
+            "split": f"belongs to split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
+            "data_hash": f"belongs to a dataset of the same schema with other rows. {remedy}",
+            "rows": f"belongs to {state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
+            "seed": f"belongs to seed {state.get('seed')}, this stream has {seed}. Pass the same seed",
         }
+
+        def check(good: bool, remedy: str) -> None:
+            if not good:
+                raise CheckpointError(f"the saved data position {remedy}.")
+
         for key, remedy in remedies.items():
-            if state.get(key) != mine[key]:
-                raise CheckpointError(f"the saved data position belongs to {remedy}.")
-        theirs, ours = state["batch_size"] * state["world_size"], self.batch_size * self._shares.world_size
-        if theirs != ours:
-            raise CheckpointError(
-                f"the saved data position counts batches of {state['batch_size']:,} rows on "
-                f"{state['world_size']} ranks, "
-                f"this stream has {self.batch_size:,} on {self._shares.world_size}. "
-                f"Keep batch_size times ranks at {theirs:,}."
+            check(state.get(key) == mine[key], remedy)
+        size, others, position = state["batch_size"], state["world_size"], state["position"]
+        check(
+            size * others == self.batch_size * ranks,
+            f"counts batches of {size:,} rows on {others} ranks, this stream has {self.batch_size:,} on {ranks}. "
+            f"Keep batch_size times ranks at {size * others:,}",
+        )
+        check(
+            state["pool_rows"] == self._pool_rows or seed is None,
+            f"belongs to an order shuffled {state['pool_rows']:,} rows at a time, this stream shuffles "
+            f"{self._pool_rows:,}. Pass the same shuffle_memory",
+        )
+        if others != ranks and position < len(self):
+            full = min(_Shares(self.rows, size, others, drop_last=False).full, self._shares.full)
+            check(
+                position <= full,
+                f"lies in the last batches of an epoch, which {others} ranks deal otherwise than {ranks}. Finish the "
+                f"epoch on {others} ranks",
             )
-        if state["pool_rows"] != self._pool_rows and self._reading.seed is not None:
-            raise CheckpointError(
-                f"the saved data position belongs to an order shuffled {state['pool_rows']:,} rows at a "
-                f"time, this stream shuffles {self._pool_rows:,}. Pass the same shuffle_memory."
-            )
-        if state["world_size"] != self._shares.world_size and state["position"] < len(self):
-            theirs_full = _Shares(self.rows, state["batch_size"], state["world_size"], drop_last=False).full
-            if state["position"] > min(theirs_full, self._shares.full):
-                raise CheckpointError(
-                    "the saved data position lies in the last batches of an epoch, which "
-                    f"{state['world_size']} ranks "
-                    f"deal otherwise than {self._shares.world_size}. Finish the epoch on "
-                    f"{state['world_size']} ranks."
-                )
-        if state["batches"] != len(self):
-            raise CheckpointError(
-                f"the saved data position counts {state['batches']:,} batches per epoch, this stream has "
-                f"{len(self):,}. Pass the same drop_last."
-            )
+        check(
+            state["batches"] == len(self),
+            f"counts {state['batches']:,} batches per epoch, this stream has {len(self):,}. Pass the same drop_last",
+        )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _produce(

@@ -6,8 +6,6 @@ and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ RULE_KEYS: dict[str, tuple[str, ...]] = {
     "last_touch": ("train", "valid", "test", "column"),
 }
 COLUMNS = ("dense", "categorical", "sequence")  # keys of a schema that hold columns of the model
-_LABEL_RULE = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
+_LABEL_RULE = re.compile(r"""\s*(>=|<=|==|!=|>|<)\s*(?:(['"])(.*)\2|(.+?))\s*""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +75,11 @@ class Label:
         match = _LABEL_RULE.fullmatch(self.rule)
         if match is None:
             fail("label", "rule", f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"")
-        text = match[2]
-        if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-            if match[1] not in ("==", "!="):
-                fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
-            return match[1], text[1:-1]
+        operator, quote, text, number = match.groups()
+        if quote and operator not in ("==", "!="):
+            fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
         try:
-            return match[1], float(text)
+            return operator, text if quote else float(number)
         except ValueError:
             fail("label", "rule", f"{self.rule!r} compares with neither a number nor quoted text")
 
@@ -106,11 +102,12 @@ class Timestamp:
         choice("timestamp", "type", self.type, TIME_TYPES)
 
 
-class _Named:
+@dataclass(frozen=True, kw_only=True)
+class _Column:
     """A column of the model, whose name may be a pattern."""
 
     name: str
-    source: str | None
+    source: str | None = None  # raw column; None: the same name
 
     @property
     def raw(self) -> str:
@@ -129,11 +126,9 @@ class _Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseColumn(_Named):
+class DenseColumn(_Column):
     """A number fed to the model as it is. Order of work: fill, clip, transforms."""
 
-    name: str
-    source: str | None = None  # raw column; None: the same name
     fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
     clip_min: float | None = None
     clip_max: float | None = None
@@ -164,15 +159,13 @@ class DenseColumn(_Named):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CategoricalColumn(_Named):
+class CategoricalColumn(_Column):
     """One id per example.
 
     Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
     ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
     """
 
-    name: str
-    source: str | None = None  # raw column; None: the same name
     type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
     table: str | None = None  # columns that name the same table share vocabulary and rows; None: its own
     min_count: int = 1  # training occurrences below which a value has no id
@@ -298,9 +291,9 @@ class Schema:
             for key, more in self._with(text).items():
                 object.__setattr__(self, key, more)
         object.__setattr__(self, "derive", ())
-        for key in (*COLUMNS, "feature", "keep"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
         object.__setattr__(self, "feature", tuple(feature.in_groups(self.group or None) for feature in self.feature))
+        for key in (*COLUMNS, "keep"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         if self.feature:
             self._check_features()
         if not (self.dense or self.categorical or self.sequence):
@@ -471,8 +464,9 @@ class Schema:
 
     def hash(self) -> str:
         """sha256 of the canonical JSON form: equal schemas have equal hashes."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        from stoker.dataset.manifest import hash_schema  # here, so that declaring a schema does not load torch
+
+        return hash_schema(self.to_dict())
 
 
 def _label(value: Any, where: str) -> Label:
