@@ -26,6 +26,7 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.base.files import file_identity
 from stoker.base.ordered import ordered_map
+from stoker.dataset.gather import NumpyGather, new_tensor
 from stoker.dataset.memory import home_of
 from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
@@ -78,7 +79,7 @@ class SplitRows:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which a worker process opens for itself, and the lock of a temporary directory."""
-        maps = ("shards", "groups", "kept", "_unchecked")
+        maps = ("shards", "groups", "kept")
         return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
 
     @property
@@ -169,17 +170,11 @@ class SplitRows:
         """
         if not -self.rows <= row < self.rows:
             raise IndexError(f"row {row:,} of {self.rows:,}")
-        row %= self.rows
-        number = bisect.bisect_right(self.starts, row) - 1
-        shard, local = self.shards[number], row - self.starts[number]
-        item = {"dense": torch.tensor(shard.dense[local]), "labels": torch.tensor(shard.labels[local])}
-        if shard.lengths is None or shard.row_offsets is None:
-            return item | {"ids": torch.tensor(shard.ids[local])}
-        begin, end = shard.row_offsets[local : local + 2]
-        return item | {
-            "ids": torch.tensor(shard.ids[begin:end]),
-            "lengths": torch.tensor(shard.lengths[local]),
-        }
+        found = NumpyGather(self.shards, self.starts)(np.array([row % self.rows]), new_tensor)
+        item = {"dense": found["dense"][0], "labels": found["labels"][0]}
+        if "offsets" not in found:
+            return item | {"ids": found["ids"][0]}
+        return item | {"ids": found["ids"], "lengths": found["offsets"].diff().to(torch.int32)}
 
     def check_rows(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Check the shards that hold rows [start, stop), which are about to be read, unless this process has.
@@ -190,13 +185,13 @@ class SplitRows:
         Raises:
             DataError: a shard is damaged or holds an id outside its table.
         """
-        if not self._unchecked or start >= stop:
-            return
         numbers = range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
-        due = [number for number in numbers if number in self._unchecked]
-        threads = min(torch.get_num_threads(), len(due))
+        due = [number for number in numbers if self._check_key(number) not in _checked] if start < stop else []
+        if not due:
+            return
         total, done = sum(int(self.entry["shards"][number]["bytes"]) for number in due), 0
-        with closing(ordered_map(self._check_shard, due, threads or 1, ahead=len(due))) as checked:
+        threads = min(torch.get_num_threads(), len(due))
+        with closing(ordered_map(self._check_shard, due, threads, ahead=len(due))) as checked:
             for size in checked:
                 done += size
                 if progress is not None:
@@ -210,11 +205,6 @@ class SplitRows:
         """
         for shard in self.shards:
             _check_ids(shard, self.schema)
-
-    @cached_property
-    def _unchecked(self) -> set[int]:
-        """Numbers of the shards that this process has not checked yet."""
-        return {number for number in range(len(self.shards)) if self._check_key(number) not in _checked}
 
     def _check_key(self, number: int) -> Hashable:
         return self.shards[number].identity, self.entry["shards"][number]["sha256"], self.sizes
@@ -240,7 +230,6 @@ class SplitRows:
             )
         _check_ids(shard, self.schema)
         _checked.add(self._check_key(number))
-        self._unchecked.discard(number)
         return size
 
     def will_need(self, start: int, stop: int) -> None:
