@@ -6,6 +6,7 @@ Legend: B examples, F features (categorical and sequence columns in schema order
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,9 +67,10 @@ class Batch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the same batch on ``device``; itself where it is there already."""
         here = self.tensors()
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in here.items()}
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in here.items()}
         return self if all(moved[name] is tensor for name, tensor in here.items()) else replace(self, **moved)
 
     def pin_memory(self) -> Batch:
         """Return the same batch in page-locked memory, so that copies to a GPU can overlap with work."""
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
+        return replace(self, **pinned)

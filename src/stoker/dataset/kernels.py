@@ -4,7 +4,7 @@
 Numba is installed.
 """
 
-# mypy: disable-error-code="no-untyped-call, no-untyped-def, var-annotated, unreachable"
+# mypy: disable-error-code="call-arg, no-untyped-call, no-untyped-def, var-annotated, unreachable"
 
 from __future__ import annotations
 
