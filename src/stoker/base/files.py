@@ -104,6 +104,27 @@ def sync_folder(path: str | Path) -> None:
         os.close(folder)
 
 
+def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
+    """Lock an open file against other processes until it is closed here, or this process ends in any way.
+
+    Args:
+        file: a file object or descriptor.
+        wait: until another process lets go of it.
+
+    Returns:
+        True; False if another process has it; None where the system or the disk has no such locks.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
+
+
 def hash_file(path: str | Path) -> tuple[int, str]:
     """Size in bytes and sha256 of a file, read a little at a time."""
     with Path(path).open("rb") as file:
@@ -114,23 +135,6 @@ def hash_file(path: str | Path) -> tuple[int, str]:
 def file_identity(file: BinaryIO) -> tuple[int, ...]:
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def lock_file(file: IO[Any]) -> bool | None:
-    """Lock an open file until it is closed or the process ends.
-
-    Returns:
-        False: another process has the lock; None: this system or this disk has no such locks.
-    """
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        return None
-    return True
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Batch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:

@@ -29,8 +29,6 @@ from stoker.dataset.rows import made_by
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
-__all__ = ["Dataset", "rebuilt_from"]
-
 
 class Dataset:
     """A dataset directory, opened for reading; or a dataset in memory, as :func:`stoker.prepare` makes one.

@@ -20,8 +20,6 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.dataset.shards import Shard
 
-__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "ResidentRows", "make_gather", "new_tensor"]
-
 Int64 = npt.NDArray[np.int64]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
 # Rows of the split [B] in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets.

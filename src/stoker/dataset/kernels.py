@@ -17,8 +17,6 @@ from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_bytes, row_move
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["copy_rows", "encrypt"]
-
 _AHEAD = 8  # rows asked for ahead of the copy
 _BLOCK = 1024  # rows that a thread takes at a time
 # Not inlined by Numba, which would work out the types of every copy: LLVM inlines them, in half the time.

@@ -16,25 +16,6 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, hash_file
 from stoker.base.units import quoted
 
-__all__ = [
-    "BESIDE",
-    "FORMAT_VERSION",
-    "LEFT_OVER",
-    "LOCK",
-    "MANIFEST",
-    "NEW_IDS",
-    "REQUEST",
-    "SPLITS",
-    "canonical_json",
-    "describe_file",
-    "hash_schema",
-    "is_left_over",
-    "note_request",
-    "read_manifest",
-    "write_counts",
-    "write_manifest",
-]
-
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
 REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again

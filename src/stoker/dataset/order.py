@@ -25,8 +25,6 @@ import numpy.typing as npt
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
 
-__all__ = ["BLOCK_ROWS", "EpochOrder", "permutation", "rows_that_fit"]
-
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo

@@ -18,18 +18,6 @@ from stoker.base.files import link_or_copy, lock_file, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
-__all__ = [
-    "UnusableInput",
-    "absent_folders",
-    "check_out",
-    "check_replaceable",
-    "exchange",
-    "rebuilt",
-    "recover",
-    "remove_dataset",
-    "remove_empty",
-]
-
 _FREE = 2**20  # bytes of disk left for the manifest and the like
 
 

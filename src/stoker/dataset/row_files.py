@@ -25,18 +25,6 @@ from stoker.dataset.shards import tensor_views, write_tensors
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "KEPT_ROWS",
-    "GroupWriter",
-    "KeptColumns",
-    "KeptWriter",
-    "group_file",
-    "kept_file",
-    "kept_writer",
-    "map_groups",
-    "write_group_file",
-]
-
 Int32 = npt.NDArray[np.int32]
 KEPT_ROWS = 2**17  # rows of a row group
 _AGAIN = "Restore the file from a copy, or prepare the dataset again."

@@ -32,8 +32,6 @@ from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
-__all__ = ["SplitRows", "made_by", "note_checked"]
-
 _IDS = 2**20  # looked at together
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
 

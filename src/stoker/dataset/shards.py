@@ -25,17 +25,6 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, file_identity
 from stoker.base.units import format_size
 
-__all__ = [
-    "SHARD_ROWS",
-    "Shard",
-    "ShardInfo",
-    "allow_open_files",
-    "open_shard",
-    "tensor_views",
-    "write_shard",
-    "write_tensors",
-]
-
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
 _CHUNK = 2**22  # bytes written at a time
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}

@@ -11,8 +11,6 @@ from typing import Any
 
 from stoker.base.errors import SchemaError
 
-__all__ = ["Feature", "FeatureSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:

@@ -35,8 +35,6 @@ from stoker.dataset.gather import Gather, ResidentRows, make_gather, new_tensor
 from stoker.dataset.order import EpochOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
-__all__ = ["BatchStream", "EpochRest", "Split", "copied_ahead", "prefetched", "resident_bytes"]
-
 T = TypeVar("T")
 _PATIENCE = 5.0  # seconds the interpreter waits at its end for a thread to finish its item
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()

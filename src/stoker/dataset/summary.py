@@ -16,8 +16,6 @@ from torch import Tensor
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import Split
 
-__all__ = ["describe_dataset"]
-
 _SAMPLE_ROWS = 2**20
 _RUN = 4096  # rows read together
 _ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # what is shown of a reordered dataset

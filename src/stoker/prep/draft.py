@@ -18,8 +18,6 @@ from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["ROWS", "Draft", "draft_log", "draft_schema", "entries", "schema_toml", "toml_value"]
-
 ROWS = 100_000  # to look at by default
 _USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header

@@ -21,8 +21,6 @@ from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["Guess", "Outcome", "Sample", "guess_columns", "look", "null_texts"]
-
 _BLOCK = 2**20  # bytes of text read together
 _MOST_BYTES = 2**27  # of text, of all files
 _LINES = 200  # that show how a text is written

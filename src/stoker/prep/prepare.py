@@ -51,8 +51,6 @@ from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
-__all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
-
 _ROOM = 3  # bytes of work and shards for each byte of input, about; a file may be compressed
 _REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 

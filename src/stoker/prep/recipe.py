@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from stoker.prep.schema import Schema
 
-__all__ = ["OWN_SCHEMA", "Derive", "RawInput", "Recipe"]
-
 OWN_SCHEMA = "schema"  # the preset of a recipe that was made of a user's schema
 RAW_TYPES = ("hex", "int", "float", "string")
 

@@ -29,11 +29,6 @@ from stoker.prep.features.base import (
 )
 from stoker.prep.source_format import SourceFormat
 
-__all__ = [
-    "CategoricalColumn", "DenseColumn", "Label", "OptionalLabel", "Schema", "SequenceColumn", "SplitRule", "Timestamp",
-    "split_of",
-]  # fmt: skip
-
 VALUE_TYPES = ("hex", "int", "float", "string")
 TIME_TYPES = ("int", "float", "datetime")
 TRANSFORMS = ("log1p", "zscore", "minmax")

@@ -12,8 +12,6 @@ from stoker.prep.recipes.rows import categorical, dense
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["CATEGORICAL", "COLUMNS", "DENSE", "avazu", "criteo", "movielens"]
-
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = ("label", *DENSE, *CATEGORICAL)

@@ -25,8 +25,6 @@ from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["ebnerd", "globo", "trivago"]
-
 _MOST_ITEMS = 25  # listed items of one click-out that are looked at
 _PROPERTIES = 157  # distinct properties in the challenge's item_metadata.csv
 _ENCODED = ("current_filters", "city", "device", "user_id")  # each with the item

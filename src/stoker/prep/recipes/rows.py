@@ -15,11 +15,6 @@ from stoker.base.errors import DataError
 from stoker.prep.recipes.draw import integers, key_of, uniform
 from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
-__all__ = [
-    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "negatives", "pick", "split_column",
-    "streamed", "with_negatives",
-]  # fmt: skip
-
 SPLITS = ("train", "valid", "test")
 LOGGED = ("log1p", "zscore")
 _ROUNDS = 64  # draws of a negative before it is given up

@@ -19,8 +19,6 @@ from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts
 from stoker.prep.schema import Label, Schema, SequenceColumn
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["WINDOW", "online_retail", "taobao"]
-
 _RAW = (
     "InvoiceNo", "StockCode", "Description", "Quantity", "InvoiceDate", "UnitPrice", "CustomerID", "Country",
 )  # fmt: skip
