@@ -95,11 +95,8 @@ class NumpyGather:
     def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
         """Copy ``sizes`` [B] rows of the tensors of shards [B], from ``first`` [B] on, to ``places`` [B] of ``out``."""
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        shard, source, target = (
-            np.repeat(shard, sizes),
-            np.repeat(first, sizes) + within,
-            np.repeat(places, sizes) + within,
-        )
+        source, target = (np.repeat(begin, sizes) + within for begin in (first, places))
+        shard = np.repeat(shard, sizes)
         for number in np.unique(shard):
             where = np.flatnonzero(shard == number)
             for name, array in out.items():

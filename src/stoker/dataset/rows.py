@@ -255,46 +255,31 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
         return
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
     # Read as unsigned numbers, negative ids are too large as well: one comparison finds both.
-    held = shard.ids
-    unsigned = np.dtype(f"u{held.itemsize}")
+    unsigned = np.dtype(f"u{shard.ids.itemsize}")
     bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
-    step = max(1, _IDS * shard.rows // max(1, held.size))  # rows
+    step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
     for start in range(0, shard.rows, step):
-        outside = _first_outside(shard, start, min(start + step, shard.rows), bounds)
-        if outside is not None:
-            row, column, found = outside
-            feature = schema.features[column]
+        stop = min(start + step, shard.rows)
+        if shard.lengths is None or shard.row_offsets is None:
+            ids, lengths = shard.ids[start:stop], None
+            outside = ids.view(unsigned) >= bounds
+        else:
+            _check_lengths(shard, start, stop)
+            ids, lengths = shard.ids[slice(*shard.row_offsets[[start, stop]])], shard.lengths[start:stop].reshape(-1)
+            # Most often no id reaches even the smallest table's size, and nobody needs to know whose it is.
+            outside = ids.view(unsigned) >= bounds.min()
+            if outside.any():
+                outside = ids.view(unsigned) >= np.repeat(np.tile(bounds, stop - start), lengths)
+        if outside.any():
+            at = int(np.argmax(outside))
+            bag = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            row, column = divmod(bag, len(bounds))
+            feature, found = schema.features[column], int(ids.reshape(-1)[at])
             raise DataError(
-                f"{shard.path}, row {row:,}: feature {feature.name} holds id {found:,}, table {feature.table} has "
-                f"{limits[column]:,} rows (ids 0 to {limits[column] - 1:,}). Prepare the dataset again."
+                f"{shard.path}, row {start + row:,}: feature {feature.name} holds id {found:,}, table {feature.table} "
+                f"has {limits[column]:,} rows (ids 0 to {limits[column] - 1:,}). Prepare the dataset again."
             )
         shard.release()
-
-
-def _first_outside(
-    shard: Shard, start: int, stop: int, bounds: npt.NDArray[np.unsignedinteger]
-) -> tuple[int, int, int] | None:
-    """Row, feature and value of the first id of rows [start, stop) that reaches its feature's bound."""
-    if shard.lengths is None or shard.row_offsets is None:
-        found = shard.ids[start:stop]
-        ids = found.view(bounds.dtype)
-        if (ids.max(axis=0) < bounds).all():
-            return None
-        row, column = np.argwhere(ids >= bounds)[0].tolist()
-        return start + row, column, int(found[row, column])
-    _check_lengths(shard, start, stop)
-    first = int(shard.row_offsets[start])
-    ids = shard.ids[first : shard.row_offsets[stop]].view(bounds.dtype)
-    # Most often no id reaches even the smallest table's size, and nobody needs to know whose it is.
-    if not len(ids) or ids.max() < bounds.min():
-        return None
-    lengths = shard.lengths[start:stop].reshape(-1)
-    outside = ids >= np.repeat(np.tile(bounds, stop - start), lengths)
-    at = int(np.argmax(outside))
-    if not outside[at]:
-        return None
-    row, column = divmod(int(np.searchsorted(np.cumsum(lengths), at, side="right")), len(bounds))
-    return start + row, column, int(shard.ids[first + at])
 
 
 def _check_lengths(shard: Shard, start: int, stop: int) -> None:
