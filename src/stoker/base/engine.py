@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stoker.base.errors import ConfigError, DependencyError
 
@@ -40,27 +40,6 @@ def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
         check_engine(engine)
         return frame.collect(engine=pl.GPUEngine(raise_on_fail=False))
     return frame.collect(engine="streaming")
-
-
-def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.DataFrame]]) -> pl.LazyFrame:
-    """Return a lazy frame of the rows of some frames, one after another; only a few exist at a time."""
-    import polars as pl
-    from polars.io.plugins import register_io_source
-
-    def generate(
-        columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, _: int | None
-    ) -> Iterator[pl.DataFrame]:
-        for frame in batches():
-            if limit is not None:
-                frame = frame.head(limit)
-                limit -= frame.height
-            if predicate is not None:
-                frame = frame.filter(predicate)
-            yield frame.select(columns) if columns is not None else frame
-            if limit == 0:
-                return
-
-    return register_io_source(generate, schema=pl.Schema(schema))
 
 
 @contextmanager

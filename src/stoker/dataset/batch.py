@@ -31,7 +31,7 @@ class Batch:
         return self.dense.shape[0]
 
     def lengths(self, feature: int) -> Tensor:
-        """Ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
+        """Return ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
         if self.offsets is None:
             return torch.ones(len(self), dtype=torch.int64, device=self.ids.device)
         return self._bags(self.offsets.diff())[:, feature]
@@ -42,7 +42,7 @@ class Batch:
         return self.lengths(feature).unsqueeze(1) >= before_end
 
     def padded(self, feature: int, steps: int, *, fill: int = 0) -> Tensor:
-        """The last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
+        """Return the last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
 
         For ``nn.Embedding`` and the like: :class:`stoker.EmbeddingTables` with ``steps`` needs no padded ids.
         """
@@ -54,7 +54,7 @@ class Batch:
         return flat[places.masked_fill(~mask, self.ids.numel())]
 
     def _bags(self, values: Tensor) -> Tensor:
-        """One value a bag as [B, F]."""
+        """Return one value a bag as [B, F]."""
         return values.view(len(self), -1)
 
     def tensors(self) -> dict[str, Tensor]:

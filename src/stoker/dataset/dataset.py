@@ -203,7 +203,7 @@ class Dataset:
         return Split(self.path, name, entry, self.schema, self.manifest)
 
     def split(self, name: str) -> Split:
-        """One split by name.
+        """Return one split by name.
 
         Raises:
             DataError: the dataset was prepared without it.
@@ -262,7 +262,7 @@ class Dataset:
         return len(files)
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """What lies in files, and the manifest's entry of each."""
+        """Return what lies in files, and the manifest's entry of each."""
         shards = [shard for split in self._splits.values() for shard in split.entry["shards"]]
         return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
 
@@ -298,7 +298,7 @@ def rebuilt_from(
     data: Dataset, out: Path, *, splits: Collection[str] = (), files: Collection[str] = (), size: int = 0,
     overwrite: bool,
 ) -> AbstractContextManager[Path]:  # fmt: skip
-    """A working directory for another dataset at ``out``, which shares all other files with ``data``.
+    """Return a working directory for another dataset at ``out``, which shares all other files with ``data``.
 
     Args:
         splits: whose shards the block writes.

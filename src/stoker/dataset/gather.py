@@ -28,7 +28,7 @@ _WORD = 4  # bytes
 
 
 def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of its own for each tensor of a batch: an ``Allocate``."""
+    """Return memory of its own for each tensor of a batch: an ``Allocate``."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -67,7 +67,7 @@ class NumpyGather:
         return tensors | self._bags(shard, row, allocate) if self._features else tensors
 
     def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """The ids of sequences and their offsets, once lengths and offsets of the rows agree."""
+        """Return the ids of sequences and their offsets, once lengths and offsets of the rows agree."""
         lengths = np.empty((len(row), self._features), np.int32)
         begin, end = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
         self._copy_rows(shard, row, {"lengths": lengths, "row_offsets": begin})

@@ -30,22 +30,22 @@ _NEEDED = ("format_version", "features", "schema_hash", "splits")
 
 
 def is_left_over(directory: Path) -> bool:
-    """Whether a directory is what a killed process left of a dataset that it made anew beside its source."""
+    """Return whether a directory is what a killed process left of a dataset that it made anew beside its source."""
     return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / MANIFEST).exists()
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
+    """Return the one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def hash_schema(schema: Mapping[str, Any]) -> str:
-    """The manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
+    """Return the manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
     return hashlib.sha256(canonical_json(schema).encode()).hexdigest()
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:
-    """The manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
+    """Return the manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
     size, digest = hash_file(path)
     return {"bytes": size, "sha256": digest}
 
@@ -73,7 +73,7 @@ def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """The manifest of a dataset directory.
+    """Return the manifest of a dataset directory.
 
     Raises:
         DataError: no dataset there, an unfinished or garbled one, or one of a newer format.

@@ -42,7 +42,7 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
-    """Whether another dataset may take the place of the one in ``target``.
+    """Refuse to put another dataset in the place of the one in ``target``.
 
     Raises:
         DataError: nobody asked for that, or it is none that this version knows.
@@ -97,7 +97,7 @@ def remove_dataset(folder: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    """Where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
+    """Return where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
     return target.with_name(f".{target.name}.stoker-old")
 
 
@@ -106,7 +106,7 @@ def rebuilt(
     source: Path, out: Path, *, shared: Mapping[str, int], written: Collection[str], size: int, overwrite: bool,
     copy: bool,
 ) -> Iterator[Path]:  # fmt: skip
-    """A working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
+    """Yield a working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
 
     The ``shared`` files are in it, as hard links where the disk allows and as copies where not. The block writes the
     others and, last, the manifest. A process killed within leaves a directory ``out``.tmp, which is no dataset and is

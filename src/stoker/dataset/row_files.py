@@ -41,7 +41,7 @@ def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 
 def group_file(split: str) -> str:
-    """Name of the file in the dataset that holds the groups of a split."""
+    """Return the name of the file in the dataset that holds the groups of a split."""
     return f"groups/{split}.safetensors"
 
 
@@ -125,7 +125,7 @@ class GroupWriter:
 
 
 def kept_file(split: str) -> str:
-    """Name of the file in the dataset that holds the kept columns of a split."""
+    """Return the name of the file in the dataset that holds the kept columns of a split."""
     return f"keep/{split}.parquet"
 
 
@@ -203,7 +203,7 @@ class KeptWriter:
 
 @contextmanager
 def kept_writer(path: Path, schema: pa.Schema) -> Iterator[KeptWriter]:
-    """A writer of kept columns, whose file appears when the block ends.
+    """Yield a writer of kept columns, whose file appears when the block ends.
 
     Raises:
         DataError: a full disk.

@@ -162,7 +162,7 @@ class SplitRows:
         return shards
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
+        """Return one row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
 
         For looking at data; training reads :meth:`batches`, which is two orders of magnitude faster.
         """
@@ -283,7 +283,7 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
 
 
 def _check_lengths(shard: Shard, start: int, stop: int) -> None:
-    """The bags of rows [start, stop) lie one after the other within the ids."""
+    """Check that the bags of rows [start, stop) lie one after the other within the ids."""
     assert shard.lengths is not None
     assert shard.row_offsets is not None
     lengths, offsets = shard.lengths[start:stop], shard.row_offsets[start : stop + 1]

@@ -42,7 +42,7 @@ class ShardInfo:
     sha256: str  # hex digest of the whole file
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -118,7 +118,7 @@ def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
-    """Why these tensors are no shard; None where they are."""
+    """Return why these tensors are no shard; None where they are."""
     sequence = "lengths" in shapes
     expected = {"dense": (["f4"], 2), "labels": (["f4"], 1), "ids": (["i4", "i8"], 1 if sequence else 2)}
     if sequence:

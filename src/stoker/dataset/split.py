@@ -70,7 +70,7 @@ class _Shares:
         self.count = self.full + self.tail_rounds  # batches per rank and epoch
 
     def span(self, index: int, rank: int) -> tuple[int, int]:
-        """Positions [start, stop) of a rank's batch."""
+        """Return positions [start, stop) of a rank's batch."""
         number = index * self.world_size + rank
         if index < self.full:
             return number * self.batch_size, (number + 1) * self.batch_size
@@ -153,7 +153,7 @@ class BatchStream:
         self._resident: ResidentRows | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Return batches per epoch, the same on every rank."""
         return self._shares.count
 
     def __iter__(self) -> Iterator[Batch]:
@@ -188,7 +188,7 @@ class BatchStream:
         return self.epoch * len(self) + self.position
 
     def rest_of_epoch(self, step: int | None = None, *, until: int | None = None, ids_only: bool = False) -> EpochRest:
-        """Batches of one epoch, to be read beforehand or again: the stream stays where it is.
+        """Return batches of one epoch, to be read beforehand or again: the stream stays where it is.
 
         Args:
             step: number of the first of them; None means the next one.
@@ -205,7 +205,7 @@ class BatchStream:
         return EpochRest(self, first, max(first, end if until is None else min(until, end)), ids_only)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands and what it reads, in plain JSON values.
+        """Return where the stream stands and what it reads, in plain JSON values.
 
         Args:
             step: as if so many batches had been handed out over all epochs, whoever has read ahead since.
@@ -352,7 +352,7 @@ class _Pages:
         self._asked = 0  # blocks of the next pool asked for
 
     def at(self, position: int) -> None:
-        """The reader is about to take the rows at ``position``."""
+        """Prepare for the reader, which is about to take the rows at ``position``."""
         order = self._order
         pool = order.pool_of(position)
         if pool != self._pool:
@@ -380,7 +380,7 @@ class _Pages:
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads still inside torch when the interpreter is torn down would abort the process."""
+    """End the threads: one still inside torch when the interpreter is torn down would abort the process."""
     for thread, leave in list(_running.items()):
         leave()
         thread.join(timeout=_PATIENCE)
@@ -431,7 +431,7 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
 
 def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
+    """Yield the same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
 
     Page-locked batches need it to overlap with work; two of them are on the device at a time.
     """
@@ -448,7 +448,7 @@ def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Ba
 
 
 def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Batch:
-    """The batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
+    """Return the batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(event)
     for tensor in batch.tensors().values():
@@ -475,7 +475,7 @@ class Split(SplitRows):
         device: torch.device | str | None = None,
         data_memory: str | int | None = None,
     ) -> BatchStream:
-        """A stream of batches; iterate it once per epoch.
+        """Return a stream of batches; iterate it once per epoch.
 
         Args:
             batch_size: rows per batch and rank. The last batch of an epoch may be smaller.

@@ -22,7 +22,7 @@ _ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # what is s
 
 
 def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
-    """Plain JSON values describing a dataset.
+    """Return plain JSON values describing a dataset.
 
     Args:
         dataset: an opened dataset.
@@ -68,7 +68,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """A key that puts C2 before C10."""
+    """Return a key that puts C2 before C10."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 

@@ -64,7 +64,7 @@ def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str
 
 
 def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
-    """As :func:`draft_schema`, with what was found of each column."""
+    """Do as :func:`draft_schema`, and return what was found of each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
     with files_of(log, rows=rows + 1) as inputs:

@@ -15,9 +15,10 @@ import polars as pl
 import pyarrow as pa
 
 from stoker.base import remote
-from stoker.base.engine import from_batches, full_disk, reason_of
+from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.parse.sources import FRAME, number_order
+from stoker.prep.recipes.rows import from_batches
 
 _GROUP_ROWS = 2**16  # rows of a row group of the temporary files, however many came at once
 _ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."

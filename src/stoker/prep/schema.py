@@ -64,7 +64,7 @@ class Label:
             self.parsed()
 
     def parsed(self) -> tuple[str, float | str] | None:
-        """Operator and operand of the rule, or None where there is no rule."""
+        """Return operator and operand of the rule, or None where there is no rule."""
         if self.rule is None:
             return None
         match = _LABEL_RULE.fullmatch(self.rule)
@@ -198,7 +198,7 @@ class CategoricalColumn(_Column):
         return self.table or self.name
 
     def feature(self) -> Feature:
-        """The feature that models see."""
+        """Return the feature that models see."""
         return Feature(name=self.name, table=self.table_name)
 
 
@@ -222,7 +222,7 @@ class SequenceColumn(CategoricalColumn):
             fail(where, "separator", f"{self.separator!r} is not one ASCII character")
 
     def feature(self) -> Feature:
-        """The feature that models see."""
+        """Return the feature that models see."""
         return Feature(name=self.name, table=self.table_name, sequence=True, max_length=self.max_length)
 
 
@@ -430,7 +430,7 @@ class Schema:
         return (*self.categorical, *self.sequence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
+        """Return plain values, complete with defaults, that :meth:`from_dict` takes back."""
         values = asdict(self)
         del values["derive"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
@@ -444,12 +444,12 @@ class Schema:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
-        """A schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
+        """Return a schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
         return cast(Schema, build_part(cls, values, where, {"label": _label, "split": _split, "feature": _feature}))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """A schema from a TOML or YAML file. Files that its features merge may be next to it."""
+        """Return a schema from a TOML or YAML file. Files that its features merge may be next to it."""
         from stoker.prep.features.learned import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
