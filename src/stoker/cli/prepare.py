@@ -18,9 +18,10 @@ from stoker.cli.options import printed, say, show_rows, show_table, with_options
 
 if TYPE_CHECKING:
     from stoker.prep.draft import Draft
-    from stoker.prep.prepare import PrepareReport, Progress
+    from stoker.prep.prepare import PrepareReport
     from stoker.prep.recipe import Recipe
     from stoker.prep.schema import Schema
+    from stoker.prep.stages.task import Progress
 
 _STAGES = {
     "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",

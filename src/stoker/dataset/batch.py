@@ -6,11 +6,10 @@ Legend: B examples, F features (categorical and sequence columns in schema order
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["Batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,7 @@ class Batch:
         return self.dense.shape[0]
 
     def lengths(self, feature: int) -> Tensor:
-        """Ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
+        """Return ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
         if self.offsets is None:
             return torch.ones(len(self), dtype=torch.int64, device=self.ids.device)
         return self._bags(self.offsets.diff())[:, feature]
@@ -43,7 +42,7 @@ class Batch:
         return self.lengths(feature).unsqueeze(1) >= before_end
 
     def padded(self, feature: int, steps: int, *, fill: int = 0) -> Tensor:
-        """The last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
+        """Return the last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
 
         For ``nn.Embedding`` and the like: :class:`stoker.EmbeddingTables` with ``steps`` needs no padded ids.
         """
@@ -55,25 +54,21 @@ class Batch:
         return flat[places.masked_fill(~mask, self.ids.numel())]
 
     def _bags(self, values: Tensor) -> Tensor:
-        """One value a bag as [B, F]."""
+        """Return one value a bag as [B, F]."""
         return values.view(len(self), -1)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, without those that are None."""
+        found = {name: getattr(self, name) for name in ("dense", "ids", "offsets", "weights", "labels")}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The same batch on ``device``; itself where it is there already."""
-        moved = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name in ("dense", "ids", "offsets", "weights", "labels")
-            if (value := getattr(self, name)) is not None
-        }
-        if all(value is getattr(self, name) for name, value in moved.items()):
-            return self
-        return replace(self, **moved)
+        """Return the same batch on ``device``; itself where it is there already."""
+        here = self.tensors()
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in here.items()}
+        return self if all(moved[name] is tensor for name, tensor in here.items()) else replace(self, **moved)
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, so that copies to a GPU can overlap with work."""
-        pinned = {
-            name: value.pin_memory()
-            for name in ("dense", "ids", "offsets", "weights", "labels")
-            if (value := getattr(self, name)) is not None
-        }
+        """Return the same batch in page-locked memory, so that copies to a GPU can overlap with work."""
+        pinned: dict[str, Any] = {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
         return replace(self, **pinned)

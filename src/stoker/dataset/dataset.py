@@ -25,11 +25,9 @@ from stoker.base.units import quoted
 from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
 from stoker.dataset.memory import home_of
 from stoker.dataset.rebuild import rebuilt
-from stoker.dataset.rows import MadeBy
+from stoker.dataset.rows import made_by
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
-
-__all__ = ["Dataset", "rebuilt_from"]
 
 
 class Dataset:
@@ -49,24 +47,13 @@ class Dataset:
         self.manifest = read_manifest(self.path)
         try:
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
-            self._made_by: MadeBy = (
-                "classify"
-                if "hot_cold" in self.manifest
-                else "reorder"
-                if (self.reordered or {}).get("source")
-                else "prepare"
-            )
-            files = self.manifest.get("files", {})
-            self._splits = {
-                name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by, files)
-                for name, entry in self.manifest["splits"].items()
-            }
+            self._splits = {name: self._split(name, entry) for name, entry in self.manifest["splits"].items()}
         except (KeyError, TypeError, AttributeError, SchemaError) as error:
             raise DataError(
                 f"{self.path / MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
             ) from error
-        for file, expected in self._files():
-            self._check_size(file, int(expected["bytes"]))
+        for file, entry in self._files():
+            self._check(file, entry)
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
@@ -164,11 +151,7 @@ class Dataset:
             raise DataError(
                 f"{self.path} is not reordered. Do so with: stoker reorder {quoted(self.path)} --out DIRECTORY"
             )
-        path = self.path / NEW_IDS
-        try:
-            found: dict[str, Tensor] = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be read ({error}). Reorder the dataset again.") from error
+        path, found = self._load(NEW_IDS, "Reorder")
         for table, ids in found.items():
             rows = self.schema.num_embeddings.get(table)
             if ids.shape != (rows,) or not torch.equal(ids.sort().values, torch.arange(len(ids))):
@@ -214,11 +197,13 @@ class Dataset:
         cold["shards"] = train["shards"][shards:]
         if "keep" in train:
             hot["keep"], cold["keep"] = train["keep"], {**train["keep"], "first": rows}
-        given = (self.schema, self.schema_hash, self._made_by, self.manifest.get("files", {}))
-        return Split(self.path, "hot", hot, *given), Split(self.path, "cold", cold, *given)
+        return self._split("hot", hot), self._split("cold", cold)
+
+    def _split(self, name: str, entry: Mapping[str, Any]) -> Split:
+        return Split(self.path, name, entry, self.schema, self.manifest)
 
     def split(self, name: str) -> Split:
-        """One split by name.
+        """Return one split by name.
 
         Raises:
             DataError: the dataset was prepared without it.
@@ -230,11 +215,7 @@ class Dataset:
     @cached_property
     def counts(self) -> dict[str, Tensor]:
         """Training occurrences by id: table -> [num_embeddings] int64 (id 0 = out of vocabulary)."""
-        path = self.path / "counts.safetensors"
-        try:
-            counts: dict[str, Tensor] = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+        path, counts = self._load("counts.safetensors", "Prepare")
         for table, rows in self.schema.num_embeddings.items():
             if table not in counts or counts[table].shape != (rows,):
                 found = list(counts[table].shape) if table in counts else "nothing"
@@ -273,45 +254,51 @@ class Dataset:
         Raises:
             DataError: naming the first damaged file, what was expected and what was found.
         """
-        checked = 0
-        for file, expected in self._files():
-            self._check_size(file, int(expected["bytes"]))
-            _, digest = hash_file(self.path / file)
-            if digest != expected["sha256"]:
-                raise DataError(
-                    f"{self.path / file} was altered: sha256 {digest[:16]}..., the manifest says "
-                    f"{str(expected['sha256'])[:16]}... Restore it from a copy, or {self._made_by} the dataset again."
-                )
-            checked += 1
+        files = self._files()
+        for file, entry in files:
+            self._check(file, entry, whole=True)
         for split in self._splits.values():
             split.check_ids()
-        return checked
+        return len(files)
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """What lies in files, and the manifest's entry of each."""
+        """Return what lies in files, and the manifest's entry of each."""
         shards = [shard for split in self._splits.values() for shard in split.entry["shards"]]
         return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
 
-    def _check_size(self, file: str, expected: int) -> None:
+    def _check(self, file: str, entry: Mapping[str, Any], *, whole: bool = False) -> None:
+        """Compare the size of a file with its entry in the manifest; ``whole``: its checksum, too."""
+        path, digest = self.path / file, entry["sha256"]
+        expected, remedy = (
+            int(entry["bytes"]),
+            f"Restore it from a copy, or {made_by(self.manifest)} the dataset again.",
+        )
         try:
-            found = (self.path / file).stat().st_size
+            size, digest = hash_file(path) if whole else (path.stat().st_size, digest)
         except OSError as error:
+            raise DataError(f"{path} is missing; the manifest lists it with {expected:,} bytes. {remedy}") from error
+        if size != expected:
             raise DataError(
-                f"{self.path / file} is missing; the manifest lists it with {expected:,} bytes. "
-                f"Restore it from a copy, or {self._made_by} the dataset again."
-            ) from error
-        if found != expected:
-            raise DataError(
-                f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated "
-                f"or altered. Restore it from a copy, or {self._made_by} the dataset again."
+                f"{path} has {size:,} bytes, the manifest says {expected:,}: it was truncated or altered. {remedy}"
             )
+        if digest != entry["sha256"]:
+            listed = str(entry["sha256"])[:16]
+            raise DataError(f"{path} was altered: sha256 {digest[:16]}..., the manifest says {listed}... {remedy}")
+
+    def _load(self, file: str, command: str) -> tuple[Path, dict[str, Tensor]]:
+        """Return the path of a file of tensors, and these; ``command`` makes it again."""
+        path = self.path / file
+        try:
+            return path, load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read ({error}). {command} the dataset again.") from error
 
 
 def rebuilt_from(
     data: Dataset, out: Path, *, splits: Collection[str] = (), files: Collection[str] = (), size: int = 0,
     overwrite: bool,
 ) -> AbstractContextManager[Path]:  # fmt: skip
-    """A working directory for another dataset at ``out``, which shares all other files with ``data``.
+    """Return a working directory for another dataset at ``out``, which shares all other files with ``data``.
 
     Args:
         splits: whose shards the block writes.

@@ -10,7 +10,6 @@ Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.dataset.shards import Shard
 
-__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "ResidentRows", "make_gather", "new_tensor"]
-
 Int64 = npt.NDArray[np.int64]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
 # Rows of the split [B] in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets.
@@ -31,12 +28,12 @@ _WORD = 4  # bytes
 
 
 def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of its own for each tensor of a batch: an ``Allocate``."""
+    """Return memory of its own for each tensor of a batch: an ``Allocate``."""
     return torch.empty(shape, dtype=dtype)
 
 
-def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
-    return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[array.dtype.str[1:]]
+def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
+    return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[kind.str[1:]]
 
 
 class NumpyGather:
@@ -65,16 +62,16 @@ class NumpyGather:
         tensors = {}
         for name in self._names:
             like = getattr(self._shards[0], name)
-            tensors[name] = allocate(name, (len(rows), *like.shape[1:]), _torch_type(like))
-        self._copy(shard, row, {name: tensor.numpy() for name, tensor in tensors.items()})
+            tensors[name] = allocate(name, (len(rows), *like.shape[1:]), _torch_type(like.dtype))
+        self._copy_rows(shard, row, {name: tensor.numpy() for name, tensor in tensors.items()})
         return tensors | self._bags(shard, row, allocate) if self._features else tensors
 
     def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """The ids of sequences and their offsets, once lengths and offsets of the rows agree."""
+        """Return the ids of sequences and their offsets, once lengths and offsets of the rows agree."""
         lengths = np.empty((len(row), self._features), np.int32)
         begin, end = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
-        self._copy(shard, row, {"lengths": lengths, "row_offsets": begin})
-        self._copy(shard, row + 1, {"row_offsets": end})
+        self._copy_rows(shard, row, {"lengths": lengths, "row_offsets": begin})
+        self._copy_rows(shard, row + 1, {"row_offsets": end})
         sizes = end - begin
         good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= self._ids[shard])
         good &= sizes == lengths.sum(axis=1, dtype=np.int64)
@@ -87,21 +84,23 @@ class NumpyGather:
         offsets = allocate("offsets", (lengths.size + 1,), torch.int64)
         offsets[0] = 0
         np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
-        ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids))
-        self._copy_ids(shard, begin, sizes, offsets.numpy()[: -1 : self._features], ids.numpy())
+        ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids.dtype))
+        self._copy(shard, begin, sizes, offsets.numpy()[: -1 : self._features], {"ids": ids.numpy()})
         return {"ids": ids, "offsets": offsets}
 
-    def _copy(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+    def _copy_rows(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
         """Copy rows [B] of shards [B]."""
+        self._copy(shard, row, np.ones(len(row), np.int64), np.arange(len(row)), out)
+
+    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+        """Copy ``sizes`` [B] rows of the tensors of shards [B], from ``first`` [B] on, to ``places`` [B] of ``out``."""
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        source, target = (np.repeat(begin, sizes) + within for begin in (first, places))
+        shard = np.repeat(shard, sizes)
         for number in np.unique(shard):
             where = np.flatnonzero(shard == number)
             for name, array in out.items():
-                array[where] = getattr(self._shards[number], name)[row[where]]
-
-    def _copy_ids(self, shard: Int64, begin: Int64, sizes: Int64, places: Int64, out: npt.NDArray[Any]) -> None:
-        """Copy ``sizes`` [B] ids of shards [B], from ``begin`` [B] on, to ``places`` [B] of ``out``."""
-        for number, first, size, place in zip(shard, begin, sizes, places, strict=True):
-            out[place : place + size] = self._shards[number].ids[first : first + size]
+                array[target[where]] = getattr(self._shards[number], name)[source[where]]
 
 
 class NumbaGather(NumpyGather):
@@ -116,17 +115,12 @@ class NumbaGather(NumpyGather):
         self._addresses = {name: np.array([each[name].ctypes.data for each in arrays], np.int64) for name in arrays[0]}
         self._widths = {name: array.itemsize * int(np.prod(array.shape[1:])) for name, array in arrays[0].items()}
 
-    def _copy(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
-        self._run(shard, row, np.ones(len(row), np.int64), np.arange(len(row)), out)
-
-    def _copy_ids(self, shard: Int64, begin: Int64, sizes: Int64, places: Int64, out: npt.NDArray[Any]) -> None:
-        self._run(shard, begin, sizes, np.ascontiguousarray(places), {"ids": out})
-
-    def _run(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+        slices = (shard, first, sizes, np.ascontiguousarray(places))
         sources = np.stack([self._addresses[name] for name in out]) if out else np.empty((0, 0), np.int64)
         widths = np.array([self._widths[name] for name in out], np.int64)
         targets = np.array([array.ctypes.data for array in out.values()], np.int64)
-        self._kernel(shard, first, sizes, places, sources, widths, targets, threads=self._threads)
+        self._kernel(slices, sources, widths, targets, threads=self._threads)
 
 
 def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
@@ -153,29 +147,25 @@ class ResidentRows:
     """
 
     def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
-        self._device = device
-        self._widths = _pack(shards[0])
-        like = {name: getattr(shards[0], name) for name in self._widths if name}
-        self._types = {name: _torch_type(array) for name, array in like.items()}
-        width = sum(self._widths.values())
-        self._matrix = torch.empty((rows, width), dtype=torch.int32, device=device)
+        self._device, self._row = device, _packed_row(shards[0])
+        self._matrix = torch.empty((rows, self._row.itemsize // _WORD), dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
-        taken = [(shard, min(shard.rows, rows - start)) for shard, start in zip(shards, _starts(shards), strict=True)]
-        taken = [(shard, count) for shard, count in taken if count > 0]
+        left = np.maximum(rows - np.cumsum([0, *(shard.rows for shard in shards[:-1])]), 0).tolist()
+        taken = [
+            (shard, min(shard.rows, most)) for shard, most in zip(shards, left, strict=True) if most and shard.rows
+        ]
         if shards[0].lengths is not None:
             sizes = [np.diff(shard.row_offsets[: count + 1]) for shard, count in taken if shard.row_offsets is not None]
             self._sizes = np.concatenate(sizes)  # [n] ids of each row; on the host, so that no batch waits
             ends = np.cumsum(self._sizes)
             self._starts = torch.from_numpy(ends - self._sizes).to(device)  # [n] where each row's ids begin
-            self._ids = torch.empty(int(ends[-1]), dtype=_torch_type(shards[0].ids), device=device)
+            self._ids = torch.empty(int(ends[-1]), dtype=_torch_type(shards[0].ids.dtype), device=device)
         done = ids = 0
         for shard, count in taken:
-            packed, at = np.zeros((count, width), np.int32), 0
-            for name, array in like.items():
-                column = packed[:, at : at + self._widths[name]].view(array.dtype)
-                column[...] = getattr(shard, name)[:count].reshape(count, -1)
-                at += self._widths[name]
-            self._matrix[done : done + count].copy_(torch.from_numpy(packed))
+            packed = np.zeros(count, self._row)
+            for name in self._row.names or ():
+                packed[name] = getattr(shard, name)[:count]
+            self._matrix[done : done + count].copy_(torch.from_numpy(packed.view(np.int32).reshape(count, -1)))
             done += count
             if self._ids is not None and shard.row_offsets is not None:
                 part = torch.from_numpy(shard.ids[: shard.row_offsets[count]].copy())
@@ -186,7 +176,7 @@ class ResidentRows:
     @staticmethod
     def bytes(shards: Sequence[Shard], rows: int) -> int:
         """Return the bytes that a copy of the first ``rows`` rows takes, of sequences about."""
-        size = rows * sum(_pack(shards[0]).values()) * _WORD
+        size = rows * _packed_row(shards[0]).itemsize
         if shards[0].lengths is not None:
             ids = sum(shard.ids.nbytes for shard in shards) / max(1, sum(shard.rows for shard in shards))
             size += round(rows * (ids + 16))
@@ -201,8 +191,10 @@ class ResidentRows:
         else:
             chosen = chosen.pin_memory().to(self._device, non_blocking=True)
             packed = self._matrix.index_select(0, chosen)
-        columns = packed.split(list(self._widths.values()), dim=1)
-        found = {name: column.view(kind) for (name, kind), column in zip(self._types.items(), columns, strict=False)}
+        found = {}
+        for name, (kind, offset, *_) in (self._row.fields or {}).items():
+            words = packed[:, offset // _WORD : (offset + kind.itemsize) // _WORD]
+            found[name] = words.view(_torch_type(kind.base))
         found["labels"] = found["labels"].squeeze(1)
         if self._ids is None:
             return found
@@ -217,14 +209,8 @@ class ResidentRows:
         return found | {"ids": self._ids.index_select(0, places), "offsets": offsets}
 
 
-def _starts(shards: Sequence[Shard]) -> list[int]:
-    """The first row of each of shards that follow each other."""
-    return list(accumulate((shard.rows for shard in shards[:-1]), initial=0))
-
-
-def _pack(shard: Shard) -> dict[str, int]:
-    """Words of each tensor in a packed row, the widest type first; of the unnamed rest, so that ids are aligned."""
+def _packed_row(shard: Shard) -> np.dtype[Any]:
+    """Return the layout of a packed row: the widest type first, padded so that it is aligned in every row."""
     names = ("ids" if shard.lengths is None else "lengths", "dense", "labels")
-    arrays = [getattr(shard, name) for name in names]
-    words = [array.itemsize * int(np.prod(array.shape[1:])) // _WORD for array in arrays]
-    return dict(zip(names, words, strict=True)) | {"": -sum(words) % (arrays[0].itemsize // _WORD)}
+    arrays = {name: getattr(shard, name) for name in names}
+    return np.dtype([(name, array.dtype, array.shape[1:]) for name, array in arrays.items()], align=True)

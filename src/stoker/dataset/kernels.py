@@ -5,7 +5,6 @@ Numba is installed.
 """
 
 # mypy: disable-error-code="call-arg, no-untyped-call, no-untyped-def, var-annotated, unreachable"
-# (an intrinsic is called without its typing context, which mypy cannot know)
 
 from __future__ import annotations
 
@@ -13,53 +12,19 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from stoker.ops.codegen.jit import jit
-from stoker.ops.codegen.llvm_memory import fetch_add
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_bytes, row_move
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["copy_rows", "encrypt"]
-
 _AHEAD = 8  # rows asked for ahead of the copy
-_LINE = 64  # bytes of a cache line
 _BLOCK = 1024  # rows that a thread takes at a time
 # Not inlined by Numba, which would work out the types of every copy: LLVM inlines them, in half the time.
 _part: Any = numba.njit
 
 
-@intrinsic
-def _copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
-    """memcpy between two addresses."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, source = (builder.inttoptr(arg, cgutils.voidptr_t) for arg in args[:2])
-        cgutils.raw_memcpy(builder, to, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _prefetch(typingctx: Any, address: Any) -> Any:
-    """Start loading the cache line at an address, for one read."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        builder.call(function, [pointer, word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
 def _copy_rows(p):
-    shard, first, sizes, places, sources, widths, targets, cursor, block = arguments(p)
+    origin, shard, first, sizes, places, sources, widths, targets, cursor, block = arguments(p)
     while True:
         begin = fetch_add(cursor, block)
         if begin >= len(shard):
@@ -70,27 +35,30 @@ def _copy_rows(p):
                 for kind in range(len(widths)):
                     source = sources[kind, shard[i + _AHEAD]] + first[i + _AHEAD] * widths[kind]
                     size = sizes[i + _AHEAD] * widths[kind]
-                    for line in range(0, size, _LINE):
-                        _prefetch(source + line)
-                    _prefetch(source + size - 1)
+                    prefetch_bytes(size, origin, source)
+                    prefetch_bytes(1, origin, source + size - 1)
             for kind in range(len(widths)):
                 source = sources[kind, shard[i]] + first[i] * widths[kind]
-                _copy(targets[kind] + places[i] * widths[kind], source, sizes[i] * widths[kind])
+                row_move(sizes[i] * widths[kind], origin, targets[kind] + places[i] * widths[kind], origin, source)
 
 
 _kernel = Kernel(_copy_rows)
+_origin = np.zeros(1, np.uint8)  # addresses are offsets from here
 
 
-def copy_rows(*args: Any, threads: int) -> None:
+def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targets: Any, *, threads: int) -> None:
     """Copy B slices of each of K tensors; ``threads`` above 1 are torch's.
 
     Args:
-        args: [B] shard of each slice, its first row there, its rows, and its first row in the target; [K, S] address of
-            each tensor in each shard; [K] bytes of a row; [K] addresses to fill. All int64.
+        slices: [B] shard of each slice, its first row there, its rows, and its first row in the target, int64.
+        sources: [K, S] address of each tensor in each shard, int64.
+        widths: [K] bytes of a row, an even number, int64.
+        targets: [K] addresses to fill, int64.
         threads: as many as there is work for.
     """
-    threads = max(1, min(threads, len(args[0]) // _BLOCK))
-    _kernel.run(*args, np.zeros(1, np.int64), _BLOCK, threads=threads)
+    threads, zero = max(1, min(threads, len(slices[0]) // _BLOCK)), _origin.ctypes.data
+    cursor = np.zeros(1, np.int64)
+    _kernel.run(_origin, *slices, sources - zero, widths, targets - zero, cursor, _BLOCK, threads=threads)
 
 
 @_part

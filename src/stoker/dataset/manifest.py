@@ -18,25 +18,6 @@ from stoker.base.units import quoted
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BESIDE",
-    "FORMAT_VERSION",
-    "LEFT_OVER",
-    "LOCK",
-    "MANIFEST",
-    "NEW_IDS",
-    "REQUEST",
-    "SPLITS",
-    "canonical_json",
-    "describe_file",
-    "hash_schema",
-    "is_left_over",
-    "note_request",
-    "read_manifest",
-    "write_counts",
-    "write_manifest",
-]
-
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
 REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again
@@ -51,22 +32,22 @@ _NEEDED = ("format_version", "features", "schema_hash", "splits")
 
 
 def is_left_over(directory: Path) -> bool:
-    """Whether a directory is what a killed process left of a dataset that it made anew beside its source."""
+    """Return whether a directory is what a killed process left of a dataset that it made anew beside its source."""
     return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / MANIFEST).exists()
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
+    """Return the one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def hash_schema(schema: Mapping[str, Any]) -> str:
-    """The manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
+    """Return the manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
     return hashlib.sha256(canonical_json(schema).encode()).hexdigest()
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:
-    """The manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
+    """Return the manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
     size, digest = hash_file(path)
     return {"bytes": size, "sha256": digest}
 
@@ -94,7 +75,7 @@ def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """The manifest of a dataset directory.
+    """Return the manifest of a dataset directory.
 
     Raises:
         DataError: no dataset there, an unfinished or garbled one, or one of a newer format.

@@ -55,7 +55,7 @@ def _places() -> list[Path]:
 
 
 def _make(room: int) -> tuple[Path, IO[bytes]]:
-    """A temporary directory, and the file beside it, locked until it is closed or the process is gone."""
+    """Return a temporary directory, and the file beside it, locked until it is closed or the process is gone."""
     free = {place: shutil.disk_usage(place).free for place in _places()}
     place = next((place for place in free if free[place] >= room), max(free, key=lambda place: free[place]))
     number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK, dir=place)
@@ -84,5 +84,5 @@ def _remove(path: Path, lock: IO[bytes], process: int) -> None:
 
 
 def home_of(path: str | Path) -> Home | None:
-    """The home of the dataset at a path, if it is in memory."""
+    """Return the home of the dataset at a path, if it is in memory."""
     return _homes.get(Path(path).resolve()) if _homes else None

@@ -25,8 +25,6 @@ import numpy.typing as npt
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
 
-__all__ = ["BLOCK_ROWS", "EpochOrder", "permutation", "rows_that_fit"]
-
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
@@ -43,7 +41,7 @@ def _keys(name: str) -> list[np.uint32]:
 
 
 def _mix(values: Words, key: np.uint32) -> Words:
-    """A 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
+    """Return a 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
     mixed = values ^ key
     mixed ^= mixed >> np.uint32(16)
     mixed *= np.uint32(0x7FEB352D)
@@ -54,7 +52,7 @@ def _mix(values: Words, key: np.uint32) -> Words:
 
 
 def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[int, int], Int64]:
-    """A permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
+    """Return a permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
 
     Args:
         name: what makes it differ from others, such as ``"seed/epoch"``.
@@ -157,15 +155,15 @@ class EpochOrder:
         self._table = np.empty(0, np.int64)
 
     def pool_of(self, position: int) -> int:
-        """The pool that a position belongs to."""
+        """Return the pool that a position belongs to."""
         return int(np.searchsorted(self.pool_starts, position, side="right")) - 1
 
     def blocks_of(self, pool: int) -> Int64:
-        """Blocks of one pool; block b is rows ``b * block_rows`` onwards."""
+        """Return blocks of one pool; block b is rows ``b * block_rows`` onwards."""
         return self._blocks[pool * self._blocks_per_pool : (pool + 1) * self._blocks_per_pool]
 
     def take(self, start: int, stop: int) -> Int64:
-        """Rows at positions [start, stop)."""
+        """Return rows at positions [start, stop)."""
         if self.seed is None:
             return np.arange(start, stop, dtype=np.int64)
         parts = []
@@ -194,7 +192,7 @@ class EpochOrder:
 
 
 def rows_that_fit(memory: int, bytes_per_row: float) -> int:
-    """Rows of a pool within ``memory`` bytes.
+    """Return rows of a pool within ``memory`` bytes.
 
     Raises:
         ConfigError: not even one.

@@ -18,18 +18,6 @@ from stoker.base.files import link_or_copy, lock_file, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
-__all__ = [
-    "UnusableInput",
-    "absent_folders",
-    "check_out",
-    "check_replaceable",
-    "exchange",
-    "rebuilt",
-    "recover",
-    "remove_dataset",
-    "remove_empty",
-]
-
 _FREE = 2**20  # bytes of disk left for the manifest and the like
 
 
@@ -54,7 +42,7 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
-    """Whether another dataset may take the place of the one in ``target``.
+    """Refuse to put another dataset in the place of the one in ``target``.
 
     Raises:
         DataError: nobody asked for that, or it is none that this version knows.
@@ -109,7 +97,7 @@ def remove_dataset(folder: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    """Where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
+    """Return where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
     return target.with_name(f".{target.name}.stoker-old")
 
 
@@ -118,7 +106,7 @@ def rebuilt(
     source: Path, out: Path, *, shared: Mapping[str, int], written: Collection[str], size: int, overwrite: bool,
     copy: bool,
 ) -> Iterator[Path]:  # fmt: skip
-    """A working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
+    """Yield a working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
 
     The ``shared`` files are in it, as hard links where the disk allows and as copies where not. The block writes the
     others and, last, the manifest. A process killed within leaves a directory ``out``.tmp, which is no dataset and is
@@ -138,28 +126,11 @@ def rebuilt(
     """
     if out.is_symlink():
         out = out.resolve()  # what it points to is made, as a preparation would
-    inside, outside = out.resolve(), source.resolve()
-    if outside == inside or outside.is_relative_to(inside) or inside.is_relative_to(outside):
-        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
-    if out.name in ("", ".."):
-        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
-    check_out(out, overwrite=overwrite)
-    folder = out.with_name(out.name + BESIDE)
-    # Only what a killed process left may be removed: it has its lock, or else only names of ours.
-    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    ours = {Path(file).parts[0] for file in (*shared, *written)}
-    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= ours:
-        raise DataError(
-            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
-        )
-    made = absent_folders(folder.parent)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
-        ) from error
-    with _locked(folder, out):
+    names = {Path(file).parts[0] for file in (*shared, *written)}
+    folder, made = _folder(source, out, names, overwrite=overwrite)
+    with (folder / LOCK).open("w") as lock:
+        if lock_file(lock) is False:
+            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.")
         try:
             for path in folder.iterdir():
                 if path.name != LOCK:
@@ -175,18 +146,7 @@ def rebuilt(
             for file in shared:
                 link_or_copy(source / file, folder / file, copy=copy)
             yield folder
-            for place in {(folder / file).parent for file in shared} - {folder}:
-                sync_folder(place)
-            sync_folder(folder)
-            if out.exists() and any(out.iterdir()):
-                exchange(folder, out)
-            else:
-                if out.exists():
-                    out.rmdir()
-                os.replace(folder, out)
-            # Last: until it has its place, a whole dataset without the lock would be taken for somebody else's.
-            (out / LOCK).unlink(missing_ok=True)
-            sync_folder(out.absolute().parent)
+            _put_in_place(folder, out, {(folder / file).parent for file in shared})
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(made)
@@ -196,6 +156,46 @@ def rebuilt(
                     "half-written was kept."
                 ) from error
             raise
+
+
+def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tuple[Path, list[Path]]:
+    """Return the directory next to ``out`` in which ``names`` are made, and those that were made for it."""
+    inside, outside = out.resolve(), source.resolve()
+    if outside.is_relative_to(inside) or inside.is_relative_to(outside):
+        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    if out.name in ("", ".."):
+        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
+    check_out(out, overwrite=overwrite)
+    folder = out.with_name(out.name + BESIDE)
+    # Only what a killed process left may be removed: it has its lock, or else only names of ours.
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= names:
+        raise DataError(
+            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
+        )
+    made = absent_folders(folder.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+        ) from error
+    return folder, made
+
+
+def _put_in_place(folder: Path, out: Path, places: set[Path]) -> None:
+    """Give a whole new directory, into whose ``places`` files were linked, its name."""
+    for place in places | {folder}:
+        sync_folder(place)
+    if out.exists() and any(out.iterdir()):
+        exchange(folder, out)
+    else:
+        if out.exists():
+            out.rmdir()
+        os.replace(folder, out)
+    # Last: until it has its place, a whole dataset without the lock would be taken for somebody else's.
+    (out / LOCK).unlink(missing_ok=True)
+    sync_folder(out.absolute().parent)
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
@@ -215,12 +215,3 @@ def check_out(out: Path, *, overwrite: bool) -> None:
     if not (out / MANIFEST).exists():
         raise DataError(f"{out} is not empty and no dataset. Choose another directory.")
     check_replaceable(out, overwrite=overwrite)
-
-
-@contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
-    """Keep other processes out; a killed one lets go by itself."""
-    with (folder / LOCK).open("w") as file:
-        if lock_file(file) is False:
-            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.")
-        yield

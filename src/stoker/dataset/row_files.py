@@ -25,18 +25,6 @@ from stoker.dataset.shards import tensor_views, write_tensors
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "KEPT_ROWS",
-    "GroupWriter",
-    "KeptColumns",
-    "KeptWriter",
-    "group_file",
-    "kept_file",
-    "kept_writer",
-    "map_groups",
-    "write_group_file",
-]
-
 Int32 = npt.NDArray[np.int32]
 KEPT_ROWS = 2**17  # rows of a row group
 _AGAIN = "Restore the file from a copy, or prepare the dataset again."
@@ -53,7 +41,7 @@ def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 
 def group_file(split: str) -> str:
-    """Name of the file in the dataset that holds the groups of a split."""
+    """Return the name of the file in the dataset that holds the groups of a split."""
     return f"groups/{split}.safetensors"
 
 
@@ -113,10 +101,9 @@ class GroupWriter:
 
     def add(self, names: npt.NDArray[np.integer], labels: npt.NDArray[np.float32]) -> Int32:
         """Number the next rows, whose groups go by ``names`` [n]."""
-        new = np.flatnonzero(self._numbers[names] < 0)
-        self._numbers[names[new[::-1]]] = -1 - new[::-1]  # of the rows of a new group, the first one is written last
-        new = new[self._numbers[names[new]] == -1 - new]
-        self._numbers[names[new]] = np.arange(self.count, self.count + len(new))
+        unseen = names[self._numbers[names] < 0]
+        new = unseen[np.sort(np.unique(unseen, return_index=True)[1])]  # by first row
+        self._numbers[new] = np.arange(self.count, self.count + len(new))
         self.count += len(new)
         numbers: Int32 = self._numbers[names]
         np.add.at(self._rows, numbers, 1)
@@ -138,7 +125,7 @@ class GroupWriter:
 
 
 def kept_file(split: str) -> str:
-    """Name of the file in the dataset that holds the kept columns of a split."""
+    """Return the name of the file in the dataset that holds the kept columns of a split."""
     return f"keep/{split}.parquet"
 
 
@@ -216,7 +203,7 @@ class KeptWriter:
 
 @contextmanager
 def kept_writer(path: Path, schema: pa.Schema) -> Iterator[KeptWriter]:
-    """A writer of kept columns, whose file appears when the block ends.
+    """Yield a writer of kept columns, whose file appears when the block ends.
 
     Raises:
         DataError: a full disk.

@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,45 +26,40 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.base.files import file_identity
 from stoker.base.ordered import ordered_map
+from stoker.dataset.gather import NumpyGather, new_tensor
 from stoker.dataset.memory import home_of
 from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
-__all__ = ["MadeBy", "SplitRows", "note_checked"]
-
 _IDS = 2**20  # looked at together
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
-_AGAIN = {
-    "prepare": "run the dataset's stoker prepare command again with --overwrite",
-    # Its other splits share their files with the source.
-    "classify": "run the dataset's stoker classify command again with --overwrite, and stoker prepare before it if the "
-    "source is damaged too",
-    "reorder": "run the dataset's stoker reorder command again with --overwrite, and stoker prepare before it if the "
-    "source is damaged too",
-}
 
 _checked: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables
 
-MadeBy = Literal["prepare", "classify", "reorder"]  # the command that made a dataset
+
+def made_by(manifest: Mapping[str, Any]) -> str:
+    """Return the command that made a dataset and makes it again: prepare, classify or reorder."""
+    if "hot_cold" in manifest:
+        return "classify"
+    return "reorder" if (manifest.get("reordered") or {}).get("source") else "prepare"
 
 
 class SplitRows:
     """The rows of one split. ``len(split)`` is their number."""
 
     def __init__(
-        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str,
-        made_by: MadeBy = "prepare", files: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, manifest: Mapping[str, Any]
+    ) -> None:
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards; labelled, where rows have no label
         self.schema = schema
         self.sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)  # [F] rows of tables
-        self.schema_hash = schema_hash
-        self.made_by = made_by  # the command that makes it again
+        self.schema_hash = str(manifest["schema_hash"])
+        self._made_by = made_by(manifest)
         self._path = path
         self._home = home_of(path)  # of temporary files, kept as long as somebody may read them
-        self._files = dict(files or {})  # the manifest's, by name
+        self._files = dict(manifest.get("files", {}))  # by name
         # First row of each of the shards, and the number of rows.
         self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
         self.rows = int(entry["rows"])
@@ -82,7 +77,7 @@ class SplitRows:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which a worker process opens for itself, and the lock of a temporary directory."""
-        maps = ("shards", "groups", "kept", "_unchecked")
+        maps = ("shards", "groups", "kept")
         return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
 
     @property
@@ -167,23 +162,17 @@ class SplitRows:
         return shards
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
+        """Return one row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
 
         For looking at data; training reads :meth:`batches`, which is two orders of magnitude faster.
         """
         if not -self.rows <= row < self.rows:
             raise IndexError(f"row {row:,} of {self.rows:,}")
-        row %= self.rows
-        number = bisect.bisect_right(self.starts, row) - 1
-        shard, local = self.shards[number], row - self.starts[number]
-        item = {"dense": torch.tensor(shard.dense[local]), "labels": torch.tensor(shard.labels[local])}
-        if shard.lengths is None or shard.row_offsets is None:
-            return item | {"ids": torch.tensor(shard.ids[local])}
-        begin, end = shard.row_offsets[local : local + 2]
-        return item | {
-            "ids": torch.tensor(shard.ids[begin:end]),
-            "lengths": torch.tensor(shard.lengths[local]),
-        }
+        found = NumpyGather(self.shards, self.starts)(np.array([row % self.rows]), new_tensor)
+        item = {"dense": found["dense"][0], "labels": found["labels"][0]}
+        if "offsets" not in found:
+            return item | {"ids": found["ids"][0]}
+        return item | {"ids": found["ids"], "lengths": found["offsets"].diff().to(torch.int32)}
 
     def check_rows(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Check the shards that hold rows [start, stop), which are about to be read, unless this process has.
@@ -194,13 +183,13 @@ class SplitRows:
         Raises:
             DataError: a shard is damaged or holds an id outside its table.
         """
-        if not self._unchecked or start >= stop:
-            return
         numbers = range(bisect.bisect_right(self.starts, start) - 1, bisect.bisect_left(self.starts, stop))
-        due = [number for number in numbers if number in self._unchecked]
-        threads = min(torch.get_num_threads(), len(due))
+        due = [number for number in numbers if self._check_key(number) not in _checked] if start < stop else []
+        if not due:
+            return
         total, done = sum(int(self.entry["shards"][number]["bytes"]) for number in due), 0
-        with closing(ordered_map(self._check_shard, due, threads or 1, ahead=len(due))) as checked:
+        threads = min(torch.get_num_threads(), len(due))
+        with closing(ordered_map(self._check_shard, due, threads, ahead=len(due))) as checked:
             for size in checked:
                 done += size
                 if progress is not None:
@@ -215,11 +204,6 @@ class SplitRows:
         for shard in self.shards:
             _check_ids(shard, self.schema)
 
-    @cached_property
-    def _unchecked(self) -> set[int]:
-        """Numbers of the shards that this process has not checked yet."""
-        return {number for number in range(len(self.shards)) if self._check_key(number) not in _checked}
-
     def _check_key(self, number: int) -> Hashable:
         return self.shards[number].identity, self.entry["shards"][number]["sha256"], self.sizes
 
@@ -227,7 +211,10 @@ class SplitRows:
         """Check one shard: the bytes against the manifest, the ids against their tables. Returns its bytes."""
         shard, entry = self.shards[number], self.entry["shards"][number]
         affected = f"Rows {self.starts[number]:,} to {self.starts[number + 1] - 1:,} of split {self.name} lie in it."
-        remedy = _REMEDY.format(again=_AGAIN[self.made_by])
+        again = f"run the dataset's stoker {self._made_by} command again with --overwrite"
+        if self._made_by != "prepare":  # its other splits share their files with the source
+            again += ", and stoker prepare before it if the source is damaged too"
+        remedy = _REMEDY.format(again=again)
         size, digest = shard.digest()
         if size != entry["bytes"]:
             raise DataError(
@@ -241,7 +228,6 @@ class SplitRows:
             )
         _check_ids(shard, self.schema)
         _checked.add(self._check_key(number))
-        self._unchecked.discard(number)
         return size
 
     def will_need(self, start: int, stop: int) -> None:
@@ -269,50 +255,35 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
         return
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
     # Read as unsigned numbers, negative ids are too large as well: one comparison finds both.
-    held = shard.ids
-    unsigned = np.dtype(f"u{held.itemsize}")
+    unsigned = np.dtype(f"u{shard.ids.itemsize}")
     bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
-    step = max(1, _IDS * shard.rows // max(1, held.size))  # rows
+    step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
     for start in range(0, shard.rows, step):
-        outside = _first_outside(shard, start, min(start + step, shard.rows), bounds)
-        if outside is not None:
-            row, column, found = outside
-            feature = schema.features[column]
+        stop = min(start + step, shard.rows)
+        if shard.lengths is None or shard.row_offsets is None:
+            ids, lengths = shard.ids[start:stop], None
+            outside = ids.view(unsigned) >= bounds
+        else:
+            _check_lengths(shard, start, stop)
+            ids, lengths = shard.ids[slice(*shard.row_offsets[[start, stop]])], shard.lengths[start:stop].reshape(-1)
+            # Most often no id reaches even the smallest table's size, and nobody needs to know whose it is.
+            outside = ids.view(unsigned) >= bounds.min()
+            if outside.any():
+                outside = ids.view(unsigned) >= np.repeat(np.tile(bounds, stop - start), lengths)
+        if outside.any():
+            at = int(np.argmax(outside))
+            bag = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            row, column = divmod(bag, len(bounds))
+            feature, found = schema.features[column], int(ids.reshape(-1)[at])
             raise DataError(
-                f"{shard.path}, row {row:,}: feature {feature.name} holds id {found:,}, table {feature.table} has "
-                f"{limits[column]:,} rows (ids 0 to {limits[column] - 1:,}). Prepare the dataset again."
+                f"{shard.path}, row {start + row:,}: feature {feature.name} holds id {found:,}, table {feature.table} "
+                f"has {limits[column]:,} rows (ids 0 to {limits[column] - 1:,}). Prepare the dataset again."
             )
         shard.release()
 
 
-def _first_outside(
-    shard: Shard, start: int, stop: int, bounds: npt.NDArray[np.unsignedinteger]
-) -> tuple[int, int, int] | None:
-    """Row, feature and value of the first id of rows [start, stop) that reaches its feature's bound."""
-    if shard.lengths is None or shard.row_offsets is None:
-        found = shard.ids[start:stop]
-        ids = found.view(bounds.dtype)
-        if (ids.max(axis=0) < bounds).all():
-            return None
-        row, column = np.argwhere(ids >= bounds)[0].tolist()
-        return start + row, column, int(found[row, column])
-    _check_lengths(shard, start, stop)
-    first = int(shard.row_offsets[start])
-    ids = shard.ids[first : shard.row_offsets[stop]].view(bounds.dtype)
-    # Most often no id reaches even the smallest table's size, and nobody needs to know whose it is.
-    if not len(ids) or ids.max() < bounds.min():
-        return None
-    lengths = shard.lengths[start:stop].reshape(-1)
-    outside = ids >= np.repeat(np.tile(bounds, stop - start), lengths)
-    at = int(np.argmax(outside))
-    if not outside[at]:
-        return None
-    row, column = divmod(int(np.searchsorted(np.cumsum(lengths), at, side="right")), len(bounds))
-    return start + row, column, int(shard.ids[first + at])
-
-
 def _check_lengths(shard: Shard, start: int, stop: int) -> None:
-    """The bags of rows [start, stop) lie one after the other within the ids."""
+    """Check that the bags of rows [start, stop) lie one after the other within the ids."""
     assert shard.lengths is not None
     assert shard.row_offsets is not None
     lengths, offsets = shard.lengths[start:stop], shard.row_offsets[start : stop + 1]

@@ -25,17 +25,6 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, file_identity
 from stoker.base.units import format_size
 
-__all__ = [
-    "SHARD_ROWS",
-    "Shard",
-    "ShardInfo",
-    "allow_open_files",
-    "open_shard",
-    "tensor_views",
-    "write_shard",
-    "write_tensors",
-]
-
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
 _CHUNK = 2**22  # bytes written at a time
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
@@ -53,7 +42,7 @@ class ShardInfo:
     sha256: str  # hex digest of the whole file
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -129,7 +118,7 @@ def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
-    """Why these tensors are no shard; None where they are."""
+    """Return why these tensors are no shard; None where they are."""
     sequence = "lengths" in shapes
     expected = {"dense": (["f4"], 2), "labels": (["f4"], 1), "ids": (["i4", "i8"], 1 if sequence else 2)}
     if sequence:

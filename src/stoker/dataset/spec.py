@@ -11,8 +11,6 @@ from typing import Any
 
 from stoker.base.errors import SchemaError
 
-__all__ = ["Feature", "FeatureSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
@@ -51,7 +49,7 @@ class FeatureSpec:
         return not any(feature.sequence for feature in self.features)
 
     def index(self, name: str) -> int:
-        """The place of a feature in every batch.
+        """Return the place of a feature in every batch.
 
         Raises:
             SchemaError: there is no such feature.
@@ -63,7 +61,7 @@ class FeatureSpec:
 
     @classmethod
     def from_sizes(cls, num_dense: int, num_embeddings: Sequence[int]) -> FeatureSpec:
-        """Dense columns ``I1..`` and one-hot features ``C1..`` with a table each, as in the Criteo logs."""
+        """Return dense columns ``I1..`` and one-hot features ``C1..`` with a table each, as in the Criteo logs."""
         names = [f"C{i + 1}" for i in range(len(num_embeddings))]
         return cls(
             dense=tuple(f"I{i + 1}" for i in range(num_dense)),
@@ -72,12 +70,12 @@ class FeatureSpec:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FeatureSpec:
-        """Inverse of :meth:`to_dict`."""
+        """Return what :meth:`to_dict` gave the values of."""
         return cls(
             dense=tuple(values["dense"]),
             features=tuple(Feature(**feature) for feature in values["features"]),

@@ -19,7 +19,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -34,14 +35,9 @@ from stoker.dataset.gather import Gather, ResidentRows, make_gather, new_tensor
 from stoker.dataset.order import EpochOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
-__all__ = ["BatchStream", "EpochRest", "Split", "copied_ahead", "prefetched", "resident_bytes"]
-
 T = TypeVar("T")
-_POLL = 0.1  # seconds between looks at whether the consumer has left
 _PATIENCE = 5.0  # seconds the interpreter waits at its end for a thread to finish its item
-
-
-_running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 _KIND = "stoker.BatchStream"
 
 
@@ -74,13 +70,56 @@ class _Shares:
         self.count = self.full + self.tail_rounds  # batches per rank and epoch
 
     def span(self, index: int, rank: int) -> tuple[int, int]:
-        """Positions [start, stop) of a rank's batch."""
+        """Return positions [start, stop) of a rank's batch."""
         number = index * self.world_size + rank
         if index < self.full:
             return number * self.batch_size, (number + 1) * self.batch_size
         parts = self.tail_rounds * self.world_size
         part = number - self.full * self.world_size
         return self.tail_start + self.tail * part // parts, self.tail_start + self.tail * (part + 1) // parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the rows of a split become batches: the settings of :meth:`Split.batches`."""
+
+    batch_size: int
+    seed: int | None = None
+    drop_last: bool = False
+    shuffle_memory: str | int = "1GiB"
+    rank: int = 0
+    world_size: int = 1
+    limit: int | None = None
+    prefetch: int = 0
+    reuse: bool = False
+    pin_memory: bool = False
+    device: torch.device | str | None = None
+    data_memory: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}; a batch has at least 1 row.")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} lies outside 0 to world_size - 1 = {self.world_size - 1}.")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit is {self.limit} rows; give at least 1, or None for all.")
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch is {self.prefetch} batches; give 0 (none) or more.")
+        if self.reuse and self.pinned:
+            raise ConfigError(
+                "reuse=True could overwrite a batch whose copy to the GPU is still under way. Leave it out: "
+                "torch recycles page-locked memory by itself, and safely."
+            )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether batches are handed out on a GPU."""
+        return self.device is not None and torch.device(self.device).type == "cuda"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether batches are made in page-locked memory."""
+        return self.pin_memory or self.on_gpu
 
 
 class BatchStream:
@@ -94,65 +133,33 @@ class BatchStream:
         DataError: (while read) a shard is damaged, or holds an id outside its table.
     """
 
-    def __init__(
-        self,
-        split: SplitRows,
-        batch_size: int,
-        *,
-        seed: int | None = None,
-        drop_last: bool = False,
-        shuffle_memory: str | int = "1GiB",
-        rank: int = 0,
-        world_size: int = 1,
-        limit: int | None = None,
-        prefetch: int = 0,
-        reuse: bool = False,
-        pin_memory: bool = False,
-        device: torch.device | str | None = None,
-        data_memory: str | int | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; a batch has at least 1 row.")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} lies outside 0 to world_size - 1 = {world_size - 1}.")
-        if limit is not None and limit < 1:
-            raise ConfigError(f"limit is {limit} rows; give at least 1, or None for all.")
-        if prefetch < 0:
-            raise ConfigError(f"prefetch is {prefetch} batches; give 0 (none) or more.")
-        self._device = None if device is None else torch.device(device)
-        self._pin = pin_memory or (self._device is not None and self._device.type == "cuda")
-        if reuse and self._pin:
-            raise ConfigError(
-                "reuse=True could overwrite a batch whose copy to the GPU is still under way. Leave it out: "
-                "torch recycles page-locked memory by itself, and safely."
-            )
-        self.split = split
-        self.batch_size = batch_size
-        self.rows = len(split) if limit is None else min(limit, len(split))
+    def __init__(self, split: SplitRows, reading: Reading) -> None:
+        self.split, self._reading = split, reading
+        self.batch_size, self.reuse = reading.batch_size, reading.reuse
+        self.rows = len(split) if reading.limit is None else min(reading.limit, len(split))
         self.epoch = 0
         self.position = 0  # batches of this epoch handed out
-        self._shares = _Shares(self.rows, batch_size, world_size, drop_last=drop_last)
+        world_size = reading.world_size
+        self._shares = _Shares(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
         if self.rows and not self._shares.count:
             raise ConfigError(
-                f"split {split.name} has {self.rows:,} rows, fewer than one batch of {batch_size:,} for each "
+                f"split {split.name} has {self.rows:,} rows, fewer than one batch of {self.batch_size:,} for each "
                 f"of {world_size} ranks. Lower batch_size, or pass drop_last=False."
             )
-        self._rank, self._seed = rank, seed
         bytes_per_row = split.bytes / max(len(split), 1)
-        self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
-        self._prefetch, self.reuse = prefetch, reuse
-        room = 0 if data_memory is None else parse_size(data_memory)
+        self._pool_rows = min(rows_that_fit(parse_size(reading.shuffle_memory), bytes_per_row), max(self.rows, 1))
+        room = 0 if reading.data_memory is None else parse_size(reading.data_memory)
         self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, there
         self._resident: ResidentRows | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Return batches per epoch, the same on every rank."""
         return self._shares.count
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._produce(self.epoch, self.position)
+        batches, ahead = self._produce(self.epoch, self.position), self._reading.prefetch
         with (
-            closing(prefetched(batches, self._prefetch) if self._prefetch else batches) as made,
+            closing(prefetched(batches, ahead) if ahead else batches) as made,
             closing(self._copied(made)) as source,
         ):
             for batch in source:
@@ -162,12 +169,13 @@ class BatchStream:
         self.position = 0
 
     def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """The batches on the device that was asked for."""
-        if self._device is not None and self._device.type == "cuda" and not self.held:
-            yield from copied_ahead(batches, self._device)
+        """Yield the batches on the device that was asked for."""
+        device = self._reading.device
+        if device is not None and self._reading.on_gpu and not self.held:
+            yield from copied_ahead(batches, torch.device(device))
             return
         for batch in batches:
-            yield batch if self._device is None else batch.to(self._device)
+            yield batch if device is None else batch.to(device)
 
     @property
     def fresh(self) -> bool:
@@ -180,7 +188,7 @@ class BatchStream:
         return self.epoch * len(self) + self.position
 
     def rest_of_epoch(self, step: int | None = None, *, until: int | None = None, ids_only: bool = False) -> EpochRest:
-        """Batches of one epoch, to be read beforehand or again: the stream stays where it is.
+        """Return batches of one epoch, to be read beforehand or again: the stream stays where it is.
 
         Args:
             step: number of the first of them; None means the next one.
@@ -197,7 +205,7 @@ class BatchStream:
         return EpochRest(self, first, max(first, end if until is None else min(until, end)), ids_only)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Where the stream stands and what it reads, in plain JSON values.
+        """Return where the stream stands and what it reads, in plain JSON values.
 
         Args:
             step: as if so many batches had been handed out over all epochs, whoever has read ahead since.
@@ -211,7 +219,7 @@ class BatchStream:
             "kind": _KIND,
             "epoch": epoch,
             "position": position,
-            "seed": self._seed,
+            "seed": self._reading.seed,
             "batch_size": self.batch_size,
             "world_size": self._shares.world_size,
             "rows": self.rows,
@@ -233,43 +241,43 @@ class BatchStream:
         if state.get("kind") != _KIND:
             raise CheckpointError("this is not the state of a batch stream: it has no kind 'stoker.BatchStream'.")
         mine = self.state_dict()
+        seed, ranks, remedy = self._reading.seed, self._reading.world_size, "Open the one that the run started on"
         remedies = {
-            "schema_hash": "another dataset (its schema differs). Open the one that the run started on",
-            "split": f"split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
-            "data_hash": "a dataset of the same schema with other rows. Open the one that the run started on",
-            "rows": f"{state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
-            "seed": f"seed {state.get('seed')}, this stream has {self._seed}. Pass the same seed",
+            "schema_hash": f"belongs to another dataset (its schema differs). {remedy}",
+            "split": f"belongs to split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
+            "data_hash": f"belongs to a dataset of the same schema with other rows. {remedy}",
+            "rows": f"belongs to {state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
+            "seed": f"belongs to seed {state.get('seed')}, this stream has {seed}. Pass the same seed",
         }
+
+        def check(good: bool, remedy: str) -> None:
+            if not good:
+                raise CheckpointError(f"the saved data position {remedy}.")
+
         for key, remedy in remedies.items():
-            if state.get(key) != mine[key]:
-                raise CheckpointError(f"the saved data position belongs to {remedy}.")
-        theirs, ours = state["batch_size"] * state["world_size"], self.batch_size * self._shares.world_size
-        if theirs != ours:
-            raise CheckpointError(
-                f"the saved data position counts batches of {state['batch_size']:,} rows on "
-                f"{state['world_size']} ranks, "
-                f"this stream has {self.batch_size:,} on {self._shares.world_size}. "
-                f"Keep batch_size times ranks at {theirs:,}."
+            check(state.get(key) == mine[key], remedy)
+        size, others, position = state["batch_size"], state["world_size"], state["position"]
+        check(
+            size * others == self.batch_size * ranks,
+            f"counts batches of {size:,} rows on {others} ranks, this stream has {self.batch_size:,} on {ranks}. "
+            f"Keep batch_size times ranks at {size * others:,}",
+        )
+        check(
+            state["pool_rows"] == self._pool_rows or seed is None,
+            f"belongs to an order shuffled {state['pool_rows']:,} rows at a time, this stream shuffles "
+            f"{self._pool_rows:,}. Pass the same shuffle_memory",
+        )
+        if others != ranks and position < len(self):
+            full = min(_Shares(self.rows, size, others, drop_last=False).full, self._shares.full)
+            check(
+                position <= full,
+                f"lies in the last batches of an epoch, which {others} ranks deal otherwise than {ranks}. Finish the "
+                f"epoch on {others} ranks",
             )
-        if state["pool_rows"] != self._pool_rows and self._seed is not None:
-            raise CheckpointError(
-                f"the saved data position belongs to an order shuffled {state['pool_rows']:,} rows at a "
-                f"time, this stream shuffles {self._pool_rows:,}. Pass the same shuffle_memory."
-            )
-        if state["world_size"] != self._shares.world_size and state["position"] < len(self):
-            theirs_full = _Shares(self.rows, state["batch_size"], state["world_size"], drop_last=False).full
-            if state["position"] > min(theirs_full, self._shares.full):
-                raise CheckpointError(
-                    "the saved data position lies in the last batches of an epoch, which "
-                    f"{state['world_size']} ranks "
-                    f"deal otherwise than {self._shares.world_size}. Finish the epoch on "
-                    f"{state['world_size']} ranks."
-                )
-        if state["batches"] != len(self):
-            raise CheckpointError(
-                f"the saved data position counts {state['batches']:,} batches per epoch, this stream has "
-                f"{len(self):,}. Pass the same drop_last."
-            )
+        check(
+            state["batches"] == len(self),
+            f"counts {state['batches']:,} batches per epoch, this stream has {len(self):,}. Pass the same drop_last",
+        )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _produce(
@@ -279,42 +287,40 @@ class BatchStream:
         end = len(self) if end is None else end
         if position >= end:
             return
-        order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
+        reading, split = self._reading, self.split
+        order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
         held = self.held and not again
-        if self._seed is not None or held:
-            self.split.check_rows(0, self.rows)  # a shuffled batch takes its rows from everywhere
-        pages: _Pages | None = None
+        if reading.seed is not None or held:
+            split.check_rows(0, self.rows)  # a shuffled batch takes its rows from everywhere
+        pages = None if held else _Pages(split, order, self.rows)
         gather: Gather
         if held:
             if self._resident is None:
-                device = self._device or torch.device("cpu")
-                self._resident = ResidentRows(self.split.shards, self.rows, device)
+                self._resident = ResidentRows(split.shards, self.rows, torch.device(reading.device or "cpu"))
             gather = self._resident
         else:
-            pages = _Pages(self.split, order, self.rows)
-            threads = 1 if self._prefetch else torch.get_num_threads()  # one ahead leaves the others to the training
-            gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only, threads=threads)
+            threads = 1 if reading.prefetch else torch.get_num_threads()  # one ahead leaves the others to the training
+            gather = make_gather(split.shards, split.starts, ids_only=ids_only, threads=threads)
         # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
-        ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
+        ring: list[dict[str, Tensor]] = [{} for _ in range(reading.prefetch + 2)]
         for index in range(position, end):
-            start, stop = self._shares.span(index, self._rank)
-            if self._seed is None:
-                self.split.check_rows(start, stop)
+            start, stop = self._shares.span(index, reading.rank)
+            if reading.seed is None:
+                split.check_rows(start, stop)
             if pages is not None:
                 pages.at(start)
-            step = epoch * len(self) + index
             allocate = new_tensor if again else partial(self._allocate, ring[index % len(ring)])
             tensors = gather(order.take(start, stop), allocate)
             if ids_only:
                 tensors["dense"] = torch.empty((stop - start, 0))
-            yield Batch(step=step, **tensors)
+            yield Batch(step=epoch * len(self) + index, **tensors)
 
     def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        pinned, size = self._reading.pinned, prod(shape)
         if not self.reuse:
-            return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
-        size = prod(shape)
+            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
         if name not in ring or ring[name].numel() < size:
-            ring[name] = torch.empty(max(size, 1), dtype=dtype, pin_memory=self._pin)
+            ring[name] = torch.empty(max(size, 1), dtype=dtype, pin_memory=pinned)
         return ring[name][:size].view(shape)
 
 
@@ -346,7 +352,7 @@ class _Pages:
         self._asked = 0  # blocks of the next pool asked for
 
     def at(self, position: int) -> None:
-        """The reader is about to take the rows at ``position``."""
+        """Prepare for the reader, which is about to take the rows at ``position``."""
         order = self._order
         pool = order.pool_of(position)
         if pool != self._pool:
@@ -374,11 +380,9 @@ class _Pages:
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads still inside torch when the interpreter is torn down would abort the process."""
-    threads = list(_running.items())
-    for _, left in threads:
-        left.set()
-    for thread, _ in threads:
+    """End the threads: one still inside torch when the interpreter is torn down would abort the process."""
+    for thread, leave in list(_running.items()):
+        leave()
         thread.join(timeout=_PATIENCE)
 
 
@@ -388,7 +392,7 @@ class _Failure:
 
 
 def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """The same items, up to ``depth`` of them made ahead by a thread.
+    """Yield the same items, up to ``depth`` of them made ahead by a thread.
 
     What the thread raises reaches the consumer at the item where it happened, with its own traceback. Closing
     the generator, Ctrl-C or leaving the interpreter never waits for more than the item being made.
@@ -396,27 +400,26 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     ready: queue.Queue[T | _Failure | None] = queue.Queue(maxsize=depth)
     left = threading.Event()
 
-    def put(item: T | _Failure | None) -> bool:
-        while not left.is_set():
-            try:
-                ready.put(item, timeout=_POLL)
-                return True
-            except queue.Full:
-                continue
-        return False
-
     def work() -> None:
+        last = None
         try:
             for item in items:
-                if not put(item):
+                ready.put(item)
+                if left.is_set():
                     return
-            put(None)
         except BaseException as error:
-            put(_Failure(error))
+            last = _Failure(error)
+        ready.put(last)
+
+    def leave() -> None:
+        left.set()
+        with suppress(queue.Empty):  # the thread may wait for a place, and sees afterwards that nobody reads on
+            while True:
+                ready.get_nowait()
 
     # A daemon, so that an abandoned stream cannot keep the interpreter from ending.
     thread = threading.Thread(target=work, name="stoker-reader", daemon=True)
-    _running[thread] = left
+    _running[thread] = leave
     thread.start()
     try:
         while (item := ready.get()) is not None:
@@ -424,13 +427,11 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
                 raise item.error
             yield item
     finally:
-        left.set()
-        while not ready.empty():
-            ready.get_nowait()
+        leave()
 
 
 def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """The same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
+    """Yield the same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
 
     Page-locked batches need it to overlap with work; two of them are on the device at a time.
     """
@@ -447,13 +448,11 @@ def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Ba
 
 
 def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Batch:
-    """The batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
+    """Return the batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(event)
-    for name in ("dense", "ids", "offsets", "weights", "labels"):
-        tensor = getattr(batch, name)
-        if tensor is not None:
-            tensor.record_stream(stream)
+    for tensor in batch.tensors().values():
+        tensor.record_stream(stream)
     return batch
 
 
@@ -476,7 +475,7 @@ class Split(SplitRows):
         device: torch.device | str | None = None,
         data_memory: str | int | None = None,
     ) -> BatchStream:
-        """A stream of batches; iterate it once per epoch.
+        """Return a stream of batches; iterate it once per epoch.
 
         Args:
             batch_size: rows per batch and rank. The last batch of an epoch may be smaller.
@@ -500,21 +499,12 @@ class Split(SplitRows):
         Raises:
             ConfigError: settings that leave no batch, or contradict each other.
         """
-        return BatchStream(
-            self,
-            batch_size,
-            seed=seed,
-            drop_last=drop_last,
-            shuffle_memory=shuffle_memory,
-            rank=rank,
-            world_size=world_size,
-            limit=limit,
-            prefetch=prefetch,
-            reuse=reuse,
-            pin_memory=pin_memory,
-            device=device,
+        reading = Reading(
+            batch_size=batch_size, seed=seed, drop_last=drop_last, shuffle_memory=shuffle_memory, rank=rank,
+            world_size=world_size, limit=limit, prefetch=prefetch, reuse=reuse, pin_memory=pin_memory, device=device,
             data_memory=data_memory,
-        )
+        )  # fmt: skip
+        return BatchStream(self, reading)
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every shard against the manifest's checksum and every id against its table, once per process.

@@ -16,15 +16,13 @@ from torch import Tensor
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import Split
 
-__all__ = ["describe_dataset"]
-
 _SAMPLE_ROWS = 2**20
 _RUN = 4096  # rows read together
 _ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # what is shown of a reordered dataset
 
 
 def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
-    """Plain JSON values describing a dataset.
+    """Return plain JSON values describing a dataset.
 
     Args:
         dataset: an opened dataset.
@@ -70,7 +68,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """A key that puts C2 before C10."""
+    """Return a key that puts C2 before C10."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 

@@ -18,8 +18,6 @@ from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["ROWS", "Draft", "draft_log", "draft_schema", "entries", "schema_toml", "toml_value"]
-
 ROWS = 100_000  # to look at by default
 _USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header
@@ -66,7 +64,7 @@ def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str
 
 
 def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
-    """As :func:`draft_schema`, with what was found of each column."""
+    """Do as :func:`draft_schema`, and return what was found of each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
     with files_of(log, rows=rows + 1) as inputs:
@@ -144,8 +142,10 @@ def _comment(text: str) -> str:
     return "# " + "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _doubts(doubts: Sequence[str]) -> list[str]:
-    return [_comment(f"unsure: {text}") for text in doubts]
+def _table(head: str, said: Sequence[str], doubts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return a table with what is known of it, what is not certain, and its keys."""
+    first = f"{head}  {_comment('; '.join(said))}" if said else head
+    return [first, *(_comment(f"unsure: {text}") for text in doubts), *_lines(values)]
 
 
 def _source(sample: Sample) -> list[str]:
@@ -153,7 +153,7 @@ def _source(sample: Sample) -> list[str]:
     if not values and not sample.unsure and not sample.bad:
         return []
     said = "the first line names the columns" if sample.header else "no header: c1, c2, ... are for you to rename"
-    lines = [f"[source]  {_comment(said)}" if "separator" in values else "[source]", *_doubts(sample.unsure)]
+    lines = _table("[source]", [said] if "separator" in values else [], sample.unsure, {})
     if sample.bad:
         lines.append(_comment(f"{plural(sample.bad, 'line')} with other fields than the rest: bad lines, set aside"))
     return lines + _lines(values)
@@ -186,11 +186,9 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
         doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
     rivals = [_printable(one.name) for one in columns if one is not label and one.outcome]
     more = [_comment(f"other candidates: {', '.join(rivals[:20])}")] if rivals else []
-    said = _comment(f"{plural(label.distinct, 'value')}, such as {label.example!r}")
-    return [
-        f"[label]  {said}", *_doubts(doubts), *more,
-        *_lines({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
-    ]  # fmt: skip
+    said = f"{plural(label.distinct, 'value')}, such as {label.example!r}"
+    values = {"column": label.name, **({"rule": found.rule} if found.rule else {})}
+    return [*_table("[label]", [said], doubts, {}), *more, *_lines(values)]
 
 
 def _timestamp(time: Guess | None) -> list[str]:
@@ -198,10 +196,8 @@ def _timestamp(time: Guess | None) -> list[str]:
         return []
     missing = [f"{time.missing:.1%} of the rows have no time: they are bad lines, set aside"] if time.missing else []
     settings = {key: value for key, value in time.settings.items() if value != "int"}
-    return [
-        f"[timestamp]  {_comment('; '.join([*time.notes, f'such as {time.example!r}']))}",
-        *_doubts([*time.doubts, *missing]), *_lines({"column": time.name, **settings}),
-    ]  # fmt: skip
+    said = [*time.notes, f"such as {time.example!r}"]
+    return _table("[timestamp]", said, [*time.doubts, *missing], {"column": time.name, **settings})
 
 
 def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> list[str]:
@@ -231,7 +227,7 @@ def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
         said = [plural(column.distinct, "value") + (f" in {rows:,} rows" if column.kind == "categorical" else "")]
         said += [f"{column.missing:.1%} missing"] if column.missing else []
         said += [*column.notes, f"such as {column.example!r}"]
-        yield [f"[[{column.kind}]]  {_comment('; '.join(said))}", *_doubts(column.doubts), *_lines(values)]
+        yield _table(f"[[{column.kind}]]", said, column.doubts, values)
 
 
 def _safe(name: str, taken: set[str]) -> str:

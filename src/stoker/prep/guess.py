@@ -16,11 +16,10 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 from stoker.base.errors import DataError
+from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
-from stoker.prep.parse.sources import line_blocks, source_kind
+from stoker.prep.parse.sources import check_text, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
-
-__all__ = ["Guess", "Outcome", "Sample", "guess_columns", "look", "null_texts"]
 
 _BLOCK = 2**20  # bytes of text read together
 _MOST_BYTES = 2**27  # of text, of all files
@@ -75,11 +74,11 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
         magic = file.read(4)
     if magic == b"PAR1" or (magic and source_kind(path) == "parquet"):
         return _parquet(path, rows)
+    if magic:
+        check_text(path)
     head = next((block.load() for block in line_blocks(path, block_bytes=2**16)), b"") if magic else b""
     if not head.strip():
         raise DataError(f"{path} is empty. Name a file with rows.")
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} is UTF-16 text. Convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8.")
     if b"\0" in head or len(_CONTROL.findall(head)) > len(head) // 100:
         raise DataError(
             f"{path} is a binary file, not a log. Logs are text or JSON lines (also .gz and .zst), or Parquet."
@@ -148,13 +147,10 @@ def _json_series(name: str, values: list[object]) -> pl.Series:
 
 def _delimited(path: Path, head: bytes, rows: int, most: int, like: Sample | None) -> Sample:
     sample = _notation(path, head) if like is None else replace(like, bad=0, unsure=[])
-    source = sample.source
-    separator, names = source.separator or ",", list(source.columns)
-    raw, sample.whole = _lines(path, rows + (not names), most)
-    lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw]
-    if not names:
-        names = [name.strip().strip(source.quote or "") for name in lines.pop(0).split(separator)]
-    found = [_fields(line, separator, source.quote) for line in lines]
+    source, names = sample.source, file_columns(path, sample.source)
+    raw, sample.whole = _lines(path, rows + sample.header, most)
+    lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw[sample.header :]]
+    found = [_fields(line, source.separator or ",", source.quote) for line in lines]
     fitting = [fields for fields in found if len(fields) == len(names)]
     sample.bad = len(found) - len(fitting)
     twice = {name for name, count in Counter(names).items() if count > 1}

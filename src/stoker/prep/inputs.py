@@ -13,14 +13,12 @@ from typing import Any, Protocol, TypeAlias
 
 import polars as pl
 import pyarrow as pa
-from polars.io.plugins import register_io_source
 
 from stoker.base import remote
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.parse.sources import FRAME, number_order
-
-__all__ = ["Input", "Inputs", "Table", "files_of"]
+from stoker.prep.recipes.rows import from_batches
 
 _GROUP_ROWS = 2**16  # rows of a row group of the temporary files, however many came at once
 _ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."
@@ -151,20 +149,4 @@ def _lazy(table: Any) -> pl.LazyFrame:
 
 def _stream(reader: Any) -> pl.LazyFrame:
     schema = pl.DataFrame(pl.from_arrow(reader.schema.empty_table())).schema
-
-    def batches(
-        columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, size: int | None
-    ) -> Iterator[pl.DataFrame]:
-        left = limit
-        for batch in reader:
-            frame = pl.DataFrame(pl.from_arrow(batch)).cast(pl.Schema(schema))
-            if predicate is not None:
-                frame = frame.filter(predicate)
-            if left is not None:
-                frame = frame.head(left)
-                left -= frame.height
-            yield frame if columns is None else frame.select(columns)
-            if left == 0:
-                return
-
-    return register_io_source(batches, schema=schema)
+    return from_batches(schema, lambda: (pl.DataFrame(pl.from_arrow(batch)).cast(schema) for batch in reader))

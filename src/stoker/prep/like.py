@@ -20,8 +20,6 @@ from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
-__all__ = ["FEATURES", "Like"]
-
 FEATURES = "features"  # folder of the fitted features, within a dataset
 
 

@@ -51,8 +51,6 @@ from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
-__all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
-
 _ROOM = 3  # bytes of work and shards for each byte of input, about; a file may be compressed
 _REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 
@@ -165,85 +163,106 @@ def prepare(
     return Dataset(report.path if remote.url_of(out) is None else str(out))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a preparation, which :func:`prepare` describes; ``block_bytes`` of text are read together."""
+
+    like: str | os.PathLike[str] | None = None
+    history: str = "auto"
+    preset: str | None = None
+    strict: bool = False
+    max_bad: str | float | None = None
+    overwrite: bool = False
+    resume: bool = True
+    reorder: Reordering | bool = False
+    split: SplitRule | str | None = None
+    keep: str | Sequence[str] = ()
+    threads: int | None = None
+    executor: Executor | None = None
+    progress: Callable[[Progress], None] | None = None
+    block_bytes: int = BLOCK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.history not in ("auto", "ignore") or (self.history != "auto" and self.like is None):
+            raise ConfigError(
+                f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without a dataset to prepare like '
+                "there is no history to go on from: leave it out.", settings=("history", "like"),
+            )  # fmt: skip
+        if self.like is None:
+            return
+        if self.reorder is not False:
+            raise ConfigError(
+                "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
+            )
+        if self.split is not None:
+            raise ConfigError(
+                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
+                "Leave it out."
+            )
+
+    def task(
+        self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
+    ) -> tuple[Task, list[str]]:
+        """Return the work to do, and what to warn of."""
+        measure: Like | None = None
+        if self.like is not None:
+            measure = _like(Path(self.like), recipe, self.preset, self.history)
+            chosen, schema = measure.recipe, measure.schema
+        elif recipe is None:
+            raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
+        else:
+            chosen, schema = load_recipe(recipe, self.preset)
+        if self.split is not None:
+            schema = replace(schema, split=split_of(self.split))
+        more = [self.keep] if isinstance(self.keep, str) else self.keep
+        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
+        names = inputs.names
+        _check_names(chosen, names)
+        sources, again = expand(inputs.files)
+        task = Task(
+            recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
+            limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
+            report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
+            like=measure, names=names,
+        )  # fmt: skip
+        noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
+        in_order = text_order_warning(names.get(path, str(path)) for path in sources)
+        noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
+        return task, noted
+
+
 def run_prepare(
     recipe: Recipe | Schema | str | os.PathLike[str] | None,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Inputs,
     *,
     out: str | os.PathLike[str],
-    like: str | os.PathLike[str] | None = None,
-    history: str = "auto",
-    preset: str | None = None,
-    strict: bool = False,
-    max_bad: str | float | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
-    reorder: Reordering | bool = False,
-    split: SplitRule | str | None = None,
-    keep: str | Sequence[str] = (),
-    threads: int | None = None,
-    executor: Executor | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    **given: Any,
 ) -> PrepareReport:
-    """Do as :func:`prepare`, and return what was done."""
-    if reorder is not False and like is not None:
-        raise ConfigError(
-            "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
-        )
-    if history not in ("auto", "ignore") or (history != "auto" and like is None):
-        raise ConfigError(
-            f'history is "auto" or, with like, "ignore"; found {history!r}. Without a dataset to prepare like there is '
-            "no history to go on from: leave it out.", settings=("history", "like"),
-        )  # fmt: skip
+    """Do as :func:`prepare` with these :class:`Settings`, and return what was done."""
+    settings = Settings(**given)
     started = time.perf_counter()
-    measure: Like | None = None
-    if like is not None:
-        measure = _like(Path(like), recipe, preset, history)
-        chosen, schema = measure.recipe, measure.schema
-    elif recipe is None:
-        raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
-    else:
-        chosen, schema = load_recipe(recipe, preset)
-    if split is not None:
-        if like is not None:
-            raise ConfigError(
-                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
-                "Leave it out."
-            )
-        schema = replace(schema, split=split_of(split))
-    more = [keep] if isinstance(keep, str) else keep
-    schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
     if not isinstance(files, Inputs):
         files = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
-    names = files.names
-    _check_names(chosen, names)
-    (sources, again), target = expand(files.files), Path(out) if executor is None else Path(out).absolute()
+    target = Path(out) if settings.executor is None else Path(out).absolute()
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
-    task = Task(
-        recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=target,
-        limit=BadLineLimit(strict=strict, max_bad=max_bad), threads=check_threads(threads),
-        report=progress or (lambda _: None), block_bytes=block_bytes, executor=executor, like=measure, names=names,
-    )  # fmt: skip
-    how = Reordering() if reorder is True else reorder or None
+    task, noted = settings.task(recipe, files, target)
+    how = Reordering() if settings.reorder is True else settings.reorder or None
     request = task.request(how)
-    noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
-    in_order = text_order_warning(names.get(path, str(path)) for path in sources)
-    noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
     recover(target)
-    if not overwrite and (there := _finished_dataset(target, request)) is not None:
+    if not settings.overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
         report.warnings += cut_warning(task.schema, there.manifest)
     elif how is None:
-        report = _build(task, target, request, resume=resume, overwrite=overwrite)
+        report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
     else:
-        report = _build_reordered(task, target, how, request, resume=resume, overwrite=overwrite)
+        report = _build_reordered(task, target, how, request, settings)
     report.warnings += noted
     return report
 
 
 def _build_reordered(
-    task: Task, target: Path, how: Reordering, request: str | None, *, resume: bool, overwrite: bool
+    task: Task, target: Path, how: Reordering, request: str | None, settings: Settings
 ) -> PrepareReport:
     """Prepare next to ``target``, and reorder into it what was prepared."""
     from stoker.rewrite.reorder import run_reorder
@@ -253,15 +272,15 @@ def _build_reordered(
         task.report(Progress(stage=stage, done=done, total=total, unit=unit))
 
     _refuse_inside(target, task.files)
-    check_out(target, overwrite=overwrite)
+    check_out(target, overwrite=settings.overwrite)
     plain = target.with_name(target.name + ".plain")
     recover(plain)
     # A whole dataset there was left by a kill, perhaps of another command.
-    report = _build(task, plain, None, resume=resume, overwrite=True)
+    report = _build(task, plain, None, resume=settings.resume, overwrite=True)
     try:
         made = run_reorder(
-            plain, target, how=how, overwrite=overwrite, threads=task.threads, progress=show, keep_source=False,
-            request=request,
+            plain, target, how=how, overwrite=settings.overwrite, threads=task.threads, progress=show,
+            keep_source=False, request=request,
         )  # fmt: skip
     finally:
         remove_dataset(plain)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from stoker.prep.schema import Schema
 
-__all__ = ["OWN_SCHEMA", "Derive", "RawInput", "Recipe"]
-
 OWN_SCHEMA = "schema"  # the preset of a recipe that was made of a user's schema
 RAW_TYPES = ("hex", "int", "float", "string")
 
@@ -98,9 +96,9 @@ class Recipe:
         return f"stoker prepare {self.name} --preset {self.preset_name}"
 
     def schema(self, preset: str | None = None) -> Schema:
-        """The schema of ``preset``, else of the chosen preset."""
+        """Return the schema of ``preset``, else of the chosen preset."""
         return self.with_preset(preset).schema() if preset else self.presets[self.preset_name]()
 
     def with_preset(self, preset: str | None) -> Recipe:
-        """The same recipe with another preset chosen; unknown ones raise :class:`ConfigError`."""
+        """Return the recipe with another preset chosen; unknown ones raise :class:`ConfigError`."""
         return self if preset is None else replace(self, preset=preset)

@@ -6,8 +6,6 @@ and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -31,11 +29,6 @@ from stoker.prep.features.base import (
 )
 from stoker.prep.source_format import SourceFormat
 
-__all__ = [
-    "CategoricalColumn", "DenseColumn", "Label", "OptionalLabel", "Schema", "SequenceColumn", "SplitRule", "Timestamp",
-    "split_of",
-]  # fmt: skip
-
 VALUE_TYPES = ("hex", "int", "float", "string")
 TIME_TYPES = ("int", "float", "datetime")
 TRANSFORMS = ("log1p", "zscore", "minmax")
@@ -55,7 +48,7 @@ RULE_KEYS: dict[str, tuple[str, ...]] = {
     "last_touch": ("train", "valid", "test", "column"),
 }
 COLUMNS = ("dense", "categorical", "sequence")  # keys of a schema that hold columns of the model
-_LABEL_RULE = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
+_LABEL_RULE = re.compile(r"""\s*(>=|<=|==|!=|>|<)\s*(?:(['"])(.*)\2|(.+?))\s*""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +64,17 @@ class Label:
             self.parsed()
 
     def parsed(self) -> tuple[str, float | str] | None:
-        """Operator and operand of the rule, or None where there is no rule."""
+        """Return operator and operand of the rule, or None where there is no rule."""
         if self.rule is None:
             return None
         match = _LABEL_RULE.fullmatch(self.rule)
         if match is None:
             fail("label", "rule", f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"")
-        text = match[2]
-        if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-            if match[1] not in ("==", "!="):
-                fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
-            return match[1], text[1:-1]
+        operator, quote, text, number = match.groups()
+        if quote and operator not in ("==", "!="):
+            fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
         try:
-            return match[1], float(text)
+            return operator, text if quote else float(number)
         except ValueError:
             fail("label", "rule", f"{self.rule!r} compares with neither a number nor quoted text")
 
@@ -106,11 +97,12 @@ class Timestamp:
         choice("timestamp", "type", self.type, TIME_TYPES)
 
 
-class _Named:
+@dataclass(frozen=True, kw_only=True)
+class _Column:
     """A column of the model, whose name may be a pattern."""
 
     name: str
-    source: str | None
+    source: str | None = None  # raw column; None: the same name
 
     @property
     def raw(self) -> str:
@@ -129,11 +121,9 @@ class _Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseColumn(_Named):
+class DenseColumn(_Column):
     """A number fed to the model as it is. Order of work: fill, clip, transforms."""
 
-    name: str
-    source: str | None = None  # raw column; None: the same name
     fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
     clip_min: float | None = None
     clip_max: float | None = None
@@ -164,15 +154,13 @@ class DenseColumn(_Named):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CategoricalColumn(_Named):
+class CategoricalColumn(_Column):
     """One id per example.
 
     Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
     ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
     """
 
-    name: str
-    source: str | None = None  # raw column; None: the same name
     type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
     table: str | None = None  # columns that name the same table share vocabulary and rows; None: its own
     min_count: int = 1  # training occurrences below which a value has no id
@@ -210,7 +198,7 @@ class CategoricalColumn(_Named):
         return self.table or self.name
 
     def feature(self) -> Feature:
-        """The feature that models see."""
+        """Return the feature that models see."""
         return Feature(name=self.name, table=self.table_name)
 
 
@@ -234,7 +222,7 @@ class SequenceColumn(CategoricalColumn):
             fail(where, "separator", f"{self.separator!r} is not one ASCII character")
 
     def feature(self) -> Feature:
-        """The feature that models see."""
+        """Return the feature that models see."""
         return Feature(name=self.name, table=self.table_name, sequence=True, max_length=self.max_length)
 
 
@@ -298,9 +286,9 @@ class Schema:
             for key, more in self._with(text).items():
                 object.__setattr__(self, key, more)
         object.__setattr__(self, "derive", ())
-        for key in (*COLUMNS, "feature", "keep"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
         object.__setattr__(self, "feature", tuple(feature.in_groups(self.group or None) for feature in self.feature))
+        for key in (*COLUMNS, "keep"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         if self.feature:
             self._check_features()
         if not (self.dense or self.categorical or self.sequence):
@@ -442,7 +430,7 @@ class Schema:
         return (*self.categorical, *self.sequence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
+        """Return plain values, complete with defaults, that :meth:`from_dict` takes back."""
         values = asdict(self)
         del values["derive"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
@@ -456,12 +444,12 @@ class Schema:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
-        """A schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
+        """Return a schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
         return cast(Schema, build_part(cls, values, where, {"label": _label, "split": _split, "feature": _feature}))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """A schema from a TOML or YAML file. Files that its features merge may be next to it."""
+        """Return a schema from a TOML or YAML file. Files that its features merge may be next to it."""
         from stoker.prep.features.learned import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
@@ -471,8 +459,9 @@ class Schema:
 
     def hash(self) -> str:
         """sha256 of the canonical JSON form: equal schemas have equal hashes."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        from stoker.dataset.manifest import hash_schema  # here, so that declaring a schema does not load torch
+
+        return hash_schema(self.to_dict())
 
 
 def _label(value: Any, where: str) -> Label:

@@ -16,8 +16,6 @@ from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import COLUMNS, Schema
 
-__all__ = ["fitted_to"]
-
 
 def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
     """Return the schema with a column in place of each pattern for each column of the first file that it matches.

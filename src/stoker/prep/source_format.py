@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from stoker.base.checks import choice, fail
 
-__all__ = ["ENCODINGS", "FORMATS", "SourceFormat"]
-
 FORMATS = ("auto", "csv", "parquet", "jsonl")
 ENCODINGS = ("utf-8", "latin-1")
 

@@ -22,12 +22,12 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """Recipe names as the command line takes them."""
+    """Return recipe names as the command line takes them."""
     return list(_RECIPES)
 
 
 def get(name: str, preset: str | None = None) -> Recipe:
-    """The recipe called ``name`` (dashes or underscores); an unknown one raises :class:`ConfigError`."""
+    """Return the recipe called ``name`` (dashes or underscores); an unknown one raises :class:`ConfigError`."""
     build = _RECIPES.get(name.replace("_", "-").lower())
     if build is None:
         raise ConfigError(

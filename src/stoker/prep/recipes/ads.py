@@ -12,8 +12,6 @@ from stoker.prep.recipes.rows import categorical, dense
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["CATEGORICAL", "COLUMNS", "DENSE", "avazu", "criteo", "movielens"]
-
 DENSE = tuple(f"I{i}" for i in range(1, 14))
 CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = ("label", *DENSE, *CATEGORICAL)
@@ -104,7 +102,7 @@ def _avazu(name: str, numbers: Sequence[str], categories: Sequence[str]) -> Sche
 
 
 def _avazu_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
-    """The raw lines, with YYMMDDHH taken apart into day of the month and hour of the day; streaming."""
+    """Return the raw lines, with YYMMDDHH taken apart into day of the month and hour of the day; streaming."""
     moment = pl.col("hour").cast(pl.Int64)
     day = moment // 100 % 100
     return inputs["log"].select("click", *_AVAZU, moment=moment, day=day, hour=moment % 100)
@@ -163,10 +161,10 @@ def _movielens(split: SplitRule) -> Schema:
 
 
 def _movielens_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
-    """Ratings with the columns of user and movie, in the order of the ratings; streaming."""
+    """Return ratings with the columns of user and movie, in the order of the ratings; streaming."""
 
     def typed(name: str, columns: Mapping[str, str]) -> pl.LazyFrame:
-        """The columns of an input; without rows where no file was given."""
+        """Return the columns of an input; without rows where no file was given."""
         types = {column: _POLARS[kind] for column, kind in columns.items()}
         frame = inputs[name] if name in inputs else pl.LazyFrame(schema=types)
         return frame.select(pl.col(column).cast(kind) for column, kind in types.items())

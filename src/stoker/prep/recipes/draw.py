@@ -12,8 +12,6 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bits", "integers", "key_of", "normal", "scatter32", "uniform"]
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -21,13 +19,13 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 def key_of(seed: int, *names: str | int) -> int:
-    """The start of the stream that belongs to ``seed`` and a column's name, 64 bits."""
+    """Return the start of the stream that belongs to ``seed`` and a column's name, 64 bits."""
     text = "\x1f".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def bits(key: int, counters: NDArray) -> NDArray[np.uint64]:
-    """64 random bits for each counter (rows, or ids when a value should hang on an id). [n]."""
+    """Return 64 random bits for each counter (rows, or ids when a value should hang on an id). [n]."""
     z = counters.astype(np.uint64)
     z *= _GOLDEN
     z += np.uint64(key)
@@ -40,17 +38,17 @@ def bits(key: int, counters: NDArray) -> NDArray[np.uint64]:
 
 
 def uniform(key: int, counters: NDArray) -> NDArray[np.float64]:
-    """Uniform in [0, 1), 53 bits, [n]."""
+    """Return uniform numbers in [0, 1), 53 bits, [n]."""
     return np.asarray((bits(key, counters) >> _S11) * 2.0**-53, dtype=np.float64)
 
 
 def integers(key: int, counters: NDArray, below: int) -> NDArray[np.int64]:
-    """Whole numbers in [0, below), [n]; below is at most 2**32."""
+    """Return whole numbers in [0, below), [n]; below is at most 2**32."""
     return ((bits(key, counters) >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(np.int64)
 
 
 def normal(key: int, counters: NDArray) -> NDArray[np.float32]:
-    """Nearly normal with mean 0 and variance 1: the sum of four uniforms (at most 3.46 in size), [n]."""
+    """Return nearly normal numbers with mean 0 and variance 1: the sum of four uniforms (at most 3.46 in size), [n]."""
     quarters = bits(key, counters).view(np.uint16).reshape(-1, 4)
     total = quarters[:, 0].astype(np.float32)
     for column in range(1, 4):
@@ -61,7 +59,7 @@ def normal(key: int, counters: NDArray) -> NDArray[np.float32]:
 
 
 def scatter32(key: int, ids: NDArray) -> NDArray[np.uint32]:
-    """A one-to-one map of 32-bit ids onto 32-bit values, so that distinct ids keep distinct values, [n]."""
+    """Return a one-to-one map of 32-bit ids onto 32-bit values, so that distinct ids keep distinct values, [n]."""
     value = ids.astype(np.uint32)
     value += np.uint32(key & 0xFFFFFFFF)
     value ^= value >> np.uint32(16)

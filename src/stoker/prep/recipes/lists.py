@@ -25,8 +25,6 @@ from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["ebnerd", "globo", "trivago"]
-
 _MOST_ITEMS = 25  # listed items of one click-out that are looked at
 _PROPERTIES = 157  # distinct properties in the challenge's item_metadata.csv
 _ENCODED = ("current_filters", "city", "device", "user_id")  # each with the item
@@ -201,7 +199,7 @@ def _news(name: str, numbers: Sequence[str], categories: Sequence[str], history:
 
 
 def _with_features(schema: Schema, *, group: str, context: Sequence[str], differ: str, popular: str) -> Schema:
-    """The schema with engineered features; rows have user, session, article, time and label.
+    """Return the schema with engineered features; rows have user, session, article, time and label.
 
     Args:
         group: column of a list's number.
@@ -296,7 +294,7 @@ def _globo(preset: str) -> Schema:
 def _globo_rows(
     inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int | None, most: int, window: int, seed: int
 ) -> pl.LazyFrame:
-    """Clicks in order of time, each followed by its negatives. Clicks stay in memory, some 300 bytes each."""
+    """Return clicks in order of time, each followed by its negatives. Clicks stay in memory, some 300 bytes each."""
     ranked = bool(schema.feature)
     count = (4 if ranked else 2) if count is None else count
     log = (
@@ -365,7 +363,7 @@ def _globo_splits(preset: str, session: Ints, past: Histories, seed: int) -> Int
 def _read_elsewhere(
     user: Ints, article: Ints, time: Ints, count: int, window: int, seed: int, *, of_lists: bool
 ) -> Ints:
-    """Articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found.
+    """Return articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found.
 
     With ``of_lists`` only the click's own article is refused, and an article is in a list once. What the user has read
     before may then be listed, as on a page: were it not, a feature that knows it would tell a click for sure.
@@ -436,7 +434,7 @@ def _ebnerd(preset: str) -> Schema:
 
 
 def _ebnerd_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: int) -> pl.LazyFrame:
-    """Shown articles in order of time. The impressions stay in memory; their rows are made in batches."""
+    """Return shown articles in order of time. The impressions stay in memory; their rows are made in batches."""
     log, past = _impressions(inputs, most)
 
     def counts(column: str) -> PastCounts:
@@ -476,7 +474,7 @@ def _ebnerd_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: in
 
 
 def _impressions(inputs: Mapping[str, pl.LazyFrame], most: int) -> tuple[pl.DataFrame, pl.Series]:
-    """Both weeks in order of time, and lists of articles that users read before a week; the first list is empty.
+    """Return both weeks in order of time, and lists of articles that users read before a week; the first list is empty.
 
     Further columns of the impressions: ``week`` and ``half`` (0 or 1), ``second``, and ``past``, the list's number.
     """

@@ -15,11 +15,6 @@ from stoker.base.errors import DataError
 from stoker.prep.recipes.draw import integers, key_of, uniform
 from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
-__all__ = [
-    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "from_batches", "negatives", "pick",
-    "split_column", "streamed", "with_negatives",
-]  # fmt: skip
-
 SPLITS = ("train", "valid", "test")
 LOGGED = ("log1p", "zscore")
 _ROUNDS = 64  # draws of a negative before it is given up
@@ -28,22 +23,22 @@ Ints = NDArray[np.int64]
 
 
 def dense(names: Iterable[str], *transforms: str, **settings: Any) -> tuple[DenseColumn, ...]:
-    """Dense columns that share their settings."""
+    """Return dense columns that share their settings."""
     return tuple(DenseColumn(name=name, transforms=transforms, **settings) for name in names)
 
 
 def categorical(names: Iterable[str], kind: str = "int", **settings: Any) -> tuple[CategoricalColumn, ...]:
-    """Categorical columns of one type."""
+    """Return categorical columns of one type."""
     return tuple(CategoricalColumn(name=name, type=kind, **settings) for name in names)
 
 
 def split_column(names: Iterable[str] = SPLITS) -> SplitRule:
-    """The rule for rows that name their split in the column ``split``."""
+    """Return the rule for rows that name their split in the column ``split``."""
     return SplitRule(rule="column", column="split", values={name: name for name in names})
 
 
 def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.DataFrame]]) -> pl.LazyFrame:
-    """A lazy frame of the rows of some frames, one after another; only a few exist at a time."""
+    """Return a lazy frame of the rows of some frames, one after another; only a few exist at a time."""
 
     def generate(
         columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, _: int | None
@@ -62,7 +57,7 @@ def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.Da
 
 
 def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) -> pl.LazyFrame:
-    """A lazy frame whose rows come from ``make(start, stop)`` over ``range(0, rows, step)``, in order.
+    """Return a lazy frame whose rows come from ``make(start, stop)`` over ``range(0, rows, step)``, in order.
 
     Truth values become 0 and 1, whole numbers Int64. ``make(0, 0)`` tells the columns.
     """
@@ -76,7 +71,7 @@ def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) 
 
 
 def pick(seed: int, name: str, column: str, below: int) -> pl.Expr:
-    """A whole number in [0, below) that depends on the seed and the value only; the same everywhere."""
+    """Return a whole number in [0, below) that depends on the seed and the value only; the same everywhere."""
     key = key_of(seed, name)
     return pl.col(column).map_batches(
         lambda values: pl.Series(integers(key, values.to_numpy(), below)), return_dtype=pl.Int64, is_elementwise=True
@@ -121,7 +116,7 @@ class PastCounts:
         self._events = np.sort(keys.astype(np.int64) * self._span + (times - self._origin))
 
     def before(self, keys: NDArray[np.integer], times: NDArray[np.integer], *, window: int | None = None) -> Ints:
-        """Events of each key with time < the given one (and >= time - window), [n]."""
+        """Return events of each key with time < the given one (and >= time - window), [n]."""
         base = keys.astype(np.int64) * self._span
         at = times.astype(np.int64) - self._origin
         last = self._span - 1
@@ -136,7 +131,7 @@ def negatives(
     draw: Callable[[NDArray[np.float64], Ints], Ints],
     refused: Callable[[Ints, Ints], NDArray[np.bool_]],
 ) -> Ints:
-    """Items for ``count`` negative rows, drawn again where they are refused; -1 where none was found.
+    """Return items for ``count`` negative rows, drawn again where they are refused; -1 where none was found.
 
     Args:
         draw: (uniform numbers in [0, 1), row numbers) -> items.
@@ -155,7 +150,7 @@ def negatives(
 
 
 def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Each taken item, [n], followed by those of its negatives, [n, K], that are not -1.
+    """Return each taken item, [n], followed by those of its negatives, [n, K], that are not -1.
 
     Returns:
         Of each row the number of the taken item, the item, and whether it is the taken one.
@@ -166,5 +161,5 @@ def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bo
 
 
 def among(values: Ints, known: Ints) -> NDArray[np.bool_]:
-    """Which values are among the known ones, which rise; there is at least one."""
+    """Return which values are among the known ones, which rise; there is at least one."""
     return np.asarray(known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values)

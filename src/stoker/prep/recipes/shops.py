@@ -18,8 +18,6 @@ from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts
 from stoker.prep.schema import Label, Schema, SequenceColumn
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["WINDOW", "online_retail", "taobao"]
-
 _RAW = (
     "InvoiceNo", "StockCode", "Description", "Quantity", "InvoiceDate", "UnitPrice", "CustomerID", "Country",
 )  # fmt: skip
@@ -69,7 +67,7 @@ def _retail(preset: str) -> Schema:
 
 
 def _purchases(raw: pl.LazyFrame) -> pl.DataFrame:
-    """One row per customer, item and minute, by time and line; no returns, unknown customers, services."""
+    """Return one row per customer, item and minute, by time and line; no returns, unknown customers, services."""
     customer = pl.col("CustomerID").cast(pl.String).str.strip_suffix(".0")
     item = pl.col("StockCode").cast(pl.String).str.strip_chars().str.to_uppercase()
     when = pl.col("InvoiceDate").cast(pl.String).str.slice(0, 16).str.to_datetime("%Y-%m-%d %H:%M", strict=False)
@@ -99,7 +97,7 @@ def _purchases(raw: pl.LazyFrame) -> pl.DataFrame:
 def _retail_rows(
     inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, history: int, seed: int
 ) -> pl.LazyFrame:
-    """Purchases in order of time, each followed by its negatives. Memory: 200 bytes a purchase."""
+    """Return purchases in order of time, each followed by its negatives. Memory: 200 bytes a purchase."""
     log = _purchases(inputs["invoices"])
     if log.height == 0:
         raise DataError(
@@ -160,7 +158,7 @@ def _retail_rows(
 def _never_bought(
     customer: Ints, item: Ints, minute: Ints, positives: Ints, count: int, seed: int, *, evenly: bool
 ) -> Ints:
-    """Items on sale at each positive's time, never bought by its customer, [P, count]; -1: none found."""
+    """Return items on sale at each positive's time, never bought by its customer, [P, count]; -1: none found."""
     times_sold = np.bincount(item).astype(np.float64)
     size = len(times_sold)
     shares = np.cumsum(np.ones_like(times_sold) if evenly else times_sold**0.75)
@@ -244,7 +242,7 @@ class _Whole(NamedTuple):
 
 
 def _taobao_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, seed: int) -> pl.LazyFrame:
-    """Windows by group of users, then user, then time. One pass over the log for each 8 M lines of it."""
+    """Return windows by group of users, then user, then time. One pass over the log for each 8 M lines of it."""
     log = inputs["log"].select(pl.col("user", "item", "category", "time").cast(pl.Int64))
     last = log.group_by("user").agg(pl.col("time").max(), pl.len().alias("lines")).collect(engine="streaming")
     if last.height == 0:
@@ -298,7 +296,7 @@ def _windows(log: pl.LazyFrame, whole: _Whole, group: int, seed: int) -> Iterato
 
 
 def _targets(user: Ints, before: Ints, length: Ints, key: int) -> Ints:
-    """Places of the positive targets: as many of each user as the history earns, at random, in order."""
+    """Return places of the positive targets: as many of each user as the history earns, at random, in order."""
     points = np.select([length >= least for least, _ in _POINTS], [count for _, count in _POINTS], 0)
     fit = np.flatnonzero((before >= _LEAST) & (points > 0))
     fit = fit[np.lexsort((bits(key, fit), user[fit]))]
@@ -307,7 +305,7 @@ def _targets(user: Ints, before: Ints, length: Ints, key: int) -> Ints:
 
 
 def _untouched(user: Ints, item: Ints, target: Ints, whole: _Whole, key: int) -> Ints:
-    """For each target the catalogue place of an item that its user never touches; -1 where none is found."""
+    """Return for each target the catalogue place of an item that its user never touches; -1 where none is found."""
     _, owner = np.unique(user, return_inverse=True)
     size = len(whole.items)
     touched = np.unique(owner * size + np.searchsorted(whole.items, item))
