@@ -456,7 +456,7 @@ def test_a_second_ctrl_c_says_what_is_kept(
         raise KeyboardInterrupt
 
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    monkeypatch.setattr(loop, "_fit", stop)
+    monkeypatch.setattr(loop, "fit", stop)
     code, _, err = say("train", "--resume", copy, "--epochs", 3)
     assert code == 130
     assert "step_000000050 is the newest checkpoint. Continue with: stoker train --resume" in err

@@ -240,7 +240,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
 
         setattr(owner, name, call)
 
-    watch(checkpoint, "_save_tensors", "checkpoint")
+    watch(checkpoint._Writer, "write", "checkpoint")
     watch(os, "replace", "rename")
     watch(Queue, "stage", "staging")
     watch(FileHome, "_store", "writeback")
