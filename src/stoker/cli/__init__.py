@@ -27,6 +27,7 @@ COMMANDS = {
     "schema": "stoker.cli.prepare:schema",
     "prepare": "stoker.cli.prepare:prepare",
     "synthetic": "stoker.cli.prepare:synthetic",
+    "baseline": "stoker.cli.runs:baseline",
     "train": "stoker.cli.train:train",
     "find-lr": "stoker.cli.train:find_lr",
     "evaluate": "stoker.cli.runs:evaluate",

@@ -1,4 +1,4 @@
-"""Commands on trained runs: evaluate, predict, verify, trace, compare."""
+"""Commands on trained runs: evaluate, predict, verify, trace, compare; and baselines for them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import typer
 from stoker.base.errors import DataError
 from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
-from stoker.base.units import format_count, format_duration, plural
+from stoker.base.units import format_count, format_duration, parse_count, plural, quoted
 from stoker.cli.options import (
     Data,
+    DataArgument,
     Json,
     OneObject,
     RunArgument,
     Start,
     begin_at,
+    option,
     printed,
     say,
     show_table,
@@ -357,3 +359,34 @@ def _text(value: Any) -> str:
     if value is None:
         return "-"
     return json.dumps(value) if isinstance(value, list | dict) else f"{value}"
+
+
+def baseline(
+    dataset: DataArgument,
+    rows: str = option("Fit", "Training rows to fit on at most.", default="500k"),
+    as_json: OneObject = False,
+) -> None:
+    """Fit the average, a logistic regression and, if LightGBM is installed, trees.
+
+    The figures are stored with the dataset. Every later run shows them next
+    to its own: so you see what the embeddings bring.
+
+    \b
+    stoker baseline data/criteo
+    stoker baseline data/criteo --rows 2M --json
+    """
+    from stoker.training.tools.baseline import baseline as fit
+
+    with Bars(quiet=as_json) as bars:
+        found = fit(dataset, rows=parse_count(rows), progress=bars)
+    if printed({"dataset": str(dataset), **found.to_dict()}, as_json):
+        return
+    splits = list(next(iter(found.figures.values())))
+    cells = [
+        [name, *(f"{metrics[split][key]:.4f}" if metrics[split][key] is not None else "-"
+                 for split in splits for key in ("auc", "log_loss"))]
+        for name, metrics in found.figures.items()
+    ]  # fmt: skip
+    headings = [f"{split} {word}" for split in splits for word in ("AUC", "log loss")]
+    show_table(f"fitted on {found.rows:,} training rows", ["model", *headings], cells)
+    say(f"stored with the dataset; stoker train {quoted(dataset)} shows them next to its own figures")

@@ -23,6 +23,7 @@ from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
 from stoker.training.settings import RESUMABLE
+from stoker.training.tools.baseline import baseline_line, saved_baselines
 
 _P = ParamSpec("_P")
 
@@ -200,6 +201,9 @@ def finish(state: TrainState) -> TrainResult:
     if split := state.data.splits.get("test"):
         test = finite(evaluate(model, split, lookahead=config.lookahead, k=config.ranking_k))
         state.write(kind="test", step=progress.step if best is None else best["step"], **test)
+    known = saved_baselines(state.data)
+    if known is not None and (said := baseline_line(known, "test" if test else "valid")):
+        state.shown.note(said)
     result = TrainResult(
         run=state.run.path,
         model=model,
@@ -212,7 +216,7 @@ def finish(state: TrainState) -> TrainResult:
         samples_per_second=trained["examples"] / trained["seconds"] if trained["examples"] else None,
     )
     report = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
-    state.run.write("report.json", report)
+    state.run.write("report.json", report | ({} if known is None else {"baselines": known.to_dict()}))
     return result
 
 

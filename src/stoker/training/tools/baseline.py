@@ -21,13 +21,12 @@ import torch
 
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
+from stoker.base.progress import Progress, quiet
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 from stoker.training.scores.metrics import StreamingMetrics
-
-__all__ = ["Baselines", "baseline", "saved_baselines"]
 
 FILE = "baselines.json"
 ROWS = 500_000  # training rows that are fitted on at most; more change the weights of a convex model little
@@ -51,6 +50,12 @@ class Baselines:
         return asdict(self)
 
 
+def baseline_line(found: Baselines, split: str) -> str:
+    """Return the AUC of each simple model on a split, in words; empty if there is none."""
+    said = [f"{name} {of[split]['auc']:.4f}" for name, of in found.figures.items() if of.get(split, {}).get("auc")]
+    return f"AUC of baselines on the same {split} rows: {', '.join(said)}" if said else ""
+
+
 def saved_baselines(dataset: Dataset) -> Baselines | None:
     """Return the baselines that are stored with a dataset; None where there are none, or none that can be read."""
     try:
@@ -60,9 +65,7 @@ def saved_baselines(dataset: Dataset) -> Baselines | None:
         return None
 
 
-def baseline(
-    dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Callable[[str, int, int], None] | None = None
-) -> Baselines:
+def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progress = quiet) -> Baselines:
     """Fit simple models on the training rows, evaluate them on the other splits, and store the figures with the data.
 
     The logistic regression has a weight for each id of each feature (a sequence counts as the mean over its ids) and
@@ -87,7 +90,6 @@ def baseline(
         0.5
     """
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-    report = progress or (lambda what, done, total: None)
     batches = list(_drawn(data.train, rows))
     labels = np.concatenate([_labels(batch) for batch in batches]) if batches else np.empty(0)
     if not 0 < labels.sum() < len(labels):
@@ -101,12 +103,12 @@ def baseline(
         "LightGBM": lambda: _trees(data, batches, labels),
     }
     for number, (name, fit) in enumerate(fits.items()):
-        report(name, number, len(fits))
+        progress(name, number, len(fits))
         if (predictor := fit()) is not None:
             figures[name] = {
                 split.name: _evaluate(predictor, split) for split in (data.valid, data.test) if split.labelled
             }
-    report("baselines", len(fits), len(fits))
+    progress("baselines", len(fits), len(fits))
     found = Baselines(rows=len(labels), figures=figures)
     with atomic_file(Path(data.path) / FILE) as file:
         file.write(json.dumps(found.to_dict(), indent=1).encode())
