@@ -134,3 +134,12 @@ def test_other_errors_are_not_swallowed() -> None:
 
     with pytest.raises(RuntimeError, match="something else"):
         cached(broken)
+
+
+def test_a_change_of_any_module_compiles_kernels_anew(sealed: Path) -> None:
+    """Kernels are made of functions of other modules, which Numba's own stamp does not see."""
+    run(sealed)
+    assert all(run(sealed)["hits"])
+    with (sealed / "stoker" / "ops" / "rule.py").open("a") as file:
+        file.write("\n")
+    assert not any(run(sealed)["hits"])

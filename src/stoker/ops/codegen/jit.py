@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any, TypeVar
@@ -48,7 +49,26 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Compile ``function`` as ``numba.njit`` does, without the interpreter's lock and with a cache on disk."""
     if function is None:
         return partial(jit, **options)
-    return cached(lambda keep: numba.njit(nogil=True, cache=keep, **options)(function))
+    return cached(lambda keep: stamped(numba.njit(nogil=True, cache=keep, **options)(function)))
+
+
+@cache
+def package_stamp() -> str:
+    """Return a text that changes with any module of this package, by its size and time.
+
+    Numba looks at the file of a kernel alone, but kernels are made of functions of other modules, too.
+    """
+    root = Path(__file__).parents[2]
+    found = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
+    return sha256(repr([(name, of.st_size, of.st_mtime_ns) for name, of in found]).encode()).hexdigest()
+
+
+def stamped(kernel: T) -> T:
+    """Let a kernel's cache on disk count only while no module of this package changes."""
+    kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # Numba has no public way
+    if kept is not None:
+        kept._source_stamp = (kept._source_stamp, package_stamp())
+    return kernel
 
 
 def cached(compile: Callable[[bool], T]) -> T:

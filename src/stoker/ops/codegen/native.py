@@ -25,14 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import _dispatcher, cfunc, typeof, types
+from numba import _dispatcher, typeof, types
 from numba.core import cgutils
+from numba.core.ccallback import CFunc
 from numba.core.imputils import impl_ret_borrowed
 from numba.core.options import DefaultOptions
 from numba.extending import intrinsic
 
 from stoker.base.progress import compiling
-from stoker.ops.codegen.jit import cached, jit
+from stoker.ops.codegen.jit import cached, jit, stamped
 from stoker.ops.codegen.threads import team
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -181,7 +182,12 @@ class Kernel:
         return known[0]
 
     def _compile(self, signature: Any, keep: bool) -> Any:
-        return cfunc(signature, cache=keep, error_model="numpy", **self._options)(self._function)
+        options = {"error_model": "numpy", **self._options}
+        made = CFunc(self._function, (signature.args, signature.return_type), locals={}, options=options)
+        if keep:  # numba.cfunc would read the cache before it is stamped
+            made.enable_caching()
+        stamped(made).compile()
+        return made
 
     def run(self, *values: Any, following: tuple[Any, ...] = (), threads: int | None = None) -> None:
         """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous.
