@@ -9,7 +9,6 @@ the most popular of them serve. The numbers are those of a run that had all rows
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ SHARE = 0.25  # of the rows, in fast memory; the others lie at home, and come be
 
 def commands() -> Iterator[str]:
     yield PREPARE
+    yield f"stoker baseline {DATA}"
     tables = json.loads((ROOT / DATA / "manifest.json").read_text())["features"]["num_embeddings"]
     row = 2 * 16 * 4  # bytes: 16 weights, 16 sums of Adagrad
     budget = f"--device-memory {int(SHARE * sum(tables.values()) * row) // 1024}KiB"
@@ -51,17 +51,15 @@ def main() -> int:
             return done.returncode
     report = json.loads((ROOT / RUN / "report.json").read_text())
     hot = json.loads((ROOT / PROFILE).read_text())
-    splits = json.loads((ROOT / DATA / "manifest.json").read_text())["splits"]
-    share = splits["test"]["positives"] / splits["test"]["rows"]
-    guess = -(share * math.log(share) + (1 - share) * math.log(1 - share))
-    test = report["test"]
+    simple = [report["baselines"]["figures"][name]["test"] for name in ("logistic regression", "average")]
 
-    table = Table("on purchases never trained on", "this model", "guessing the average")
+    table = Table("on purchases never trained on", "this model", "logistic regression", "guessing the average")
     table.title, table.title_justify = "Will this customer buy this item?", "left"
+    models = (report["test"], *simple)
     for row in (
-        ("AUC", f"{test['auc']:.4f}", "0.5000"),
-        ("log loss", f"{test['log_loss']:.4f}", f"{guess:.4f}"),
-        ("accuracy", f"{test['accuracy']:.2%}", f"{1 - share:.2%}"),
+        ("AUC", *(f"{model['auc']:.4f}" for model in models)),
+        ("log loss", *(f"{model['log_loss']:.4f}" for model in models)),
+        ("accuracy", *(f"{model['accuracy']:.2%}" for model in models)),
         (f"lookups of the {SHARE:.0%} hottest rows", f"{hot['access_share']:.1%}"),
         ("purchases that need no other (hot)", f"{hot['input_share']:.1%}"),
         ("training samples/s", f"{report['samples_per_second']:,.0f}"),
@@ -70,7 +68,7 @@ def main() -> int:
     ):
         table.add_row(*row)
     console.print("\n", table, "\n[bold]Try next:[/bold]", sep="")
-    for line in (f"predict {RUN} --data {DATA} --out {RUN}/scores.parquet", "prepare --help   # docs/prepare.md"):
+    for line in (f"predict {RUN} --data {DATA} --out {RUN}/scores.parquet", "prepare --help   # docs/start.md"):
         console.print(f"  .venv/bin/stoker {line}", highlight=False)
     return 0
 

@@ -18,14 +18,15 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 1_900, "ops": 5_300, "dataset": 3_100, "optim": 600, "tables": 7_950, "models": 1_500, "placement": 2_700,
-    "training": 6_650, "rewrite": 1_800, "prep": 11_600, "synthetic": 1_610, "cli": 2_650,
+    "base": 1_900, "ops": 5_100, "dataset": 2_900, "optim": 560, "tables": 7_850, "models": 1_470, "placement": 2_650,
+    "training": 6_750, "rewrite": 1_800, "prep": 11_350, "synthetic": 1_610, "cli": 2_660,
 }  # fmt: skip
-ALL_LINES = 47_300
+ALL_LINES = 46_700
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+STUBS = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.pyi"))
 NAMES = {".".join(("stoker", *(path.parent if path.stem == "__init__" else path.with_suffix("")).parts)): path
          for path in FILES}  # fmt: skip
 
@@ -125,7 +126,7 @@ def test_a_room_keeps_its_budget(name: str) -> None:
 
 
 def test_the_house_keeps_its_budget() -> None:
-    assert sum(map(lines, FILES)) <= ALL_LINES
+    assert sum(map(lines, FILES + STUBS)) <= ALL_LINES
 
 
 def test_faults_are_found() -> None:
