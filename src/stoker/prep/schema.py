@@ -6,6 +6,8 @@ and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -459,9 +461,8 @@ class Schema:
 
     def hash(self) -> str:
         """sha256 of the canonical JSON form: equal schemas have equal hashes."""
-        from stoker.dataset.manifest import hash_schema  # here, so that declaring a schema does not load torch
-
-        return hash_schema(self.to_dict())
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _label(value: Any, where: str) -> Label:
