@@ -30,7 +30,7 @@ SHARE = 0.25  # of the rows, in fast memory; the others lie at home, and come be
 
 def commands() -> Iterator[str]:
     yield PREPARE
-    yield f"stoker baseline {DATA}"
+    yield f"stoker baseline {DATA} --rows 100k"
     tables = json.loads((ROOT / DATA / "manifest.json").read_text())["features"]["num_embeddings"]
     row = 2 * 16 * 4  # bytes: 16 weights, 16 sums of Adagrad
     budget = f"--device-memory {int(SHARE * sum(tables.values()) * row) // 1024}KiB"
