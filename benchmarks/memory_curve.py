@@ -23,19 +23,18 @@ __all__ = ["bars", "draw"]
 
 ROOT = Path(__file__).parents[1]
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)  # of the rows and their optimizer state
-DIM, BATCH = 64, 8192
+DIM, BATCH, STEPS = 64, 8192, 100
 ROW_BYTES = DIM * 4 + 4  # float32 columns, and the state of row-wise Adagrad
 MAIN = 0.1  # the share that counts
 
 
-def _train(data: Path, share: float, budget: int, steps: int | None) -> dict[str, Any]:
+def _train(data: Path, share: float, budget: int, steps: int) -> dict[str, Any]:
     """Train once in a process of its own; return its figures and a hash over the checkpoint's tensors."""
     out = CACHE / "memory_curve_run"
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable, "-m", "stoker", "train", str(data), "--out", str(out), "--dim", str(DIM),
-        "--batch-size", str(BATCH), "--threads", "2", "--no-tensorboard", "--checkpoint-minutes", "0",
-        *(["--steps", str(steps)] if steps else []),
+        "--batch-size", str(BATCH), "--threads", "2", "--no-tensorboard", "--checkpoint-minutes", "0", "--steps", str(steps), "--log-every", "10",
         *([] if share == 1.0 else ["--device-memory", f"{budget // 1024}KiB"]),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,7 +42,7 @@ def _train(data: Path, share: float, budget: int, steps: int | None) -> dict[str
         raise Crashed(done.stderr.strip())
     report = json.loads((out / "report.json").read_text())
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    hits = [line["hit_rate"] for line in lines if line["kind"] == "train" and "hit_rate" in line]  # every 50 steps
+    hits = [line["hit_rate"] for line in lines if line["kind"] == "train" and "hit_rate" in line]  # every 10 steps
     checkpoint = max((out / "checkpoints").iterdir())
     digest = hashlib.sha256()
     for path in sorted(checkpoint.rglob("*.safetensors")):
@@ -66,7 +65,7 @@ def curve(run: Run) -> Outcome:
     for number in range(run.rounds):
         for share in shares:
             run.log(f"round {number + 1}: {share:.0%} of the rows in fast memory")
-            found[share].append(_train(data.path, share, int(share * total), 30 if run.quick else None))
+            found[share].append(_train(data.path, share, int(share * total), 30 if run.quick else STEPS))
             if found[share][-1]["sha256"] != found[1.0][0]["sha256"]:
                 raise WrongResult(f"with {share:.0%} of the rows in fast memory the checkpoint differs")
     points = [
@@ -87,7 +86,7 @@ def curve(run: Run) -> Outcome:
         sizes = [f"{point['share']:.0%}", f"{point['bytes'] / 2**20:.0f} MiB"]
         rows.append([*sizes, f"{point['hit_rate']:.2%}", f"{point['speed']:.2f}x", f"{point['auc']:.5f}"])
     table = Table(
-        title=f"stoker train on Globo, D {DIM}, batch {BATCH:,}, one epoch",
+        title=f"stoker train on Globo, D {DIM}, batch {BATCH:,}, {STEPS} steps",
         columns=["rows in fast memory", "bytes", "hit rate", "speed", "AUC"],
         rows=rows,
     )
