@@ -34,7 +34,8 @@ def _train(data: Path, share: float, budget: int, steps: int) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable, "-m", "stoker", "train", str(data), "--out", str(out), "--dim", str(DIM),
-        "--batch-size", str(BATCH), "--threads", "2", "--no-tensorboard", "--checkpoint-minutes", "0", "--steps", str(steps), "--log-every", "10",
+        "--batch-size", str(BATCH), "--threads", "2", "--no-tensorboard", "--checkpoint-minutes", "0",
+        "--steps", str(steps), "--log-every", "10",
         *([] if share == 1.0 else ["--device-memory", f"{budget // 1024}KiB"]),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
