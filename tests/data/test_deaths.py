@@ -48,7 +48,7 @@ def write_log(path: Path, rows: int, items: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, which this system lacks")
-@pytest.mark.parametrize(("job", "last", "every"), [("classify", 0, 2), ("prepare", 26, 9), ("reorder", 14, 5)])
+@pytest.mark.parametrize(("job", "last", "every"), [("classify", 0, 2), ("prepare", 26, 5), ("reorder", 14, 3)])
 def test_a_death_at_any_step(tmp_path: Path, job: str, last: int, every: int) -> None:
     """Of a preparation the last steps, in which datasets change places, and not each of them; ``make kills``: all."""
     if "STOKER_KILLS" in os.environ:
