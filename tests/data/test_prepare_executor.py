@@ -90,7 +90,7 @@ def processes(**options: Any) -> ProcessPoolExecutor:
 
 @contextmanager
 def dask() -> Iterator[Executor]:
-    distributed = pytest.importorskip("distributed")
+    distributed = pytest.importorskip("distributed", reason="Dask's executor is in the package distributed")
     cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
     with cluster, distributed.Client(cluster) as client:
         yield client.get_executor()

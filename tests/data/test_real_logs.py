@@ -225,7 +225,7 @@ def test_tables_give_the_shards_of_their_file(tmp_path: Path, form: str) -> None
 
 
 def test_logs_datasets_and_runs_at_urls(log: Path) -> None:
-    fsspec = pytest.importorskip("fsspec")
+    fsspec = pytest.importorskip("fsspec", reason="URLs are read by fsspec")
     memory = fsspec.filesystem("memory")
     memory.pipe("/retail/log.csv", log.read_bytes())
     try:

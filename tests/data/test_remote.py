@@ -48,7 +48,7 @@ def memory() -> Iterator[Any]:
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A web server and the folder that it serves."""
-    pytest.importorskip("aiohttp", reason="https:// needs it")
+    pytest.importorskip("aiohttp", reason="https:// needs aiohttp")
     folder = tmp_path / "web"
     folder.mkdir()
 
@@ -303,8 +303,10 @@ def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], caps
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket of a local S3 server."""
-    pytest.importorskip("s3fs", reason="s3:// needs it")
-    server = pytest.importorskip("moto.server", reason="it is the server").ThreadedMotoServer(port=0, verbose=False)
+    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
+    server = pytest.importorskip("moto.server", reason="the local S3 server is moto's").ThreadedMotoServer(
+        port=0, verbose=False
+    )
     server.start()
     _, port = server.get_host_and_port()
     for name, value in (

@@ -82,7 +82,7 @@ def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
     """``grad`` [B, out] transposed times ``x`` [B, in], the products of some rows at a time added up: [out, in].
 
     For a small result, copying both into oneDNN's layout takes longer than the product, and one product over all rows
-    keeps threads waiting for each other: chunks take half the time (docs/log.md).
+    keeps threads waiting for each other: chunks take half the time (docs/maintainers/log.md).
     """
     rows = 512 if len(x) < 2**14 else 1024
     chunks = len(x) // rows

@@ -36,6 +36,7 @@ from numba.extending import intrinsic
 from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import prefetch
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Hints, Ints, Residency, SlotPlan
+from stoker.tables.stores.kernels import segment_of
 
 __all__ = ["FastResidency"]
 
@@ -138,31 +139,19 @@ def _highest_bit(typingctx, word):
 
 
 @jit
-def _table_of(first_row, row):
-    low, high = 0, first_row.size - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first_row[middle] <= row:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@jit
 def _rank_of(row, ranks):
     """Return the place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
     first_row, start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3], ranks[4]
-    table = _table_of(first_row, row)
+    table = segment_of(first_row, row)
     local = row - first_row[table]
-    segment = _table_of(start, local)
+    segment = segment_of(start, local)
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
 @jit
 def _row_of_rank(rank, ranks):
     first_row, start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[3], ranks[5]
-    segment = _table_of(base, rank)
+    segment = segment_of(base, rank)
     local = start[segment] + (rank - base[segment]) // alive[segment]
     table = owner[segment * (first_row.size - 1) + (rank - base[segment]) % alive[segment]]
     return first_row[table] + local

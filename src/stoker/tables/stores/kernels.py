@@ -35,7 +35,8 @@ _EINTR = errno.EINTR
 
 
 @jit
-def _table_of(first_row, row):
+def segment_of(first_row, row):
+    """Return which segment holds a row: segment i begins at ``first_row[i]``; the last entry is the end."""
     low, high = 0, len(first_row) - 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -90,7 +91,7 @@ def _move(p):
                 row_move(size1, side_state, place * first, state, row * first)
                 row_move(size2, side_state2, place * second, state2, row * second)
             else:
-                table = _table_of(first_row, row)
+                table = segment_of(first_row, row)
                 row_init(dim, side, place * dim, keys[table], (row - first_row[table]) * dim, scales[table])
                 for d in range(first):
                     side_state[place * first + d] = 0.0
