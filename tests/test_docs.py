@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import stoker
 
@@ -54,6 +59,25 @@ def test_every_public_name_is_in_the_reference() -> None:
     named = set(re.findall(r"^\.\. auto\w+:: stoker\.(\w+)$", pages, re.MULTILINE))
     modules = {"features", "optim", "recipes", "synthetic"}
     assert set(stoker.__all__) - modules - {"__version__"} == named - modules
+
+
+def modules() -> Iterator[ModuleType]:
+    for found in pkgutil.walk_packages(stoker.__path__, "stoker."):
+        if not found.name.endswith("__main__"):
+            yield importlib.import_module(found.name)
+
+
+def test_every_public_method_is_explained_in_its_class_or_a_parent() -> None:
+    missing = []
+    for module in modules():
+        for name, each in vars(module).items():
+            if not inspect.isclass(each) or each.__module__ != module.__name__ or name.startswith("_"):
+                continue
+            for method, value in vars(each).items():
+                written = isinstance(value, staticmethod | classmethod | property) or inspect.isfunction(value)
+                if written and not method.startswith("_") and not inspect.getdoc(getattr(each, method)):
+                    missing.append(f"{module.__name__}.{name}.{method}")
+    assert missing == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

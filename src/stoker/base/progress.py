@@ -128,6 +128,7 @@ class Compiled:
         self.count, self.seconds = 0, 0.0
 
     def start(self, name: str) -> None:
+        """Note that the kernel ``name`` begins to compile."""
         with self._lock:
             now = time.monotonic()
             if not self._depth:
@@ -141,6 +142,7 @@ class Compiled:
                 )
 
     def stop(self) -> None:
+        """Note that a kernel is compiled."""
         with self._lock:
             self._depth -= 1
             self.count += 1

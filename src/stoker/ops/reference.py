@@ -192,10 +192,12 @@ class Tensors:
 
     @staticmethod
     def square_sum(values: Tensor) -> Tensor:
+        """Return the sum of squares of each row [U, 1]."""
         return row_norm_squared(values).unsqueeze(1)
 
     @staticmethod
     def norm(values: Tensor) -> Tensor:
+        """Return the Euclidean norm of each row [U, 1]."""
         return Tensors.sqrt(Tensors.square_sum(values))
 
     @staticmethod
@@ -205,10 +207,12 @@ class Tensors:
 
     @staticmethod
     def is_zero(values: Tensor) -> Tensor:
+        """Return which elements are 0."""
         return values == 0
 
     @staticmethod
     def clamp(values: Tensor, limit: float) -> Tensor:
+        """Limit each element to [-limit, limit]."""
         return values.clamp(-limit, limit)
 
 

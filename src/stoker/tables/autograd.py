@@ -34,6 +34,7 @@ class Gradient(NamedTuple):
     version: int = -1  # of ``grad``, where it is kept longer than its backward
 
     def scaled(self, factor: float) -> Gradient:
+        """Return the gradient times ``factor``."""
         return self._replace(grad=self.grad * factor, version=-1)
 
     def kept(self) -> Gradient:

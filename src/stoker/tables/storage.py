@@ -73,6 +73,7 @@ class Rows:
         return self.weight, *self.state.values()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Apply ``change`` to the weights and each state."""
         return Rows(change(self.weight), {name: change(tensor) for name, tensor in self.state.items()})
 
     def __getitem__(self, index: Any) -> Rows:

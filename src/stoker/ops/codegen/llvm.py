@@ -79,6 +79,7 @@ class Row:
         return Vec(self.b, [part for start, width in chunks(dim) for part in self.load(start, width).parts])
 
     def load(self, start: int, width: int) -> Vec:
+        """Load ``width`` elements from element ``start`` on."""
         b = self.b
         if not self.half:
             return Vec(b, [b.load(self._at(start, ir.VectorType(FLOAT, width)), align=4)])
@@ -162,32 +163,39 @@ class Vectors:
 
     @staticmethod
     def sqrt(value: Vec) -> Vec:
+        """Return the square roots, correctly rounded."""
         return value._map(partial(_sqrt, value.b))
 
     @staticmethod
     def norm(value: Vec) -> Vec:
+        """Return the Euclidean norm of the row."""
         return Vectors.sqrt(Vectors.square_sum(value))
 
     @staticmethod
     def square_sum(value: Vec) -> Vec:
+        """Return the sum of squares, in the order of :func:`add_lanes` and :func:`fold`."""
         squares = value * value
         return Vec(value.b, [fold(value.b, add_lanes(value.b, FLOAT, squares.parts))])
 
     @staticmethod
     def over(number: Vec | ir.Value, value: Vec) -> Vec:
+        """Divide a number by each element."""
         return Vec(value.b, value._lift(number)) / value
 
     @staticmethod
     def is_zero(value: Vec) -> Vec:
+        """Return which elements are 0."""
         return value._map(partial(value.b.fcmp_ordered, "=="), 0.0)
 
     @staticmethod
     def where(condition: Vec, value: Vec, other: Any) -> Vec:
+        """Choose between two elements by ``condition``."""
         parts = zip(condition.parts, value.parts, value._lift(other), strict=True)
         return Vec(value.b, [value.b.select(*each) for each in parts])
 
     @staticmethod
     def clamp(value: Vec, limit: ir.Value) -> Vec:
+        """Limit each element to [-limit, limit]."""
         high = Vec(value.b, value._lift(limit))
         low = high._map(value.b.fneg)
         value = Vectors.where(value > high, high, value)

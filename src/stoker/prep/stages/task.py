@@ -55,7 +55,9 @@ class Step(Protocol):
     """A step of the work that any process can do, known to the journal by its name."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the name by which the journal knows the step."""
+        ...
 
     def is_whole(self, record: Mapping[str, Any]) -> bool:
         """Return whether the files are there that a run recorded."""
