@@ -54,6 +54,15 @@ def test_readme_fits_two_screens_and_its_links_lead_somewhere() -> None:
     assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
 
 
+def test_how_it_works_names_modules_that_exist() -> None:
+    page = (DOCS / "how_it_works.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", page)
+    assert len(named) >= 15
+    assert [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "stoker"))] == []
+    loop = (ROOT / "src" / "stoker" / "training" / "loop.py").read_text(encoding="utf-8")
+    assert all(f"def {name}(" in loop for name in ("fit", "count_step", "after_step"))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     named = set(re.findall(r"^\.\. auto\w+:: stoker\.(\w+)$", pages, re.MULTILINE))

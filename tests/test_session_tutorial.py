@@ -1,36 +1,62 @@
-"""docs/sessions.md, block by block, as a newcomer would run it."""
+"""docs/start.md and docs/sessions.md, block by block, as a newcomer would run them."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stoker.cli import main
 
-PAGE = Path(__file__).parents[1] / "docs" / "sessions.md"
+DOCS = Path(__file__).parents[1] / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not beside these tests: not a checkout")
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="docs/sessions.md is not beside these tests: not a checkout")
-def test_every_block_of_the_tutorial_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of a page that a reader runs or saves."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(sh|toml|python)\n(.*?)^```$", text, flags=re.S | re.M)
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command of the page and return what it prints."""
+    name, *arguments = shlex.split(command)
+    assert name == "stoker"
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert not ended.value.code, f"{command}\n{out}{err}"
+    return out + err
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    blocks = re.findall(r"^```(sh|toml|python)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def test_every_block_of_start_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {}
+    said = ""
+    for kind, text in blocks_of("start.md"):
+        if kind == "python":
+            exec(text, scope)
+        else:
+            said += "".join(run(command, capsys) for command in text.splitlines())
+    assert "wrote schema.toml" in said
+    assert len(scope["scores"]) == 100
+    assert (tmp_path / "scores.parquet").exists()
+
+
+def test_every_block_of_the_session_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = blocks_of("sessions.md")
     [schema] = [text for kind, text in blocks if kind == "toml"]
     (tmp_path / "sessions.toml").write_text(schema)
-    said = {}
-    for command in (line for kind, text in blocks if kind == "sh" for line in text.splitlines()):
-        name, *arguments = shlex.split(command)
-        assert name == "stoker"
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        out, err = capsys.readouterr()
-        assert not ended.value.code, f"{command}\n{out}{err}"
-        said[command] = out + err
+    commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
+    said = {command: run(command, capsys) for command in commands}
     [compared] = [text for command, text in said.items() if command.startswith("stoker compare")]
     assert "MRR" in compared
     assert "only rates has item_rate" in compared
