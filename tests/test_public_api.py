@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import stoker
+from stoker.base.picture import Grid
+from stoker.testing import make_dataset
+from stoker.training.files.checkpoint import Checkpoint
 
 
 def test_public_names_are_sorted_and_exist():
@@ -25,6 +28,48 @@ def test_public_names_are_documented():
         value = getattr(stoker, name)
         if callable(value):
             assert value.__doc__, f"stoker.{name} has no docstring"
+
+
+def test_results_print_as_one_line_and_as_a_table_in_notebooks(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=1500, num_embeddings=(300, 20, 10))
+    small = {"embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "threads": 1}
+    run = {**small, "steps": 8, "eval_every": 4, "tensorboard": False, "display": "quiet"}
+    a, b = (stoker.train(data, out=tmp_path / name, row_lr=lr, **run) for name, lr in (("a", 0.01), ("b", 0.02)))
+    found = {
+        "dlrm after 8 steps, valid AUC": a,
+        "150 scores, mean": stoker.predict(a.model, data.test),
+        "DLRM at step 8": stoker.load(tmp_path / "a" / "checkpoints" / "step_000000008"),
+        "auc on validation rows: a": stoker.compare(a.run, b.run),
+        "identical over 2 steps": stoker.verify(a.run, steps=2, begin="start"),
+        "samples/s; training waited": stoker.trace(a.run, steps=2, begin="start"),
+        "the settings": stoker.find_lr(data, lr_steps=20, trial_steps=2, **small),
+        "average 0.5000": stoker.baseline(data),
+        "belady is best": stoker.replay(data, slots=150, batch_size=32),
+        "on the device": stoker.plan(a.model.tables, device_memory="1GiB", optimizer=stoker.Adagrad(lr=0.1)),
+        "rows are hot": stoker.profile(data, budget="1KiB"),
+    }
+    for words, result in found.items():
+        line = str(result)
+        assert line == repr(result)
+        assert words in line
+        assert len(line) < 250 + len(str(tmp_path))
+        assert "\n" not in line
+        assert result.summary() in result.report()
+        html = result._repr_html_()
+        assert html.startswith("<p>")
+        if not isinstance(result, Checkpoint):
+            assert html.count("<tr>") > 1
+            assert len(result.report().splitlines()) > 4
+            heading = result.grids()[0].headings[-1]
+            assert heading in result.report()
+
+
+def test_text_in_a_table_of_a_notebook_is_escaped() -> None:
+    html = Grid(["<b>", "n"], [["a & b", "1"]], "x < y").html()
+    assert "<caption>x &lt; y</caption>" in html
+    assert '<th style="text-align: left">&lt;b&gt;</th>' in html
+    assert '<td style="text-align: right">1</td>' in html
+    assert "a &amp; b" in html
 
 
 def run(code: str) -> str:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
+from stoker.base.picture import Grid
 from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
 from stoker.base.units import format_count, format_size
 from stoker.training.settings import PARTS, RowOptimizerName
@@ -310,6 +311,12 @@ def show_table(
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     Console().print(table)
+
+
+def show_grids(grids: Iterable[Grid]) -> None:
+    """Print tables of a result; their first columns are never wrapped."""
+    for grid in grids:
+        show_table(grid.title or None, grid.headings, grid.rows, left=grid.left, whole=(0,))
 
 
 def with_options(message: str, options: Mapping[str, str], settings: Iterable[str] = ()) -> str:

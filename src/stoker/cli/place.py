@@ -18,7 +18,7 @@ from stoker.cli.options import (
     option,
     printed,
     say,
-    show_rows,
+    show_grids,
     takes,
 )
 from stoker.placement.budget import MemoryBudget
@@ -127,11 +127,9 @@ def _values(placement: Placement, step: StepTime) -> dict[str, Any]:
 
 
 def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
-    from rich.console import Console
-
     say(title)
     say(placement.summary())
-    Console().print(placement.report())
+    show_grids(placement.grids())
     if placement.choice:
         say(placement.choice)
     if placement.note:
@@ -212,12 +210,7 @@ def _show_replay(dataset: Path, order: str, found: Replay) -> None:
         f"for {found.num_rows:,} rows ({found.slots / found.num_rows:.1%}); the least that works: "
         f"{found.least_slots:,} slots"
     )
-    columns = {
-        "strategy": "{0.strategy}", "hit rate": "{0.hit_rate:.2%}", "of lookups": "{0.lookup_hit_rate:.2%}",
-        "misses": "{0.misses:,}", "above belady": "{0.above_belady:+.1%}", "in a step": "{0.mib_in_per_step:MiB}",
-        "out a step": "{0.mib_out_per_step:MiB}",
-    }  # fmt: skip
-    show_rows(None, columns, found.strategies, whole=(0,))
+    show_grids(found.grids())
     first = found.strategies[0].compulsory
     say(
         "Hit rate: the share of each batch's distinct rows that already lay in a slot. Every miss fetches a row and "

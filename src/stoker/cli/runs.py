@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from stoker.base.errors import DataError
 from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
-from stoker.base.units import format_count, format_duration, parse_count, plural, quoted
+from stoker.base.units import format_count, parse_count, plural, quoted
 from stoker.cli.options import (
     Data,
     DataArgument,
@@ -23,11 +22,11 @@ from stoker.cli.options import (
     option,
     printed,
     say,
-    show_table,
+    show_grids,
     takes,
 )
-from stoker.cli.train import metric_names, show_metrics
 from stoker.placement.budget import MemoryBudget
+from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import MachineConfig
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def evaluate(
         return
     if absent := len(chosen) - chosen.labelled:
         say(f"{absent:,} of {len(chosen):,} rows of split {split} have no label: left out")
-    show_metrics(f"{loaded.model.name} at step {loaded.step:,}", {split: metrics})
+    show_grids([metric_grid({split: metrics}, f"{loaded.model.name} at step {loaded.step:,}")])
     say(f"checkpoint: {loaded.path}")
 
 
@@ -243,22 +242,8 @@ def trace(
 
 
 def _show_trace(found: Trace, replaced: bool) -> None:
-    from stoker.training.placing import STAGES
-
-    rate = format_count(found.examples / found.seconds)
-    say(
-        f"{found.run}: steps {found.begin:,} to {found.begin + found.steps - 1:,}, "
-        f"{format_duration(found.seconds / found.steps)} each, {rate} samples/s; training waited "
-        f"{found.stall_seconds / found.seconds:.1%} of the time"
-    )
-    rows = [
-        [
-            stage.name, f"{stage.seconds:.3f}", f"{stage.share:.1%}",
-            f"{stage.stall_seconds:.3f} s" if stage.stall_seconds else "-", STAGES.get(stage.name, ""),
-        ]
-        for stage in found.stages
-    ]  # fmt: skip
-    show_table(None, ["stage", "seconds", "share", "training waited", "what"], rows, left=(0, 4), whole=(0,))
+    say(f"{found.run}: {found.summary()}")
+    show_grids(found.grids())
     beside = [name for name in found.threads if name != "MainThread"]
     if beside:
         say(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
@@ -293,12 +278,8 @@ def compare(
         found.plot(plot)
     if printed(found.to_dict(), as_json):
         return
-    _show_figures(found, "Best validation figures", "valid")
-    _show_figures(found, "Test figures", "test")
-    if found.settings:
-        rows = {name: [_text(value) for value in values] for name, values in found.settings.items()}
-        _show_runs("Settings that differ", found, rows)
-    else:
+    show_grids(found.grids())
+    if not found.settings:
         say("all settings are the same")
     for text in found.data:
         say(f"data: {text}")
@@ -307,33 +288,6 @@ def compare(
         say(f"note: {text}", "yellow")
     if plot is not None:
         say(f"curves: {plot}")
-
-
-def _show_runs(title: str, found: Comparison, rows: dict[str, list[str]]) -> None:
-    show_table(title, ["", *(run.name for run in found.runs)], ([name, *values] for name, values in rows.items()))
-
-
-def _show_figures(found: Comparison, title: str, which: str) -> None:
-    """Print a table of metrics, a column for each run."""
-    columns = [getattr(run, which) for run in found.runs]
-    if not any(columns):
-        return
-    rows: dict[str, list[str]] = {}
-    if which == "valid":
-        steps = [("-" if run.best_step is None else f"{run.best_step:,}", run.step) for run in found.runs]
-        rows["at step"] = [f"{best} of {last:,}" for best, last in steps]
-    places = {int(k) for metrics in columns if (k := metrics.get("ranking_k"))}
-    for name, words in metric_names(places.pop() if len(places) == 1 else "k" if places else None).items():
-        values = [metrics.get(name) for metrics in columns]
-        if any(value is not None for value in values):
-            rows[words] = ["-" if value is None else f"{value:.4f}" for value in values]
-    if len(places) > 0:
-        rows["k"] = [f"{int(metrics.get('ranking_k') or 0):,}" for metrics in columns]
-    rows["rows"] = [f"{int(metrics.get('rows') or 0):,}" for metrics in columns]
-    if which == "valid":
-        rates = [run.samples_per_second for run in found.runs]
-        rows["samples/s in training"] = ["-" if rate is None else format_count(rate) for rate in rates]
-    _show_runs(title, found, rows)
 
 
 def _show_curves(found: Comparison) -> None:
@@ -353,12 +307,6 @@ def _show_curves(found: Comparison) -> None:
     width = max(20, min(72, Console().width - 12))
     say(f"{found.metric} on the validation rows:   {legend}")
     say(text_plot(points, marks, width=width))
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    return json.dumps(value) if isinstance(value, list | dict) else f"{value}"
 
 
 def baseline(
@@ -381,12 +329,5 @@ def baseline(
         found = fit(dataset, rows=parse_count(rows), progress=bars)
     if printed({"dataset": str(dataset), **found.to_dict()}, as_json):
         return
-    splits = list(next(iter(found.figures.values())))
-    cells = [
-        [name, *(f"{metrics[split][key]:.4f}" if metrics[split][key] is not None else "-"
-                 for split in splits for key in ("auc", "log_loss"))]
-        for name, metrics in found.figures.items()
-    ]  # fmt: skip
-    headings = [f"{split} {word}" for split in splits for word in ("AUC", "log loss")]
-    show_table(f"fitted on {found.rows:,} training rows", ["model", *headings], cells)
+    show_grids(found.grids())
     say(f"stored with the dataset; stoker train {quoted(dataset)} shows them next to its own figures")

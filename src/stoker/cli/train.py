@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,10 +20,11 @@ from stoker.cli.options import (
     option,
     printed,
     say,
-    show_table,
+    show_grids,
     takes,
 )
 from stoker.placement.budget import MemoryBudget
+from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RowConfig
 
 if TYPE_CHECKING:
@@ -72,40 +72,11 @@ def train(
         _show_result(result, place)
 
 
-_NAMES = {
-    "auc": "AUC",
-    "log_loss": "log loss",
-    "normalized_entropy": "normalized entropy",
-    "accuracy": "accuracy",
-    "calibration": "calibration",
-}
-_RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
-
-
-def metric_names(k: int | str | None) -> dict[str, str]:
-    """Metric -> how it is called, ranking metrics at ``k`` among them; None: without those."""
-    ranking = {} if k is None else {name: words.format(k=k) for name, words in _RANKING_NAMES.items()}
-    return _NAMES | ranking
-
-
-def show_metrics(title: str, columns: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print a table with a row for each metric and a column for each set of rows."""
-    k = next((int(k) for metrics in columns.values() if (k := metrics.get("ranking_k"))), None)
-    rows = []
-    for name, words in metric_names(k).items():
-        values = [metrics.get(name) for metrics in columns.values()]
-        rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
-    counted = {"rows": "rows"} | ({} if k is None else {"lists with a positive": "ranked_groups"})
-    for words, name in counted.items():
-        rows.append([words, *(f"{int(metrics.get(name) or 0):,}" for metrics in columns.values())])
-    show_table(title, ["", *columns], rows)
-
-
 def _show_result(result: TrainResult, run: str) -> None:
     columns = {name: metrics for name, metrics in (("valid", result.valid), ("test", result.test)) if metrics}
     if columns:
         step = result.step if result.best_step is None else result.best_step
-        show_metrics(f"{result.model.name} at step {step:,} of {result.step:,}", columns)
+        show_grids([metric_grid(columns, f"{result.model.name} at step {step:,} of {result.step:,}")])
     if result.samples_per_second:
         say(f"{format_count(result.samples_per_second)} samples/s while training")
     say(f"run: {run}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from html import escape
+from typing import Any, Literal
 
 import torch
 
 from stoker.base.device import available_memory
-from stoker.base.errors import ConfigError, require
+from stoker.base.errors import ConfigError
+from stoker.base.picture import Grid, Shown
 from stoker.base.units import format_count, format_size, plural
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
@@ -22,9 +24,6 @@ from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
 from stoker.tables.stores.registry import store_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _MIB = 2**20
 
@@ -126,7 +125,7 @@ class Workload:
         return twice, True
 
 
-class Placement(UserDict[str, Strategy]):
+class Placement(Shown, UserDict[str, Strategy]):
     """A strategy for every table; made by :func:`stoker.plan`, taken by :class:`stoker.EmbeddingTables`.
 
     ``placement["C3"] = stoker.Device()`` replaces a decision; a table that is deleted lies on the device. Tables of
@@ -262,24 +261,23 @@ class Placement(UserDict[str, Strategy]):
             "note": self.note, "choice": self.choice, "moved_mib": weighed, "seconds": self.seconds, "groups": groups,
         }  # fmt: skip
 
-    def report(self) -> Table:
-        """Return a Rich table of the groups.
+    def grids(self) -> tuple[Grid]:
+        """Return a table with a column for each group. Measures this machine, as :attr:`groups` does."""
+        found = [[name, *map(words, self.groups)] for name, words in _FIGURES.items()]
+        headings, *rows = [line for line in found if any(figure != "-" for figure in line[1:])]
+        return (Grid(headings, rows),)
 
-        Raises:
-            DependencyError: Rich is not installed.
-        """
-        require("rich", "the report needs")
-        from rich.table import Table
-
-        table = Table(show_header=False)
-        table.add_column("")
-        for _ in self.groups:
-            table.add_column(justify="right")
-        for name, words in _FIGURES.items():
-            figures = [words(group) for group in self.groups]
-            if any(figure != "-" for figure in figures):
-                table.add_row(name, *figures)
-        return table
+    def _repr_html_(self) -> str:
+        """Return a table with a line for each group. Measures nothing, so that a notebook shows it at once."""
+        headings = ["tables", "rows", "strategy", "slots", "in fast memory", "all rows"]
+        rows = [
+            [
+                _named([table.name for table in each.tables]), format_count(each.rows), type(each.strategy).__name__,
+                format_count(each.slots), format_size(each.fast_bytes), format_size(each.bytes),
+            ]
+            for each in self._bundles()
+        ]  # fmt: skip
+        return f"<p>{escape(self.summary())}</p>{Grid(headings, rows, left=(0, 2)).html()}"
 
 
 def _moving(words: Callable[[Group], str]) -> Callable[[Group], str]:

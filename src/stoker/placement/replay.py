@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, require
+from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
 from stoker.base.spool import Spool
 from stoker.base.units import format_size, parse_share
@@ -206,8 +207,8 @@ class StrategyFigures:
     above_belady: float | None  # misses over Belady's, minus 1; None if Belady's were not asked for
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Replay(Shown):
     """Figures of several strategies on one trace, best hit rate first."""
 
     steps: int  # T
@@ -232,6 +233,27 @@ class Replay:
             if figures.strategy == strategy:
                 return figures
         raise KeyError(f"{strategy!r} was not replayed, only {', '.join(f.strategy for f in self.strategies)}")
+
+    def summary(self) -> str:
+        """Return the best strategy and the slots."""
+        best = self.strategies[0]
+        return (
+            f"{best.strategy} is best with a hit rate of {best.hit_rate:.2%}; {self.steps:,} batches, "
+            f"{self.slots:,} slots for {self.num_rows:,} rows"
+        )
+
+    def grids(self) -> tuple[Grid]:
+        """Return a table with a line for each strategy."""
+        headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "in a step", "out a step"]
+        rows = [
+            [
+                each.strategy, f"{each.hit_rate:.2%}", f"{each.lookup_hit_rate:.2%}", f"{each.misses:,}",
+                "-" if each.above_belady is None else f"{each.above_belady:+.1%}",
+                format_size(each.mib_in_per_step * 2**20), format_size(each.mib_out_per_step * 2**20),
+            ]
+            for each in self.strategies
+        ]  # fmt: skip
+        return (Grid(headings, rows),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

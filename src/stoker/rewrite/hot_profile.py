@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
-from stoker.base.picture import blank, check_plot, write_png
+from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
 from stoker.base.units import format_size, quoted
 from stoker.dataset.manifest import canonical_json
 
@@ -95,8 +95,8 @@ class CurvePoint:
     input_share: float  # of inputs whose ids are all hot
 
 
-@dataclass(frozen=True, kw_only=True)
-class HotProfile:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HotProfile(Shown):
     """The hot rows of a dataset's tables within a budget; made by :func:`stoker.profile`.
 
     Source: FAE (VLDB 2022), section 4.1.
@@ -127,6 +127,33 @@ class HotProfile:
     def total_bytes(self) -> int:
         """What all rows take, with optimizer state."""
         return sum(table.rows * table.row_bytes for table in self.tables)
+
+    def summary(self) -> str:
+        """Return the hot rows, their bytes, and what they serve."""
+        rows, hot = sum(table.rows for table in self.tables), sum(self.hot_rows.values())
+        return (
+            f"{hot:,} of {rows:,} rows are hot ({hot / max(rows, 1):.2%}), {format_size(self.hot_bytes)} of "
+            f"{format_size(self.total_bytes)}; they serve {self.access_share:.2%} of the accesses and "
+            f"{self.input_share:.2%} of the inputs"
+        )
+
+    def grids(self) -> tuple[Grid, Grid]:
+        """Return the tables, the largest first, and the curve."""
+        tables = [
+            [
+                each.name, f"{each.rows:,}", f"{each.hot_rows:,}", f"{each.hot_rows / each.rows:.2%}",
+                format_size(each.hot_bytes), f"{each.access_share:.2%}",
+            ]
+            for each in sorted(self.tables, key=lambda each: -each.rows)
+        ]  # fmt: skip
+        curve = [
+            [f"{p.threshold:.2g}", format_size(p.hot_bytes), f"{p.access_share:.1%}", f"{p.input_share:.1%}"]
+            for p in self.curve
+        ]
+        return (
+            Grid(["table", "rows", "hot rows", "share", "hot bytes", "accesses"], tables),
+            Grid(["threshold", "hot bytes", "accesses", "inputs"], curve, "by threshold"),
+        )
 
     @cached_property
     def hash(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol
 
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.picture import Grid, Shown
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
@@ -21,15 +22,15 @@ from stoker.training.progress import Progress, TrainState
 from stoker.training.replica import Replica
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
-from stoker.training.scores.metrics import RANKING
+from stoker.training.scores.metrics import RANKING, metric_grid
 from stoker.training.settings import RESUMABLE
 from stoker.training.tools.baseline import baseline_line, saved_baselines
 
 _P = ParamSpec("_P")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrainResult(Shown):
     """What a finished run leaves. ``model`` holds the rows of the best checkpoint.
 
     Where rows are in a file, ``model.embeddings.close()`` removes it; so does the end of the process.
@@ -44,6 +45,17 @@ class TrainResult:
     valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
     test: dict[str, float | None]  # and on the test rows
     samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
+
+    def summary(self) -> str:
+        """Return the model, its steps and its AUC."""
+        known = ((split, metrics.get("auc")) for split, metrics in (("valid", self.valid), ("test", self.test)))
+        scores = [f"{split} AUC {auc:.4f}" for split, auc in known if auc is not None]
+        return ", ".join([f"{self.model.name} after {plural(self.step, 'step')}", *scores, f"run {self.run}"])
+
+    def grids(self) -> tuple[Grid, ...]:
+        """Return the metrics of the best checkpoint, a column for each split."""
+        columns = {name: metrics for name, metrics in (("valid", self.valid), ("test", self.test)) if metrics}
+        return (metric_grid(columns),) if columns else ()
 
 
 class Trains(Protocol[_P]):

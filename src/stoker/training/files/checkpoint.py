@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from stoker.base.errors import CheckpointError
 from stoker.base.files import hash_file, refuse_url, sync_folder
+from stoker.base.picture import Shown
 from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
@@ -62,8 +63,8 @@ class Positioned(Protocol):
         """Where it stands."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint(Generic[M]):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Checkpoint(Generic[M], Shown):
     """What :func:`load` returns."""
 
     path: Path
@@ -75,6 +76,10 @@ class Checkpoint(Generic[M]):
     def step(self) -> int:
         """Batches trained."""
         return int(self.manifest["step"])
+
+    def summary(self) -> str:
+        """Return the class of the model, its step and its path."""
+        return f"{type(self.model).__name__} at step {self.step:,}, {self.path}"
 
 
 def save(

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file, check_target
+from stoker.base.picture import Grid, Shown
+from stoker.base.units import plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples at a time
+_HEAD = 5  # rows that a report shows
 _ROW_GROUP = 2**17  # rows of a file of scores that are written at a time
 _REMEDY = (
     "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
@@ -169,8 +172,8 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scores:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Scores(Shown):
     """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``."""
 
     scores: npt.NDArray[np.float32]  # [n], the probability of label 1
@@ -182,6 +185,18 @@ class Scores:
     def rows(self) -> npt.NDArray[np.int64]:
         """Positions in the split, [n]."""
         return np.arange(len(self.scores))
+
+    def summary(self) -> str:
+        """Return how many scores there are, and their mean."""
+        mean = f", mean {self.scores.mean():.4f}" if len(self) else ""
+        return f"{plural(len(self), 'score')}{mean}"
+
+    def grids(self) -> tuple[Grid]:
+        """Return the first rows."""
+        columns = {"row": self.rows, "label": self.labels, "score": self.scores, "group": self.groups}
+        known = {name: values for name, values in columns.items() if values is not None}
+        lines = [[f"{value:g}" for value in line] for line in zip(*(v[:_HEAD] for v in known.values()), strict=True)]
+        return (Grid(list(known), lines, f"the first {len(lines)} rows", left=()),)
 
     def __len__(self) -> int:
         return len(self.scores)

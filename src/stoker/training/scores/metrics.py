@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.base.picture import Grid
 
 #: Names of the metrics that need groups; the larger the better.
 RANKING = ("mrr", "ndcg", "hr", "group_auc")
 
 #: What may say which checkpoint is best.
 DECIDING = ("auc", "log_loss", *RANKING)
+
+_NAMES = {
+    "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy", "accuracy": "accuracy",
+    "calibration": "calibration",
+}  # fmt: skip
+_RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
 _PIECE = 2**20  # rows ordered at a time, but for a larger group
@@ -75,6 +82,25 @@ def deciding(values: Mapping[str, float | None], metric: str) -> str:
     # Lists of a single class each have no group AUC, though there are rows of both.
     unranked = metric == "group_auc" and values.get(metric) is None and values.get("log_loss") is not None
     return "log_loss" if unranked or values.get("positives") in (0, rows) else metric
+
+
+def metric_names(k: int | str | None) -> dict[str, str]:
+    """Return the words for each metric; ranking metrics at ``k`` are among them unless it is None."""
+    ranking = {} if k is None else {name: words.format(k=k) for name, words in _RANKING_NAMES.items()}
+    return _NAMES | ranking
+
+
+def metric_grid(columns: Mapping[str, Mapping[str, float | None]], title: str = "") -> Grid:
+    """Return a table with a line for each metric and a column for each set of rows."""
+    k = next((int(k) for metrics in columns.values() if (k := metrics.get("ranking_k"))), None)
+    rows = []
+    for name, words in metric_names(k).items():
+        values = [metrics.get(name) for metrics in columns.values()]
+        rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
+    counted = {"rows": "rows"} | ({} if k is None else {"lists with a positive": "ranked_groups"})
+    for words, name in counted.items():
+        rows.append([words, *(f"{int(metrics.get(name) or 0):,}" for metrics in columns.values())])
+    return Grid(["", *columns], rows, title)
 
 
 class StreamingMetrics:

@@ -21,6 +21,7 @@ import torch
 
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
+from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -38,12 +39,28 @@ TREES = 300  # of LightGBM at most; fewer where validation rows say so
 Predictor = Callable[[Batch], npt.NDArray[np.float64]]  # a batch -> its logits [B]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baselines:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Baselines(Shown):
     """Figures of simple models: ``figures["logistic regression"]["test"]["auc"]``."""
 
     rows: int  # training rows that were fitted on
     figures: Mapping[str, Mapping[str, Mapping[str, float | None]]]  # model -> split -> metric -> value
+
+    def summary(self) -> str:
+        """Return the AUC of each model."""
+        split = "test" if any("test" in metrics for metrics in self.figures.values()) else "valid"
+        return baseline_line(self, split) or f"no AUC, fitted on {self.rows:,} rows"
+
+    def grids(self) -> tuple[Grid]:
+        """Return a table with a line for each model."""
+        splits = list(next(iter(self.figures.values()), {}))
+        rows = [
+            [name, *(f"{value:.4f}" if (value := metrics[split][key]) is not None else "-"
+                     for split in splits for key in ("auc", "log_loss"))]
+            for name, metrics in self.figures.items()
+        ]  # fmt: skip
+        headings = [f"{split} {word}" for split in splits for word in ("AUC", "log loss")]
+        return (Grid(["model", *headings], rows, f"fitted on {self.rows:,} training rows"),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DataError
-from stoker.base.picture import blank, check_plot, write_png
+from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
 from stoker.base.remote import local_run
-from stoker.base.units import plural
+from stoker.base.units import format_count, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.scores.evaluation import dataset_identity
-from stoker.training.scores.metrics import DECIDING, merit
+from stoker.training.scores.metrics import DECIDING, merit, metric_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,8 +46,8 @@ class DatasetFacts:
     hashes: Mapping[str, str]  # of the schema, of the vocabularies, of the rows of every split
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunFacts(Shown):
     """What a run has left so far."""
 
     path: Path
@@ -66,9 +66,13 @@ class RunFacts:
     losses: tuple[Mapping[str, Any], ...]  # training records
     dataset: DatasetFacts | None  # None: it cannot be read any more
 
+    def summary(self) -> str:
+        """Return the name of the run and its last step."""
+        return f"{self.name}, {'finished' if self.finished else 'unfinished'} at step {self.step:,}"
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """Runs side by side."""
 
     runs: tuple[RunFacts, ...]
@@ -77,8 +81,23 @@ class Comparison:
     data: tuple[str, ...]  # differences of the datasets, in words
     notes: tuple[str, ...]  # what keeps figures from being comparable, in words
 
+    def summary(self) -> str:
+        """Return the metric of each run on the validation rows."""
+        known = [(run.name, run.valid.get(self.metric)) for run in self.runs]
+        said = ", ".join(f"{name} {'-' if value is None else f'{value:.4f}'}" for name, value in known)
+        return f"{self.metric} on validation rows: {said}; settings that differ: {len(self.settings)}"
+
+    def grids(self) -> tuple[Grid, ...]:
+        """Return validation figures, test figures, and the settings that differ; those that exist."""
+        names = ["", *(run.name for run in self.runs)]
+        found = {
+            "Best validation figures": _figures(self.runs, "valid"), "Test figures": _figures(self.runs, "test"),
+            "Settings that differ": [[name, *map(_text, values)] for name, values in self.settings.items()],
+        }  # fmt: skip
+        return tuple(Grid(names, rows, title) for title, rows in found.items() if rows)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         runs = [{**asdict(run), "path": str(run.path)} for run in self.runs]
         return {
             "runs": runs, "metric": self.metric, "settings": {name: list(v) for name, v in self.settings.items()},
@@ -94,6 +113,35 @@ class Comparison:
         """
         check_plot(Path(path))
         write_png(draw_comparison(self), Path(path))
+
+
+def _figures(runs: Sequence[RunFacts], which: Literal["valid", "test"]) -> list[list[str]]:
+    """Return lines of metrics, a column for each run; none if no run has any."""
+    columns: list[Metrics] = [getattr(run, which) for run in runs]
+    if not any(columns):
+        return []
+    rows = []
+    if which == "valid":
+        steps = [("-" if run.best_step is None else f"{run.best_step:,}", run.step) for run in runs]
+        rows.append(["at step", *(f"{best} of {last:,}" for best, last in steps)])
+    places = {int(k) for metrics in columns if (k := metrics.get("ranking_k"))}
+    for name, words in metric_names(min(places) if len(places) == 1 else "k" if places else None).items():
+        values = [metrics.get(name) for metrics in columns]
+        if any(value is not None for value in values):
+            rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
+    if places:
+        rows.append(["k", *(f"{int(metrics.get('ranking_k') or 0):,}" for metrics in columns)])
+    rows.append(["rows", *(f"{int(metrics.get('rows') or 0):,}" for metrics in columns)])
+    if which == "valid":
+        rates = [run.samples_per_second for run in runs]
+        rows.append(["samples/s in training", *("-" if rate is None else format_count(rate) for rate in rates)])
+    return rows
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return json.dumps(value) if isinstance(value, list | dict) else f"{value}"
 
 
 def compare(*runs: str | Path, metric: str | None = None) -> Comparison:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from stoker.base.errors import ConfigError
-from stoker.base.picture import blank, check_plot, write_png
+from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Schedule
 from stoker.training.config import TrainConfig
@@ -71,8 +71,8 @@ class Trial:
         return self.change < -_SURE * self.error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Finding(Shown):
     """What :func:`find_lr` saw. Rates are ``factors`` times those of the settings, for what was varied."""
 
     which: Which
@@ -145,8 +145,30 @@ class Finding:
         found = {} if self.which == "dense" else {"row_lr": self.row_lr * factor}
         return found if self.which == "rows" else {**found, "dense_lr": self.dense_lr * factor}
 
+    def summary(self) -> str:
+        """Return the suggested rates, or that there are none."""
+        if not self.candidates:
+            return "no rate to try: the loss " + ("diverged before it fell" if self.diverged else "did not fall")
+        best = next(iter(self.suggestions.items()), None)
+        if best is None:
+            return "no other rates beat those of the settings"
+        return f"{', '.join(f'{name} {value:.2g}' for name, value in best[1].items())} suggested ({best[0]})"
+
+    def grids(self) -> tuple[Grid, ...]:
+        """Return a table with a line for each trial."""
+        if not self.trials:
+            return ()
+        rows = [
+            [
+                trial.rule, *(f"{rate:.2g}" for rate in self.rates(trial.factor).values()), f"{trial.loss:.4f}",
+                f"{trial.change:+.4f}", f"{trial.error:.4f}",
+            ]
+            for trial in self.trials
+        ]  # fmt: skip
+        return (Grid(["rates", *self.rates(1.0), "held-out loss", "change", "error"], rows),)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         trials = [{**asdict(trial), **self.rates(trial.factor), "better": trial.better} for trial in self.trials]
         lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed", "warnings")}
         return {**vars(self), **lists, "trials": trials, "suggestions": self.suggestions}

@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
+from stoker.base.picture import Grid, Shown
 from stoker.base.timeline import Recorder, Span, span
+from stoker.base.units import format_count, format_duration
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
@@ -39,8 +41,8 @@ class StageTime:
     count: int  # times
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Trace(Shown):
     """What :func:`trace` measured."""
 
     run: Path
@@ -55,8 +57,27 @@ class Trace:
     threads: tuple[str, ...]  # names, by Span.thread
     out: Path | None  # the file, where one was asked for
 
+    def summary(self) -> str:
+        """Return the time of a step, and the share of it that training waited."""
+        return (
+            f"steps {self.begin:,} to {self.begin + self.steps - 1:,}, {format_duration(self.seconds / self.steps)} "
+            f"each, {format_count(self.examples / self.seconds)} samples/s; training waited "
+            f"{self.stall_seconds / self.seconds:.1%} of the time"
+        )
+
+    def grids(self) -> tuple[Grid]:
+        """Return a table with a line for each stage."""
+        rows = [
+            [
+                stage.name, f"{stage.seconds:.3f}", f"{stage.share:.1%}",
+                f"{stage.stall_seconds:.3f} s" if stage.stall_seconds else "-", STAGES.get(stage.name, ""),
+            ]
+            for stage in self.stages
+        ]  # fmt: skip
+        return (Grid(["stage", "seconds", "share", "training waited", "what"], rows, left=(0, 4)),)
+
     def to_dict(self) -> dict[str, Any]:
-        """The measurements as plain values for JSON, without the spans."""
+        """Return the measurements as plain values for JSON, without the spans."""
         paths = {"run": str(self.run), "checkpoint": self.checkpoint and str(self.checkpoint)}
         values = {name: getattr(self, name) for name in ("begin", "steps", "seconds", "examples", "stall_seconds")}
         stages = {stage.name: {k: v for k, v in asdict(stage).items() if k != "name"} for stage in self.stages}

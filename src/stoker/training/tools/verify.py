@@ -22,7 +22,8 @@ from torch import Tensor
 from stoker.base.device import device_memory as memory_of
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_size, parse_size
+from stoker.base.picture import Grid, Shown
+from stoker.base.units import format_size, parse_size, plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
@@ -67,8 +68,8 @@ class Difference:
         return f"{when}: {what}: placed {self.placed:.9g}, resident {self.resident:.9g}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verification:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Verification(Shown):
     """What :func:`verify` compared, and the first difference."""
 
     run: Path
@@ -87,8 +88,24 @@ class Verification:
         """Whether everything was equal to the bit."""
         return self.difference is None
 
+    def summary(self) -> str:
+        """Return whether the bits are equal, or the first difference."""
+        if self.difference is not None:
+            return f"different {self.difference}"
+        return f"identical over {plural(self.steps, 'step')}, {self.values:,} values compared"
+
+    def grids(self) -> tuple[Grid]:
+        """Return what was compared."""
+        origin = "its start" if self.checkpoint is None else self.checkpoint.name
+        counts = {
+            "steps": self.steps, "rows touched by a step": self.touched_rows, "rows at the end": self.all_rows,
+            "values": self.values,
+        }  # fmt: skip
+        rows = [["from", origin], ["placed", self.placement], *([name, f"{n:,}"] for name, n in counts.items())]
+        return (Grid(["run", str(self.run)], rows, left=(0, 1)),)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         return {"identical": self.identical, **asdict(self), "run": str(self.run), "checkpoint": checkpoint}
 
