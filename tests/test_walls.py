@@ -18,10 +18,10 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 1_900, "ops": 5_100, "dataset": 2_900, "optim": 560, "tables": 7_850, "models": 1_470, "placement": 2_650,
-    "training": 6_750, "rewrite": 1_800, "prep": 11_350, "synthetic": 1_610, "cli": 2_660,
+    "base": 2_000, "ops": 5_100, "dataset": 2_900, "optim": 560, "tables": 7_850, "models": 1_470, "placement": 2_700,
+    "training": 7_000, "rewrite": 1_850, "prep": 11_350, "synthetic": 1_650, "cli": 2_660,
 }  # fmt: skip
-ALL_LINES = 46_700
+ALL_LINES = 47_100
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
