@@ -9,10 +9,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak kills check bench peers env docs bare clean
+.PHONY: help demo test test-quick soak kills check bench peers env docs bare clean
 
 help:  ## This list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "Stoker needs Python 3.11 to 3.14 with venv. On Debian or Ubuntu: apt install python3 python3-venv"; exit 1; }
@@ -38,9 +38,14 @@ demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real pur
 	@$(PY) examples/demo.py
 
 test: $(VENV)/.dev  ## Run the tests
-	@# Two processes share two cores: a thread that waits must not spin on the other's. Tests start hundreds of
-	@# processes, which find the package compiled.
-	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
+	@$(PYTEST) --dist worksteal
+
+test-quick: $(VENV)/.dev  ## Run the fast tests of every room, in less than a minute
+	@$(PYTEST) @tests/quick.txt
+
+# Processes share cores: a thread that waits must not spin on another's. Tests start hundreds of processes, which find
+# the package compiled. One process more than two cores, since tests wait for those that they start.
+PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
 # Numbers of programs and of kills: FIRST:LAST, the last excluded. The tests run the programs 0:2000 and the kills 0:12.
 SEEDS ?= 20000:40000

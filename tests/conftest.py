@@ -1,8 +1,10 @@
 """What all tests share."""
 
 import signal
+from pathlib import Path
 
 import pytest
+import torch
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
@@ -17,3 +19,12 @@ settings.register_profile("stoker", deadline=None)
 settings.load_profile("stoker")
 
 fill_fresh_memory()
+
+# Batches of tests are tiny: a second thread costs more than it brings, most of all where several processes share the
+# cores. Kernels are tested with all threads, and tests about threads set their own number.
+ALL_THREADS = torch.get_num_threads()
+KERNELS = Path(__file__).parent / "ops"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.set_num_threads(ALL_THREADS if KERNELS in item.path.parents else 1)

@@ -129,6 +129,14 @@ def test_the_house_keeps_its_budget() -> None:
     assert sum(map(lines, FILES + STUBS)) <= ALL_LINES
 
 
+def test_the_quick_tests_are_of_every_room() -> None:
+    tests = Path(__file__).parent
+    named = {Path(line).relative_to("tests") for line in (tests / "quick.txt").read_text().splitlines()}
+    files = {path.relative_to(tests) for path in tests.rglob("test_*.py")}
+    assert named <= files
+    assert {path.parent for path in named} == {path.parent for path in files}
+
+
 def test_faults_are_found() -> None:
     base, ops, cli = Path("base/x.py"), Path("ops/x.py"), Path("cli/x.py")
     assert faults({cli: [ops], ops: [base], base: []}) == []
