@@ -59,6 +59,7 @@ from stoker.tables import TensorTrain as TensorTrain
 from stoker.tables import TTEmbeddingBag as TTEmbeddingBag
 from stoker.tables import stage as stage
 from stoker.tables import tables_for as tables_for
+from stoker.training import Logger as Logger
 from stoker.training import TrainConfig as TrainConfig
 from stoker.training import evaluate as evaluate
 from stoker.training import load as load

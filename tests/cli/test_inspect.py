@@ -258,9 +258,11 @@ def test_doctor_in_a_bare_environment(app: typer.Typer, monkeypatch: pytest.Monk
     found = machine.examine(measure=False)
     assert found["ok"]
     assert any("pip install numba" in text for text in found["advice"])
-    assert any("pip install pyyaml" in text for text in found["advice"])
+    assert found["extras"]["schemas in YAML"] == "pip install 'stoker[yaml]'"
     assert any("apt install g++" in text for text in found["advice"])
-    assert "could be better" in run(app, "doctor", "--no-measure")
+    text = run(app, "doctor", "--no-measure")
+    assert "could be better" in text
+    assert "stoker[zstd]" in text
 
 
 def test_doctor_when_training_cannot_run(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:

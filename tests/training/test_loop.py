@@ -27,7 +27,8 @@ from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
 from stoker.training.display import Display, make_display
-from stoker.training.files.rundir import RunDirectory, RunLog
+from stoker.training.files.logs import RunLog
+from stoker.training.files.rundir import RunDirectory
 from stoker.training.progress import SaveTimer
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stoker.base.errors import DependencyError, SchemaError
+from stoker.base.errors import SchemaError, install, require
 
 __all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
 
@@ -67,10 +67,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def _parsed(suffix: str, text: str) -> Any:
     if suffix == ".toml":
         return tomllib.loads(text)
-    try:
-        import yaml
-    except ImportError as error:
-        raise DependencyError("YAML schema files need PyYAML: pip install pyyaml, or write TOML.") from error
+    yaml = require("yaml", "a schema in YAML needs", f"{install('yaml')}, or write TOML.")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

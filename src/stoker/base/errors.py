@@ -44,13 +44,25 @@ class DependencyError(StokerError, ImportError):
     """An optional package is missing; the message says which and how to install it."""
 
 
+#: module -> the extra of this package that installs it
+EXTRAS = {
+    "fsspec": "remote", "matplotlib": "plot", "networkit": "communities", "tensorboard": "tensorboard",
+    "yaml": "yaml", "zstandard": "zstd",
+}  # fmt: skip
+
+
+def install(module: str) -> str:
+    """Return the command that installs a module."""
+    return f"pip install 'stoker[{EXTRAS[module]}]'" if module in EXTRAS else f"pip install {module}"
+
+
 def require(package: str, what: str, remedy: str | None = None) -> Any:
     """Import an optional package and return its module.
 
     Args:
         package: to import.
         what: the beginning of the message, such as ``"the report needs"``.
-        remedy: what to run; None: ``pip install PACKAGE``.
+        remedy: what to run; None: what :func:`install` says.
 
     Raises:
         DependencyError: it is not installed.
@@ -58,5 +70,4 @@ def require(package: str, what: str, remedy: str | None = None) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        remedy = remedy or f"pip install {package}"
-        raise DependencyError(f"{what} {package}, which is not installed. Run: {remedy}") from error
+        raise DependencyError(f"{what} {package}, which is not installed. Run: {remedy or install(package)}") from error

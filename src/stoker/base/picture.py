@@ -92,7 +92,7 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix != ".png":
         raise ConfigError(f"{path} does not end in .png. Choose for example {path.with_suffix('.png')}.")
-    require("matplotlib", "the picture needs", "pip install 'stoker[plot]'")
+    require("matplotlib", "the picture needs")
 
 
 def blank(width: float, height: float) -> Figure:

@@ -399,7 +399,7 @@ class _Files:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
-    fsspec = require("fsspec", f"{url} needs", "pip install 'stoker[remote]'")
+    fsspec = require("fsspec", f"{url} needs")
     scheme = url.split("://", 1)[0].split("::")[-1]
     try:
         fs, root = fsspec.core.url_to_fs(url)

@@ -317,6 +317,8 @@ def _show_machine(found: dict[str, Any]) -> None:
         _line("GPU", "none")
     versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
     _line("packages", ", ".join(versions))
+    for use, command in found["extras"].items():
+        _line("optional", f"{use}: {command}")
     for kind, backend in found["backends"].items():
         _line(f"tables on {kind}", f"{backend['name']}: {backend['why']}")
     if (kept := found["kernel_cache"]) is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stoker.base import device as machine
+from stoker.base.errors import install
 from stoker.base.units import format_size
 
 # Package -> what is lost without it; without the first three nothing works.
@@ -33,11 +34,12 @@ _PACKAGES = {
     "pyarrow": "stoker prepare and stoker predict",
     "typer": "the command line",
     "rich": "the command line",
-    "yaml": "schema files in YAML",
-    "tensorboard": "TensorBoard logs",
-    "zstandard": "reading .zst files",
 }
-_PIP_NAMES = {"yaml": "pyyaml"}
+# What extras install -> what it is for.
+_EXTRAS = {
+    "tensorboard": "TensorBoard events", "yaml": "schemas in YAML", "zstandard": ".zst files", "matplotlib": "pictures",
+    "fsspec": "files at URLs", "networkit": "reordering by communities",
+}  # fmt: skip
 _KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for the GPU"}
 
 
@@ -51,14 +53,14 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         ``ok`` (training can run), ``problems`` (what stands in its way) and ``advice`` (what would help),
         each with its remedy, and the findings by topic.
     """
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}
     gpus, compiler, folder = _gpus(), _compiler(), _folder()
     problems, advice = [], []
     for name, use in _PACKAGES.items():
         if packages[name] is None and not use:
             problems.append(f"{name} is missing. Install it with: pip install {name}")
         elif packages[name] is None and (name != "triton" or gpus):
-            advice.append(f"{name} is missing, it is needed for {use}: pip install {_PIP_NAMES.get(name, name)}")
+            advice.append(f"{name} is missing, it is needed for {use}: pip install {name}")
     if packages["numba"] is not None:
         try:
             importlib.import_module("numba")
@@ -88,6 +90,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         },
         "gpus": gpus,
         "packages": packages,
+        "extras": {use: install(name) for name, use in _EXTRAS.items() if packages[name] is None},
         "backends": backends,
         "kernel_cache": _kernel_cache() if packages["numba"] is not None else None,
         "compiler": compiler,
@@ -101,7 +104,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
 
 def _version(name: str) -> str | None:
     try:
-        return importlib.metadata.version(_PIP_NAMES.get(name, name))
+        return importlib.metadata.version("pyyaml" if name == "yaml" else name)
     except importlib.metadata.PackageNotFoundError:
         return None
 

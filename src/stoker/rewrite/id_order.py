@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import ConfigError, require
+from stoker.base.errors import ConfigError, install, require
 from stoker.base.settings import Settings, setting
 
 Int64 = npt.NDArray[np.int64]
@@ -220,7 +220,7 @@ def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, I
 
 def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
     """Return the community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
-    networkit = require("networkit", "communities need", "pip install networkit, or take the method bisect.")
+    networkit = require("networkit", "communities need", f"{install('networkit')}, or take the method bisect.")
     low, high, weight = _edges(use, cold, how)
     threads = networkit.getMaxNumberOfThreads()
     networkit.setNumberOfThreads(1)  # more would race for the moves, and the result with them

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.base.device import cpu_count
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
@@ -239,8 +239,7 @@ def _text(path: Path, header: str) -> Iterator[Callable[[bytes], object]]:
             packed = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             out = stack.enter_context(io.BufferedWriter(cast(Any, packed), 1 << 20))
         elif path.suffix == ".zst":
-            import zstandard
-
+            zstandard = require("zstandard", f"{path} needs")
             out = stack.enter_context(zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False))
         if header:
             out.write(header.encode() + b"\n")

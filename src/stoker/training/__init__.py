@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stoker.training.ends import TrainResult
     from stoker.training.files.checkpoint import Checkpoint, save
     from stoker.training.files.loading import load
+    from stoker.training.files.logs import Logger
     from stoker.training.loop import train
     from stoker.training.progress import Interrupted
     from stoker.training.scores.evaluation import Scores, evaluate, predict
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save", "files.loading": "load",
-    "loop": "train", "progress": "Interrupted", "scores.evaluation": "Scores evaluate predict",
+    "files.logs": "Logger", "loop": "train", "progress": "Interrupted", "scores.evaluation": "Scores evaluate predict",
     "scores.metrics": "RankingMetrics StreamingMetrics",
 }  # fmt: skip
 _HOME = {name: f"stoker.training.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "Checkpoint", "Interrupted", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig", "TrainResult",
+    "Checkpoint", "Interrupted", "Logger", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig", "TrainResult",
     "evaluate", "load", "predict", "save", "train",
 ]  # fmt: skip
 

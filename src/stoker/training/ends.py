@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol
 
-from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
@@ -16,6 +16,7 @@ from stoker.models import RecModel
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
+from stoker.training.files.logs import Logger
 from stoker.training.files.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.training.notes import ending
 from stoker.training.progress import Progress, TrainState
@@ -64,7 +65,7 @@ class Trains(Protocol[_P]):
     def __call__(
         self, dataset: Dataset | str | Path | None = None, config: TrainConfig | None = None,
         out: str | Path | None = None, resume: str | Path | None = None, display: Display | Mode = "auto",
-        *args: _P.args, **settings: _P.kwargs,
+        loggers: Sequence[Logger] = (), *args: _P.args, **settings: _P.kwargs,
     ) -> TrainResult: ...  # fmt: skip
 
 
@@ -95,6 +96,8 @@ def open_run(
         )
     if settings.get("epochs") is not None and settings.get("steps") is not None:
         raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
+    if settings.get("tensorboard", config is not None and config.tensorboard):
+        require("tensorboard", "writing TensorBoard events needs")
     if resume is None:
         if dataset is None:
             raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.ends import TrainArguments, TrainResult, finish, open_run, restore, takes_settings
 from stoker.training.files import checkpoint
-from stoker.training.files.rundir import INTERIM, RunDirectory, RunLog, Upload, local_run
+from stoker.training.files.logs import Logger, RunLog
+from stoker.training.files.rundir import INTERIM, RunDirectory, Upload, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, iterate, place_run
 from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, TrainState, movement
@@ -42,6 +44,7 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     display: Display | Mode = "auto",
+    loggers: Sequence[Logger] = (),
     **settings: Any,
 ) -> TrainResult:
     """Train a model, or continue a run. Threads, generators and allocator are afterwards as they were before.
@@ -53,6 +56,7 @@ def train(
             checkpoint and at the end.
         resume: the run directory or URL to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
+        loggers: get the figures of every record, beside the run's own files; see :class:`stoker.Logger`.
         settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
             be "auto": the one that trains fastest here (:func:`stoker.training.auto_batch.choose_batch_size`).
 
@@ -73,7 +77,7 @@ def train(
         if choice is not None:
             config = config.replace(batch_size=choice.batch_size)
         with process_settings(config) as models:
-            return _train(data, config, out, resume, display, models, choice, upload)
+            return _train(data, config, out, resume, display, loggers, models, choice, upload)
 
 
 def _train(
@@ -82,6 +86,7 @@ def _train(
     out: str | Path | None,
     resume: str | Path | None,
     display: Display | Mode,
+    loggers: Sequence[Logger],
     models: list[RecModel],
     choice: BatchChoice | None,
     upload: Upload,
@@ -129,8 +134,8 @@ def _train(
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
-            log=RunLog(run, progress.step, tensorboard=config.tensorboard, again=again), shown=shown, upload=upload,
-            progress=progress, timer=SaveTimer(config.checkpoint_minutes),
+            log=RunLog(run, progress.step, tensorboard=config.tensorboard, loggers=loggers, again=again),
+            shown=shown, upload=upload, progress=progress, timer=SaveTimer(config.checkpoint_minutes),
         )  # fmt: skip
         try:
             shown.start(progress.step, total, facts(model, data, config, total, placement, stream))
@@ -140,7 +145,7 @@ def _train(
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
-            for note in (*chosen(choice, config), *filter(None, warnings), *ignored):
+            for note in (*chosen(choice, config), *filter(None, [*warnings, state.log.missed]), *ignored):
                 shown.note(note)
             try:
                 fit(state)

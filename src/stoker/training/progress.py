@@ -24,7 +24,8 @@ from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display
-from stoker.training.files.rundir import RunDirectory, RunLog, Upload
+from stoker.training.files.logs import RunLog
+from stoker.training.files.rundir import RunDirectory, Upload
 from stoker.training.placing import STAGES, StageTotals, slotted
 from stoker.training.replica import Replica
 from stoker.training.scheduled import Feed

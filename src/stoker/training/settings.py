@@ -192,7 +192,7 @@ class RunConfig(Settings, panel="Run"):
     checkpoint_minutes: float = setting(5.0, "Minutes between checkpoints besides; 0: none.", least=0, resumable=True)
     keep_last: int = setting(2, "Checkpoints kept beside the best.", least=1, resumable=True)
     log_every: int = setting(50, "Steps between lines of metrics.jsonl.", least=1, resumable=True)
-    tensorboard: bool = setting(True, "Write TensorBoard events.", resumable=True)
+    tensorboard: bool | None = setting(None, "Write TensorBoard events.", unset="where it is installed", resumable=True)
     data_memory: str = setting(
         "auto", "For a copy of the training rows in fast memory, such as 2GiB; 0: none; auto: half of what is free on "
         "a GPU whose tables are resident, else none.", size=True, resumable=True,

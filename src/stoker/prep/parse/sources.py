@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stoker.base.errors import DataError, DependencyError
+from stoker.base.errors import DataError, require
 from stoker.base.units import format_size, quoted
 
 __all__ = [
@@ -256,7 +256,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
 def _pieces(path: Path) -> Iterator[tuple[bytes, int, str | None]]:
     """Yield pieces of decompressed text, the bytes of the file read so far, and why it ends too early where it does."""
     compression, used = _compression(path), 0
-    make, failure = _inflater(compression)
+    make, failure = _inflater(path, compression)
     member: Any = None
     with path.open("rb") as file:
         while raw := file.read(_READ):
@@ -293,14 +293,11 @@ def _compression(path: Path) -> str | None:
     return "zstd" if magic == b"\x28\xb5\x2f\xfd" else None
 
 
-def _inflater(compression: str | None) -> tuple[Callable[[], Any], type[Exception]]:
+def _inflater(path: Path, compression: str | None) -> tuple[Callable[[], Any], type[Exception]]:
     """Return what makes an object that decompresses one member of a file, and what it raises for damaged ones."""
     if compression != "zstd":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DependencyError("reading .zst files needs zstandard: pip install zstandard.") from error
+    zstandard = require("zstandard", f"{path} needs")
     return lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(), zstandard.ZstdError
 
 

@@ -1,0 +1,115 @@
+"""Where the records of a run go: to its metrics.jsonl, to TensorBoard, and to loggers of the caller's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from stoker.base.errors import install
+from stoker.base.files import atomic_file
+from stoker.training.files.rundir import RunDirectory
+
+
+class Logger(Protocol):
+    """What :func:`stoker.train` takes as ``loggers``: any object with these two methods.
+
+    >>> class Printer:
+    ...     def log(self, step: int, values: Mapping[str, float]) -> None:
+    ...         print(step, values["train/loss"])
+    ...
+    ...     def close(self) -> None:
+    ...         print("closed")
+    >>> logger: stoker.Logger = Printer()
+    >>> logger.log(50, {"train/loss": 0.52})
+    50 0.52
+    """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the figures of one record, after ``step`` batches; names begin with its kind, as ``train/loss`` does.
+
+        What it raises ends the run, which can be resumed from its last checkpoint.
+        """
+
+    def close(self) -> None:
+        """Send what is left. It is called once, when the run ends or fails."""
+
+
+class RunLog:
+    """Appends records to a run. Records behind ``step``, left by a run that was killed, are dropped first.
+
+    Args:
+        run: the run.
+        step: that training begins at.
+        tensorboard: whether to write its events, too; None: where it is installed.
+        loggers: get the figures of every record.
+        again: whether the next training record has the steps of one at ``step``, the end of a shorter run: it goes.
+    """
+
+    def __init__(
+        self, run: RunDirectory, step: int, *, tensorboard: bool | None, loggers: Iterable[Logger] = (),
+        again: bool = False,
+    ) -> None:  # fmt: skip
+        if run.metrics.exists():
+            _cut(run.metrics, step, again=again)
+        self._file: TextIO = run.metrics.open("a", encoding="utf-8")
+        self._loggers = list(loggers)
+        self.missed = ""  # what to install for loggers, where there is none
+        if tensorboard is not False:
+            try:
+                self._loggers.append(_TensorBoard(run.path / "tensorboard", step))
+            except ImportError:
+                if not self._loggers:
+                    self.missed = (
+                        f"the metrics are in {run.metrics.name} alone; for TensorBoard: {install('tensorboard')}"
+                    )
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write one record; ``kind`` and ``step`` are required."""
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._loggers:
+            kind, numbers = values["kind"], {k: v for k, v in values.items() if isinstance(v, int | float)}
+            figures = {f"{kind}/{name}": v for name, v in numbers.items() if name not in ("step", "seconds")}
+            for logger in self._loggers:
+                logger.log(values["step"], figures)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        with ExitStack() as each:
+            for logger in self._loggers:
+                each.callback(logger.close)
+
+
+class _TensorBoard:
+    """Writes TensorBoard events to a folder; those behind ``step`` are no longer shown."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _cut(path: Path, step: int, *, again: bool) -> None:
+    with path.open(encoding="utf-8", errors="replace") as lines, atomic_file(path) as kept:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                fits = record["step"] <= step - (again and record.get("kind") == "train")
+            except (ValueError, KeyError, TypeError):
+                continue  # the half line of a killed run
+            if fits:
+                kept.write(line.encode())
