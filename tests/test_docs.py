@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import os
@@ -14,11 +15,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
+
 import stoker
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
+#: Public names whose docstrings have no example yet.
+NO_EXAMPLE = {
+    *("Batch", "Cached", "CheckpointError", "ConfigError", "DCN", "DIN", "DLRM", "DataError", "Dataset", "DeepFM"),
+    *("Device", "Feature", "FeatureSpec", "HostPipelined", "HotCold", "RecModel", "Replicas", "SchemaError"),
+    *("SequenceModel", "StokerError", "Strategy", "TBSM", "TTEmbeddingBag", "TableConfig", "Tabular", "TensorTrain"),
+    "tables_for",
+    *("HotProfile", "Placement", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "plan", "predict"),
+    *("profile", "reorder", "replay", "trace", "train", "verify"),
+    *("Schema", "draft_schema", "prepare"),
+}
+
+
+def name(path: Path) -> str:
+    return ".".join(path.relative_to(Path(stoker.__file__).parents[1]).with_suffix("").parts).removesuffix(".__init__")
 
 
 def messages() -> str:
@@ -34,7 +53,7 @@ def messages() -> str:
         return ""
 
     found = []
-    for path in Path(stoker.__file__).parent.rglob("*.py"):
+    for path in FILES:
         found += [text_of(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     return "\n".join(found)
 
@@ -87,6 +106,22 @@ def test_every_public_method_is_explained_in_its_class_or_a_parent() -> None:
                 if written and not method.startswith("_") and not inspect.getdoc(getattr(each, method)):
                     missing.append(f"{module.__name__}.{name}.{method}")
     assert missing == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if ">>> " in path.read_text(encoding="utf-8")], ids=name)
+def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module in an empty directory, with ``stoker`` and ``torch`` imported."""
+    monkeypatch.chdir(tmp_path)
+    names = {"stoker": stoker, "torch": torch}
+    found = doctest.testmod(importlib.import_module(name(path)), extraglobs=names, optionflags=doctest.ELLIPSIS)
+    assert found.attempted
+    assert found.failed == 0
+
+
+def test_every_public_class_and_function_has_an_example() -> None:
+    public = {each: getattr(stoker, each) for each in stoker.__all__}
+    missing = {each for each, value in public.items() if callable(value) and ">>> " not in (value.__doc__ or "")}
+    assert missing == NO_EXAMPLE
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

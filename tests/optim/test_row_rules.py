@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
@@ -15,7 +14,7 @@ from torch import Tensor
 from stoker import FTRL, SGD, AdamW, EmbeddingTables, MomentumSGD, StepDecay, TableConfig, TrainConfig, optim
 from stoker.base.errors import ConfigError
 from stoker.ops.rule import RULES
-from stoker.optim import ROW_OPTIMIZERS, RowOptimizer, rows
+from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.training.settings import ROW_OPTIONS
 
 ROWS, DIM, STEPS = 6, 5, 12
@@ -207,12 +206,6 @@ def test_settings_of_one_kind_reach_it() -> None:
 def test_values_out_of_range(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-def test_the_examples_run() -> None:
-    found = doctest.testmod(rows)
-    assert found.attempted >= 15
-    assert found.failed == 0
 
 
 def test_a_kind_has_its_own_state() -> None:

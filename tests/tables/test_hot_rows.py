@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stoker import Batch, Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim, stage
 from stoker.base.errors import ConfigError
 from stoker.ops import Bags, distinct
-from stoker.ops.distinct import FixedRows, distinct_rows, split_rows
+from stoker.ops.distinct import PinnedRows, distinct_rows, split_rows
 from stoker.ops.space import make_space
 from stoker.tables.slots.residency import SlotPlan
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots
@@ -191,7 +191,7 @@ def test_looking_up_hot_rows_is_an_addition(rows: list[int], seed: int, plain: b
     random = np.random.default_rng(seed)
     names = [f"t{i}" for i in range(len(rows))]
     space = make_space(names, rows, [[n] for n in names], names)
-    fixed = FixedRows(space, [int(random.integers(0, count + 1)) for count in rows])
+    fixed = PinnedRows(space, [int(random.integers(0, count + 1)) for count in rows])
     examples = int(random.integers(0, 9))
     lengths = random.integers(0, 4, examples * len(rows)) if jagged else np.ones(examples * len(rows), np.int64)
     bound = np.repeat(np.tile(rows, examples), lengths)

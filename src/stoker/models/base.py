@@ -245,9 +245,12 @@ class RecModel(nn.Module, ABC):
         :meth:`inputs` returns, such as dense columns [B, num_dense] and pooled rows [B, F, D], for any B of at least 1,
         and returns logits [B] float32, equal to those of the model within rounding.
 
+        >>> model = stoker.DLRM(stoker.FeatureSpec.from_sizes(2, [10, 10]), bottom=(8,), top=(8,))
+        >>> batch = stoker.Batch(dense=torch.zeros(4, 2), ids=torch.ones(4, 2, dtype=torch.int64))
         >>> program = model.export_dense(batch)
         >>> torch.export.save(program, "dense.pt2")
-        >>> logits = program.module()(*model.inputs(batch))
+        >>> program.module()(*model.inputs(batch)).shape
+        torch.Size([4])
 
         Args:
             batch: an example of at least one row; its values do not matter.

@@ -52,7 +52,7 @@ def _load(name: str) -> Backend:
 
 
 def get_backend(name: BackendName, device: torch.device) -> Backend:
-    """The kernels for tables on ``device``; "auto" takes the fastest that is installed.
+    """Return the kernels for tables on ``device``; "auto" takes the fastest that is installed.
 
     Raises:
         ConfigError: the name is unknown, or the back end does not run on this device.
@@ -75,9 +75,9 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
 
 
 def _interpreting() -> bool:
-    """Whether Triton's kernels were asked to run on the CPU."""
+    """Return True if the user asked Triton to run its kernels on the CPU."""
     if importlib.util.find_spec("triton") is None:
-        return os.environ.get("TRITON_INTERPRET") == "1"  # then what is missing is the package
+        return os.environ.get("TRITON_INTERPRET") == "1"  # then only the package is missing
     from stoker.ops.gpu.backend import interpreted
 
     return interpreted()

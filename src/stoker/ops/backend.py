@@ -1,6 +1,6 @@
 """The contract between tables and kernels, and its definition in plain PyTorch.
 
-A back end is stateless but for scratch memory. It works on one group: a weight matrix [C, D], its state, and the
+A back end has no state but scratch memory. It works on one group: a weight matrix [C, D], its state, and the
 address space of the group's tables.
 """
 
@@ -18,13 +18,13 @@ from stoker.ops.space import AddressSpace, Bags, Rounding
 class Backend:
     """Forward and fused backward of a group: the definition, in plain PyTorch on any device.
 
-    Subclasses equal it to the bit on one device. What they do not override is done as here.
+    Subclasses equal it to the bit on one device. They override the methods that they do faster.
     """
 
     name = "reference"
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
-        """Pooled rows [B, F, D] float32.
+        """Return the pooled rows [B, F, D] float32.
 
         Raises:
             IndexError: an id lies outside its table.
@@ -59,8 +59,10 @@ class Backend:
     def lamb_direct(
         self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule
     ) -> tuple[Tensor, list[int]]:
-        """:func:`stoker.ops.lamb.direct`, and the sum of squares of the directions of each of T tables; ``grad`` may be
-        used up."""
+        """Return :func:`stoker.ops.lamb.direct` and the directions' sum of squares for each of T tables.
+
+        It may overwrite ``grad``.
+        """
         directions = lamb.direct(weight, state, found, grad, rule)
         return directions, lamb.squares(directions, found.table, found.tables)
 
@@ -68,7 +70,7 @@ class Backend:
         self, weight: Tensor, found: Touched, directions: Tensor, ratios: list[float], rule: RowRule,
         rounding: Rounding, space: AddressSpace,
     ) -> list[int]:  # fmt: skip
-        """:func:`stoker.ops.lamb.move`."""
+        """Step along the directions: see :func:`stoker.ops.lamb.move`."""
 
         def random(some: Tensor) -> Tensor:
             return rounding.bits(some, weight.shape[1], space)
@@ -76,10 +78,10 @@ class Backend:
         return lamb.move(weight, found, directions, ratios, rule, random)
 
     def synchronize(self) -> None:
-        """Raise what a device found out late, such as an id outside its table; where nothing is late, nothing."""
+        """Wait for the device, and raise the errors that it reports late, such as an id outside its table."""
         return None
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights [L]."""
+        """Return the gradient of the per-sample weights [L]."""
         rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
         return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))

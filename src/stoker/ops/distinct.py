@@ -1,8 +1,8 @@
 """The distinct rows of a batch, and which of them each lookup wants.
 
-Some rows have a place of their own, the first ones of every table: it is found by an addition.
+The first rows of every table may be pinned: each has a pinned place, which an addition finds.
 
-Legend: B examples, F features, L ids, U distinct rows, T tables, H fixed rows of a table, P places (all H together).
+Legend: B examples, F features, L ids, U distinct rows, T tables, H pinned rows of a table, P places (all H together).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stoker.ops.space import HAVE_NUMBA, AddressSpace, Bags
 Int64 = npt.NDArray[np.int64]
 
 
-class FixedRows:
-    """Id i of table t lies in place ``first_place[t] + i``, where ``i < rows[t]``.
+class PinnedRows:
+    """The pinned rows: id i of table t is in place ``first_place[t] + i``, if ``i < rows[t]``.
 
     Args:
         space: of the tables.
@@ -38,30 +38,31 @@ class FixedRows:
         self._local = threading.local()
 
     def __len__(self) -> int:
-        """P."""
+        """Return P."""
         return int(self.first_place[-1])
 
     def addresses(self) -> Int64:
-        """[P] the row in each place."""
+        """Return the row in each place [P]."""
         table = np.repeat(np.arange(len(self.rows)), self.rows)
         return np.arange(len(self), dtype=np.int64) + (self._space.first_row[:-1] - self.first_place[:-1])[table]
 
     def places(self, addresses: Int64) -> Int64:
-        """[n] the place of each row; -1 where it has none."""
+        """Return the place of each row [n]; -1 if it is not pinned."""
         table, local = self._space.locate(addresses)
         return np.where(local < self.rows[table], self.first_place[table] + local, -1)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The addresses ``start..stop`` in stretches (first, end, place of the first; -1 where they have none)."""
-        for table, fixed in enumerate(self.rows.tolist()):
+        """Yield runs of the addresses ``start..stop``: (first, end, place of the first; -1 if they are not pinned)."""
+        for table, count in enumerate(self.rows.tolist()):
             begin, end = int(self._space.first_row[table]), int(self._space.first_row[table + 1])
-            for first, last, place in ((begin, begin + fixed, int(self.first_place[table])), (begin + fixed, end, -1)):
+            middle = begin + count
+            for first, last, place in ((begin, middle, int(self.first_place[table])), (middle, end, -1)):
                 low, high = max(first, start), min(last, stop)
                 if low < high:
                     yield low, high, place if place < 0 else place + low - first
 
     def marks(self) -> tuple[npt.NDArray[np.int32], int]:
-        """[P] of this thread, and a number that is nowhere in it yet: to count distinct rows with."""
+        """Return an array [P] of this thread and a number that does not occur in it yet, to count distinct rows."""
         seen, number = getattr(self._local, "marks", (None, 0))
         if seen is None or number == np.iinfo(np.int32).max:
             seen, number = np.zeros(len(self), np.int32), 0
@@ -75,30 +76,30 @@ _local = threading.local()
 class Distinct(NamedTuple):
     """What a batch looks up."""
 
-    rows: npt.NDArray[np.int64]  # [U] addresses of its distinct rows, but for those with a place of their own
-    which: Tensor  # int32, as the ids: the number of its row among them, or -1 - place
-    placed: int  # distinct rows with a place of their own
+    rows: npt.NDArray[np.int64]  # [U] addresses of the distinct rows that are not pinned
+    which: Tensor  # int32, shaped like the ids: the number of each id's row in ``rows``, or -1 - place
+    placed: int  # how many distinct rows are pinned
 
 
 def distinct_rows(bags: Bags, space: AddressSpace) -> tuple[npt.NDArray[np.int64], Tensor]:
-    """Addresses [U] of the distinct rows, and for each id (same shape) which of them it is, int32.
+    """Return the addresses [U] of the distinct rows, and for each id (same shape) the number of its row, int32.
 
-    The order of the rows is unspecified. ``bags`` must lie on the CPU.
+    The order of the rows is unspecified. ``bags`` must be on the CPU.
 
     Raises:
         IndexError: an id lies outside its table.
     """
-    return split_rows(bags, space, FixedRows(space))[:2]
+    return split_rows(bags, space, PinnedRows(space))[:2]
 
 
-def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
-    """The same where some rows have a place of their own, for which no distinct rows need be found.
+def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
+    """Return the same as :func:`distinct_rows` if some rows are pinned, which need no search.
 
     Raises:
         IndexError: an id lies outside its table.
     """
     if not HAVE_NUMBA:
-        return _split_rows(bags, space, fixed)
+        return _split_rows(bags, space, pinned)
     from stoker.ops.cpu import kernels
 
     count = bags.ids.numel()
@@ -110,20 +111,20 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     table_of, start, features, first, sizes = space.by_table
     inverse_ids = np.empty(count, np.int32)
     others, placed = np.zeros(len(sizes), np.int64), 0
-    if len(fixed):
+    if len(pinned):
         placed = kernels.place_rows(
-            ids, offsets, jagged, table_of, sizes, fixed.rows, fixed.first_place, *fixed.marks(), inverse_ids, others
+            ids, offsets, jagged, table_of, sizes, pinned.rows, pinned.first_place, *pinned.marks(), inverse_ids, others
         )
     else:
         others = space.occurrences(offsets if jagged else None, count)
-    # A table has at most every id; the hash is emptied again by whoever filled it.
+    # One table may have all the ids. The kernel that fills the hash table also empties it.
     left = int(others.sum())
     keys, numbers = _scratch(1 << max(4, (2 * left).bit_length()))
     rows = np.empty(left, np.int64)
     found = -1
     if placed >= 0:
         found = kernels.number_rows(
-            ids, offsets, jagged, start, features, first, sizes, fixed.rows, others, keys, numbers, rows, inverse_ids
+            ids, offsets, jagged, start, features, first, sizes, pinned.rows, others, keys, numbers, rows, inverse_ids
         )
     if found < 0:
         keys.fill(-1)
@@ -131,11 +132,11 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     return Distinct(rows[:found].copy(), torch.from_numpy(inverse_ids).view(bags.ids.shape), int(placed))
 
 
-def _split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
-    """The definition, in plain PyTorch."""
+def _split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
+    """Do the same in plain PyTorch: the definition."""
     space.check(bags.ids, bags.offsets)
     wanted = addresses(bags.ids, space.bases, bags.offsets).reshape(-1)
-    places = torch.from_numpy(fixed.places(wanted.numpy()))
+    places = torch.from_numpy(pinned.places(wanted.numpy()))
     own = places >= 0
     found, inverse = torch.unique(wanted[~own], return_inverse=True)
     which = -1 - places
@@ -144,7 +145,7 @@ def _split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
 
 
 def _scratch(size: int) -> tuple[Any, Any]:
-    """A hash table of this thread, all -1, and a value for each of its places."""
+    """Return a hash table of this thread, all -1, and an array for the values of its places."""
     held: tuple[Any, Any] | None = getattr(_local, "held", None)
     if held is None or len(held[0]) < size:
         held = _local.held = (np.full(size, -1, np.int64), np.empty(size, np.int32))

@@ -46,8 +46,8 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
     from stoker.ops.cpu.kernels import interaction_gradient_kernel
 
     batch, features, dim = embedded.shape
-    # Feature by feature: the row update walks one table at a time and then reads in order. The odd line keeps
-    # the features of one example out of each other's way in the cache.
+    # Feature by feature: the row update walks one table at a time, and so reads in order. The odd line keeps the
+    # features of one example from evicting each other from the cache.
     stride = batch * dim + 16
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
@@ -74,14 +74,14 @@ class _Interaction(torch.autograd.Function):
 
 
 def _fast(embedded: Tensor) -> bool:
-    if torch.compiler.is_exporting():  # a program that is exported runs where Stoker is not
+    if torch.compiler.is_exporting():  # an exported program runs where Stoker is not installed
         return False
     return HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
 
 
 @torch.library.custom_op("stoker::dot_interaction", mutates_args=())
 def _opaque(dense: Tensor, embedded: Tensor) -> Tensor:
-    """The same for ``torch.compile``, which must not look inside."""
+    """Compute the same for ``torch.compile``, which must not look inside."""
     return _forward(dense.contiguous(), embedded.contiguous(), 1).clone()
 
 
@@ -109,11 +109,11 @@ _opaque.register_autograd(lambda ctx, grad: _opaque_backward(*ctx.saved_tensors,
 
 
 def dot_interaction(dense: Tensor, embedded: Tensor, *, align: int = 1) -> Tensor:
-    """[B, D + P]: the dense vector, then the dot products of all pairs (Naumov et al. 2019, section 2.1).
+    """Return the dense vector, then the dot products of all pairs (Naumov et al. 2019, section 2.1): [B, D + P].
 
     ``dense`` is [B, D], ``embedded`` [B, F, D]. Equals :func:`stoker.ops.reference.dot_interaction` within rounding;
     the fast path takes float32 on the CPU (a bfloat16 dense vector is widened), and may append columns of zeros up to
-    a multiple of ``align``, which the matrix product after it then need not pay for with unaligned rows.
+    a multiple of ``align``: the next matrix product is faster on aligned rows.
     """
     if not _fast(embedded):
         return reference.dot_interaction(dense, embedded)

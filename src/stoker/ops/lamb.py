@@ -1,11 +1,10 @@
 """LAMB on rows: Adam's direction of every touched row, then a step as long as its table is (You et al. 2020).
 
 The trust ratio needs two norms of a whole table: of its rows, and of the directions of the rows that a batch touches.
-A float sum would depend on its order, and with it on where rows lie and in how many parts a batch is worked on. So the
-squared norm of each row is computed in float64, in one fixed order, split into integers at 2^-40 and 2^-80, and the
-integers are added, which may be done in any order. The sum of a table is then a function of its rows, to the bit: what
-is kept by adding the changes of touched rows equals what a fresh look at all rows gives, and needs no place in a
-checkpoint.
+A float sum would depend on its order, so on where the rows are and how a batch is chunked. So the squared norm of each
+row is computed in float64, in one fixed order, and split into integers at 2^-40 and 2^-80. Integers may be added in any
+order. The sum of a table is then a function of its rows, to the bit: a sum that adds the changes of touched rows equals
+a fresh sum over all rows. A checkpoint does not need it.
 
 Legend: U distinct rows of a batch, D columns, L ids, T tables.
 """
@@ -27,18 +26,18 @@ from stoker.ops.rule import RowRule, direction, moments
 from stoker.ops.space import AddressSpace, Bags
 
 _LIMB = 40  # bits of each fraction
-_MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
+_MOST = 2.0**40  # largest squared norm of a row that counts; not-a-number and infinity count as this
 #: rows whose integers are added at a time: the sum stays at or below 2^62
 ROWS = 2**22
 _CHUNK = 2**16  # elements worked on at a time: they stay in the cache
 
 
 def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[int]:
-    """The sum of squares of each of T tables, in units of 2^-80; exact to that but for the rounding of each row.
+    """Return the sum of squares of each of T tables in units of 2^-80; only the norm of each row is rounded.
 
     Args:
         rows: [U, D] float32 or bfloat16.
-        table: [U] int64, the table of each row; None: all of the first.
+        table: [U] int64, the table of each row; None: table 0 has them all.
         tables: T.
     """
     totals = [0] * tables
@@ -52,7 +51,7 @@ def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[
         rest = torch.nan_to_num(norms, nan=_MOST, posinf=_MOST).clamp(max=_MOST)
         for limb in limbs:
             whole = rest.floor()
-            rest = (rest - whole) * 2.0**_LIMB  # exact: the bits that are left, moved up
+            rest = (rest - whole) * 2.0**_LIMB  # exact: the remaining bits, shifted up
             if table is None:
                 limb[0] = whole.to(torch.int64).sum()
             else:
@@ -62,7 +61,7 @@ def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[
 
 
 def combined(limbs: npt.NDArray[np.int64]) -> list[int]:
-    """The sum over the first axis of integers, units of 2^-40 and units of 2^-80 [n, T, 3], in units of 2^-80."""
+    """Sum [n, T, 3] (integers, units of 2^-40, units of 2^-80) over the first axis, in units of 2^-80."""
     totals = [0] * limbs.shape[1]
     for part in limbs.tolist():
         for index, (high, middle, low) in enumerate(part):
@@ -71,7 +70,7 @@ def combined(limbs: npt.NDArray[np.int64]) -> list[int]:
 
 
 def trust_ratios(weights: Sequence[int], directions: Sequence[int], rule: RowRule) -> list[float]:
-    """The ratio of the norms of each table, from their squares, within the rule's bounds; 1 where one is 0."""
+    """Return each table's ratio of norms, from their squares, within the rule's bounds; 1 if a norm is 0."""
     unit = 1 << 2 * _LIMB
     found = []
     for weight, step in zip(weights, directions, strict=True):
@@ -95,12 +94,12 @@ class Touched:
 
     @property
     def counts(self) -> Tensor:
-        """[U] int64, how often each row occurs."""
+        """Return how often each row occurs [U] int64."""
         return torch.bincount(self.which.reshape(-1), minlength=len(self.rows))
 
 
 def touched(bags: Bags, space: AddressSpace) -> Touched:
-    """The distinct rows of a batch, wherever they lie: in slots the table is known from the feature only."""
+    """Return the distinct rows of a batch. In slots only the feature tells the table of a row."""
     ids, device = bags.ids, bags.ids.device
     if device.type == "cpu":
         found, which = distinct_rows(bags, space)
@@ -109,19 +108,19 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
         rows, which = torch.unique(addresses(ids, space.on(device).bases, bags.offsets), return_inverse=True)
         which = which.view(ids.shape)
     table = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    # Every lookup of a row says the same.
+    # Every lookup of a row writes the same number.
     table[which.reshape(-1)] = by_id(space.on(device).table_of, ids, bags.offsets).reshape(-1)
     return Touched(rows, table, len(space.names), which)
 
 
 def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule) -> Tensor:
-    """The directions [U, D] float32 of the rows ``found``; no weight changes.
+    """Return the directions [U, D] float32 of the rows ``found``; no weight changes.
 
     Args:
         weight: [C, D] float32 or bfloat16.
         state: the moments, each [C, D].
         found: distinct rows.
-        grad: [U, D] float32, with which the moments move first; None: they have moved.
+        grad: [U, D] float32, which updates the moments first; None: they are up to date.
         rule: constants.
     """
     dim = weight.shape[1]
@@ -143,7 +142,7 @@ def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tenso
 
 
 def scales(ratios: Sequence[float], rule: RowRule) -> npt.NDArray[np.float32]:
-    """[T] by what directions are multiplied in a step, given the trust ratio of each table."""
+    """Return the factor of each table's directions in a step [T], given its trust ratio."""
     return np.array([rule.lr * ratio for ratio in ratios], np.float32)
 
 
@@ -151,7 +150,7 @@ def move(
     weight: Tensor, found: Touched, directions: Tensor, ratios: Sequence[float], rule: RowRule,
     random: Callable[[Tensor], Tensor],
 ) -> list[int]:  # fmt: skip
-    """Step along the ``directions`` [U, D], and return by how much the sum of squares of each of T tables has grown.
+    """Step along the ``directions`` [U, D]; return how much the sum of squares of each of T tables has grown.
 
     Args:
         weight: [C, D] float32 or bfloat16.
@@ -159,7 +158,7 @@ def move(
         directions: [U, D] float32.
         ratios: [T] trust ratio of each table.
         rule: constants.
-        random: random bits [n, D] int64 for rows [n], asked for where they are bfloat16.
+        random: returns random bits [n, D] int64 for rows [n]; called only if they are bfloat16.
     """
     rows, table = found.rows, found.table
     before = squares(weight[rows], table, found.tables)

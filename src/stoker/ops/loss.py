@@ -1,6 +1,6 @@
 """Mean binary cross entropy of logits, with its gradient made in the forward pass.
 
-A batch of losses is small, so its cost is the number of operations: six here, about twice as many through
+A batch of losses is small, so the number of operations decides its cost: six here, about twice as many in
 ``F.binary_cross_entropy_with_logits``.
 """
 
@@ -29,6 +29,6 @@ class _Loss(torch.autograd.Function):
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean of ``-y log p - (1 - y) log(1 - p)`` with p = sigmoid(logits), for [B] float32 each; a scalar."""
+    """Return the mean of ``-y log p - (1 - y) log(1 - p)`` with p = sigmoid(logits), a scalar, for [B] float32 each."""
     result: Tensor = _Loss.apply(logits, labels)  # type: ignore[no-untyped-call]
     return result

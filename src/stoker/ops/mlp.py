@@ -1,9 +1,9 @@
-"""A chain of linear layers with ReLU between them, on the fastest matrix products the processor has.
+"""A chain of linear layers with ReLU between them, on the fastest matrix products of the processor.
 
 torch sends float32 products on the CPU to MKL, which uses half-width vectors on AVX-512 processors that are not
-Intel's; oneDNN lies beside it in the same package and uses what the processor has (2.4 times as fast on a Zen 5).
-With AVX2 MKL is the faster of the two, in weight gradients by a third: there the chain stays with it and saves what
-autograd cannot, fresh memory for every ReLU and its gradient. Under bfloat16 autocast the same chain runs in bfloat16
+Intel's; oneDNN comes in the same package and uses the full width (2.4 times as fast on a Zen 5). With AVX2 MKL is the
+faster of the two, in weight gradients by a third: there the chain uses MKL, and still saves the fresh memory that
+autograd takes for every ReLU and its gradient. Under bfloat16 autocast the same chain runs in bfloat16
 with float32 weights, each cast once a step. Results agree within rounding. Elsewhere (GPU, other types, inside
 ``torch.compile``) this is ``F.linear`` and ReLU.
 
@@ -22,35 +22,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-#: Inputs are best a multiple of this many columns: a chain of 367 takes a fifth more time than one of 368.
+#: Inputs should have a multiple of this many columns: 367 columns take a fifth more time than 368.
 ALIGN = 16
-_SMALL = 2**14  # elements of a weight whose gradient MKL makes, rows by rows
+_SMALL = 2**14  # elements of a weight: MKL computes the gradients of smaller ones, chunk by chunk
 
 
 class _Products:
-    """Matrix products through torch, as it sends them (to MKL, where it has it)."""
+    """Matrix products in the library that torch chooses: MKL, where torch has it."""
 
     hides_nan = False
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
-        """[B, out] from ``x`` [B, in], ``weight`` [out, in] and ``bias`` [out]."""
+        """Return [B, out] from ``x`` [B, in], ``weight`` [out, in] and ``bias`` [out]."""
         result = F.linear(x, weight, bias)
         return result.relu_() if relu else result
 
     @staticmethod
     def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of weight [out, in] and bias [out] from ``grad`` [B, out] and the input ``x`` [B, in]."""
+        """Return the gradients of weight [out, in] and bias [out] from ``grad`` [B, out] and input ``x`` [B, in]."""
         return grad.t() @ x, grad.sum(0)
 
     @staticmethod
     def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-        """Gradient of ``x`` [B, in]."""
+        """Return the gradient of ``x`` [B, in]."""
         return grad @ weight
 
 
 class _OneDNN(_Products):
-    """The same through oneDNN's own operators."""
+    """The same products in oneDNN's own operators."""
 
     hides_nan = True  # the fused ReLU turns NaN to 0
 
@@ -61,11 +61,11 @@ class _OneDNN(_Products):
 
     @staticmethod
     def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        if grad.dtype == torch.bfloat16:  # these products go to oneDNN by themselves
+        if grad.dtype == torch.bfloat16:  # torch sends these products to oneDNN anyway
             return grad.t() @ x, grad.sum(0, dtype=torch.float32)
         if weight.numel() <= _SMALL and torch.backends.mkl.is_available():
             return _by_chunks(grad, x), grad.sum(0)
-        # Never for a single output: at [8192, 64] x [8192, 1] torch 2.13 writes past the result's end.
+        # Not for a single output: at [8192, 64] x [8192, 1] torch 2.13 writes past the end of the result.
         result: tuple[Tensor, Tensor] = torch.ops.aten.mkldnn_linear_backward_weights(
             grad.to_mkldnn(), x.to_mkldnn(), weight, True
         )
@@ -79,7 +79,7 @@ class _OneDNN(_Products):
 
 
 def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad`` [B, out] transposed times ``x`` [B, in], the products of some rows at a time added up: [out, in].
+    """Return ``grad`` [B, out] transposed times ``x`` [B, in], summed over chunks of rows: [out, in].
 
     For a small result, copying both into oneDNN's layout takes longer than the product, and one product over all rows
     keeps threads waiting for each other: chunks take half the time (docs/maintainers/log.md).
@@ -96,7 +96,7 @@ def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _products(dtype: torch.dtype) -> type[_Products]:
-    """The library for ``dtype``: by rule, not by timing, since it decides bits and a resumed run must choose alike."""
+    """Choose the library for ``dtype`` by rule, not by timing: it decides bits, and a resumed run must choose alike."""
     if not torch.backends.mkldnn.is_available():
         return _Products
     if (
@@ -105,7 +105,7 @@ def _products(dtype: torch.dtype) -> type[_Products]:
         and torch.backends.cpu.get_cpu_capability() == "AVX2"
     ):
         return _Products
-    try:  # whether its operators exist in this torch, take the type and are right
+    try:  # do its operators exist in this torch, take the type and give the right result?
         x, weight, bias, grad = (torch.ones(size, dtype=dtype) for size in ((2, 3), (4, 3), (4,), (2, 4)))
         right = torch.equal(_OneDNN.linear(x, weight, bias, True), torch.full((2, 4), 4.0, dtype=dtype))
         product, total = _OneDNN.weight_gradient(grad, x, weight)
@@ -144,10 +144,10 @@ class _MLP(torch.autograd.Function):
                 if ctx.relu_last:
                     grad = torch.ops.aten.threshold_backward(grad, activations[layer + 1], 0)
                 grad = grad.to(x.dtype).contiguous()
-            else:  # made here, so nobody else sees it change
+            else:  # made here, so nothing else uses it
                 torch.ops.aten.threshold_backward.grad_input(grad, activations[layer + 1], 0, grad_input=grad)
             wanted = layer > 0 or ctx.needs_input_grad[0]
-            if weight.shape[0] == 1:  # outer products, which need no matrix kernels
+            if weight.shape[0] == 1:  # outer products need no matrix kernel
                 grads += [grad.sum(0), grad.t() @ x]
                 grad = grad * weight if wanted else grad
             else:
@@ -161,10 +161,10 @@ class _MLP(torch.autograd.Function):
 
 
 def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_last: bool) -> Tensor:
-    """``x`` [B, in] through every layer, ReLU after each but perhaps the last: [B, out].
+    """Pass ``x`` [B, in] through every layer, with ReLU after each (the last only if ``relu_last``): [B, out].
 
     ``weights[l]`` is [out_l, in_l] and ``biases[l]`` [out_l], as in ``nn.Linear``. ``x`` may have more columns than
-    ``weights[0]``: they must be zero and count for nothing (see :data:`ALIGN`).
+    ``weights[0]``: they must be zero, and have no effect (see :data:`ALIGN`).
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     plain = (

@@ -21,7 +21,7 @@ _LANES = 16  # width of the fixed summation tree in row_norm_squared
 
 
 def derive_key(seed: int, *labels: str | int) -> int:
-    """A signed 64-bit key for one purpose, so that no two tables or purposes share random numbers."""
+    """Derive a signed 64-bit key for one purpose, so that no two tables or purposes share random numbers."""
     text = "\x1f".join([str(seed), *map(str, labels)]).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
@@ -31,7 +31,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
-    """64 random bits for each ``counter`` (int64): SplitMix64 as a counter-based generator.
+    """Return 64 random bits for each ``counter`` (int64): SplitMix64 as a counter-based generator.
 
     A value depends on (key, counter) only, so any placement, rank or order of work draws the same numbers.
     """
@@ -42,21 +42,21 @@ def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
 
 
 def uniform(key: int | Tensor, counter: Tensor) -> Tensor:
-    """A number in [-1, 1) for each ``counter``: float32, exact."""
+    """Return a number in [-1, 1) for each ``counter``: float32, exact."""
     return _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0
 
 
 def init_rows(key: int, start: int, stop: int, dim: int, scale: float) -> Tensor:
-    """Rows ``start..stop`` of a table, uniform in [-scale, scale): [stop - start, dim] float32.
+    """Return rows ``start..stop`` of a fresh table, uniform in [-scale, scale): [stop - start, dim] float32.
 
-    Row i does not depend on the range it is asked in, so tables can be filled lazily and in parts.
+    Row i does not depend on the range, so a table can be filled lazily and in blocks.
     """
     counter = torch.arange(start * dim, stop * dim, dtype=torch.int64)
     return (uniform(key, counter) * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
 
 
 def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
-    """Row addresses [L] int64: each id plus the first row of its feature's table.
+    """Return row addresses [L] int64: each id plus the first row of its feature's table.
 
     ``ids`` is [B, F] (one id a bag) or flat [L] with ``offsets`` [B * F + 1]; ``bases`` is [F] int64.
     """
@@ -64,7 +64,7 @@ def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def by_id(by_feature: Tensor, ids: Tensor, offsets: Tensor | None) -> Tensor:
-    """The value of each id's feature, of the shape of ``ids``; ``by_feature`` is [F]."""
+    """Return the value of each id's feature, in the shape of ``ids``; ``by_feature`` is [F]."""
     if offsets is None:
         return by_feature.expand(ids.shape)
     feature = torch.arange(len(offsets) - 1, device=ids.device) % len(by_feature)
@@ -72,19 +72,19 @@ def by_id(by_feature: Tensor, ids: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def bag_lengths(offsets: Tensor) -> Tensor:
-    """Ids in each bag: [bags] int64."""
+    """Return the number of ids in each bag: [bags] int64."""
     return offsets[1:] - offsets[:-1]
 
 
 def bag_of(offsets: Tensor, count: int) -> Tensor:
-    """The bag of each of ``count`` ids: [L] int64."""
+    """Return the bag of each of ``count`` ids: [L] int64."""
     lengths = bag_lengths(offsets)
-    # With the size given, nobody waits for a device.
+    # With the size given, the host does not wait for the device.
     return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths, output_size=count)
 
 
 def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
-    """``into[target[k]] += values[k]`` for k = 0, 1, ...: the order of float additions is part of the result."""
+    """Do ``into[target[k]] += values[k]`` for k = 0, 1, ...: the order of float additions is part of the result."""
     if len(target) == 0:
         return into
     order = torch.argsort(target, stable=True)
@@ -97,7 +97,7 @@ def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
 
 
 def factors(count: int, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor | None:
-    """The factor [L] of each of ``count`` ids' gradients: its weight, or 1/len(bag) under mean pooling; None: 1."""
+    """Return the factor of each of ``count`` gradients [L]: its weight, or 1/len(bag) in mean pooling; None: 1."""
     if weights is not None:
         return weights.reshape(-1).to(torch.float32)
     if mean and offsets is not None:
@@ -109,7 +109,7 @@ def factors(count: int, offsets: Tensor | None, weights: Tensor | None, mean: bo
 def lookup(
     weight: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None = None, *, mean: bool = False
 ) -> Tensor:
-    """Pooled rows: [bags, D] float32; an empty bag gives zeros. Equals ``nn.EmbeddingBag``.
+    """Return pooled rows [bags, D] float32, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
 
     ``weight`` [C, D] float32 or bfloat16, ``rows`` [L] int64, ``offsets`` [bags + 1] or None (one row a bag).
     A bag is summed in order of occurrence; its mean is the sum times 1/len.
@@ -128,7 +128,7 @@ def lookup(
 
 
 def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
-    """Gradient of the per-sample weights: [L] float32, the dot product of each row with its bag's gradient."""
+    """Return the gradient of per-sample weights [L] float32: each row's dot product with its bag's gradient."""
     grads = grad if offsets is None else grad[bag_of(offsets, len(rows))]
     return (grads.to(torch.float32) * weight[rows].to(torch.float32)).sum(1)
 
@@ -136,7 +136,7 @@ def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | N
 def distinct_gradients(
     rows: Tensor, offsets: Tensor | None, weights: Tensor | None, grad: Tensor, *, mean: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The distinct rows of a batch [U] (ascending) and the gradient of each [U, D] float32.
+    """Return the distinct rows of a batch [U] (ascending) and the gradient of each [U, D] float32.
 
     Duplicates are summed in order of occurrence, starting from +0.0: this fixes the result to the bit.
     """
@@ -151,9 +151,9 @@ def distinct_gradients(
 
 
 def row_norm_squared(values: Tensor) -> Tensor:
-    """Sum of squares of each row [U] float32, in one fixed order.
+    """Return the sum of squares of each row [U] float32, in one fixed order.
 
-    Sixteen lanes add every 16th element in order, then fold in halves: the order a 16-wide vector unit likes,
+    Sixteen lanes add every 16th element in order, then fold in halves. A vector unit of 16 lanes adds so; the order is
     written out so that every back end gives the same bits.
     """
     squares = values * values
@@ -170,7 +170,7 @@ def row_norm_squared(values: Tensor) -> Tensor:
 
 
 def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 to bfloat16, up or down with probability by distance; ``bits`` int64 supplies the randomness.
+    """Round float32 to bfloat16, up or down with probability by distance; ``bits`` int64 are the random bits.
 
     Not-a-number and infinity pass through unchanged.
     """
@@ -187,7 +187,7 @@ class Tensors:
 
     @staticmethod
     def sqrt(values: Tensor) -> Tensor:
-        """``torch.sqrt`` may be an ulp off, and back ends must agree."""
+        """Return the square roots by way of float64: ``torch.sqrt`` may be an ulp off."""
         return values.to(torch.float64).sqrt().to(torch.float32)
 
     @staticmethod
@@ -202,7 +202,7 @@ class Tensors:
 
     @staticmethod
     def over(number: Tensor | float, values: Tensor) -> Tensor:
-        """torch would multiply by a reciprocal where the left side is a number."""
+        """Divide. If the left side is a number, torch alone would multiply by the reciprocal."""
         return (torch.full_like(values, number) if isinstance(number, float) else number) / values
 
     @staticmethod
@@ -243,8 +243,8 @@ def update_rows(
 ) -> None:
     """Update ``weight[rows]`` and its state in place; ``rows`` [U] are distinct, ``grad`` [U, D] their gradients.
 
-    ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights, ``counts`` [U] int64 how often each row
-    occurs and needed for CowClip. Formulas: :mod:`stoker.ops.rule`.
+    ``rounding`` [U, D] int64 are random bits, needed for bfloat16 weights. ``counts`` [U] int64 tell how often each row
+    occurs, needed for CowClip. Formulas: :mod:`stoker.ops.rule`.
     """
     w = weight[rows].to(torch.float32)
     g = conditioned(grad, rule, w, counts)
@@ -256,7 +256,7 @@ def update_rows(
 
 
 def stored(values: Tensor, dtype: torch.dtype, rounding: Tensor | None) -> Tensor:
-    """New float32 rows [U, D] as they are kept."""
+    """Return new float32 rows [U, D] in the type of the table."""
     if dtype != torch.bfloat16:
         return values
     assert rounding is not None, "bfloat16 rows need random bits"
@@ -264,7 +264,7 @@ def stored(values: Tensor, dtype: torch.dtype, rounding: Tensor | None) -> Tenso
 
 
 def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
-    """DLRM's pairwise interaction (Naumov et al. 2019): [B, D + (F + 1) * F / 2].
+    """Return DLRM's pairwise interaction (Naumov et al. 2019): [B, D + (F + 1) * F / 2].
 
     ``dense`` [B, D] and ``embedded`` [B, F, D] stack to Z; the strictly lower triangle of Z Z^T, row by row, follows
     the dense vector.
@@ -272,6 +272,6 @@ def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
     z = torch.cat([dense.unsqueeze(1), embedded.to(dense.dtype)], dim=1)
     vectors = z.shape[1]
     row, column = torch.tril_indices(vectors, vectors, offset=-1, device=z.device)
-    # Along one axis: the gradient of two is several times slower.
+    # Index one axis: the gradient of indexing two is several times slower.
     products = torch.bmm(z, z.transpose(1, 2)).flatten(1).index_select(1, row * vectors + column)
     return torch.cat([dense, products], dim=1)

@@ -1,6 +1,6 @@
-"""How rows are updated: the formula of each rule, written once for all back ends, and its constants as plain numbers.
+"""How rows are updated: the formula of each rule, written once for all back ends, and its constants.
 
-A formula takes arithmetic ``x``, constants ``c`` by name (:class:`Constants`), and rows. It works on whatever has
+A formula takes arithmetic ``x``, constants ``c`` by name (:class:`Constants`), and rows. It works on any type with
 Python's operators: tensors of rows [U, D] with numbers of rows [U, 1] (:class:`stoker.ops.reference.Tensors`), or
 vectors of one row (:class:`stoker.ops.codegen.llvm.Vectors`). ``x`` has ``sqrt(v)``, ``square_sum(v)`` and ``norm(v)``
 of each row, ``over(number, v)``, rounded once, ``is_zero(v)``, ``where(condition, v, other)`` and ``clamp(v, limit)``.
@@ -20,7 +20,7 @@ import numpy as np
 class Constants(NamedTuple):
     """The numbers that kernels read, each rounded to float32: see :meth:`RowRule.constants`."""
 
-    lr: float  # divided by bias1; of lamb 1 / bias1
+    lr: float  # divided by bias1; lamb: 1 / bias1
     eps: float
     share: float  # 1 / D
     beta1: float
@@ -38,7 +38,7 @@ class Constants(NamedTuple):
     cow_floor: float
 
 
-# Flags of condition(): what is done to a gradient.
+# Flags of condition(): what it does to a gradient.
 CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
 
 
@@ -74,12 +74,12 @@ def _rowwise_adagrad(x: Any, c: Any, w: Any, g: Any, total: Any) -> Any:
 
 
 def moments(c: Any, g: Any, mean: Any, square: Any) -> tuple[Any, Any]:
-    """Adam's moments after a gradient."""
+    """Return Adam's moments after a gradient."""
     return mean * c.beta1 + g * c.rest1, square * c.beta2 + (g * g) * c.rest2
 
 
 def direction(x: Any, c: Any, mean: Any, square: Any) -> Any:
-    """Adam's step for its moments."""
+    """Return Adam's step for its moments."""
     return (mean * c.lr) / (x.sqrt(square) * c.unbias + c.eps)
 
 
@@ -101,7 +101,7 @@ def _nesterov(x: Any, c: Any, w: Any, g: Any, buffer: Any) -> Any:
 def _ftrl(x: Any, c: Any, w: Any, g: Any, before: Any, linear: Any) -> Any:
     total = before + g * g
     root = x.sqrt(total)
-    fresh = x.where(x.is_zero(linear), w * c.eps, linear)  # a fresh weight is its own centre
+    fresh = x.where(x.is_zero(linear), w * c.eps, linear)  # ftrl pulls a fresh weight towards itself
     linear = x.where(x.is_zero(before), fresh, linear) + (root - x.sqrt(before)) * w - g * c.lr
     above, below = linear - c.l1, linear + c.l1
     shrunk = x.where(above > 0.0, above, x.where(below < 0.0, below, linear * 0.0))
@@ -118,12 +118,12 @@ class Rule(NamedTuple):
 
     step: Callable[..., Any]  # (x, c, w, g, *states) -> the new rows and states
     state: dict[str, Literal["row", "scalar"]]  # name -> [N, D] or [N], in the order in which kernels take them
-    code: int  # by which kernels are specialised
+    code: int  # kernels are compiled once for each
     scope: Literal["row", "table"] = "row"  # what a step depends on: the row and its gradient, or its whole table
 
     @property
     def scalar(self) -> bool:
-        """Whether the state is one number a row, so that a row is worked on as a whole."""
+        """Whether the state is one number a row, so that a kernel takes whole rows."""
         return "scalar" in self.state.values()
 
 
@@ -154,22 +154,22 @@ class RowRule(NamedTuple):
     weight_decay: float = 0.0  # added to the gradient
     clip_value: float = math.inf
     clip_norm: float = math.inf
-    cow_ratio: float = math.inf  # of CowClip: r; infinity where rows are not clipped so
-    cow_floor: float = 0.0  # and zeta
-    min_trust: float = 0.0  # of lamb
+    cow_ratio: float = math.inf  # r of CowClip; infinity: no CowClip
+    cow_floor: float = 0.0  # zeta of CowClip
+    min_trust: float = 0.0  # lamb
     max_trust: float = math.inf
-    l1: float = 0.0  # of ftrl: times the learning rate
-    l2: float = 0.0  # of ftrl: times the learning rate; of lamb: weight decay that does not go through the moments
-    keep: float = 1.0  # of adam: factor on the row before the step, for decoupled weight decay
+    l1: float = 0.0  # ftrl: times the learning rate
+    l2: float = 0.0  # ftrl: times the learning rate; lamb: weight decay outside the moments
+    keep: float = 1.0  # adam: factor on the row before the step, for decoupled weight decay
 
     @property
     def definition(self) -> Rule:
-        """How rows step."""
+        """The rule's formula and state."""
         return RULES[self.kind]
 
     @property
     def flags(self) -> int:
-        """Those of :func:`condition`."""
+        """The flags of :func:`condition`."""
         return (
             (CLIP_VALUE if self.clip_value != math.inf else 0)
             | (CLIP_NORM if self.clip_norm != math.inf else 0)
@@ -179,7 +179,7 @@ class RowRule(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it must be known how often each row occurs."""
+        """Whether the update needs how often each row occurs."""
         return bool(self.flags & COW)
 
     @property
@@ -192,7 +192,7 @@ class RowRule(NamedTuple):
         return _constants(self, dim)
 
 
-@lru_cache(maxsize=64)  # most rules are those of the step before
+@lru_cache(maxsize=64)  # most steps repeat the rule of the step before
 def _constants(rule: RowRule, dim: int) -> Constants:
     rate = rule.lr if rule.definition.scope == "row" else 1.0
     values = Constants(

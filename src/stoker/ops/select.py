@@ -1,4 +1,4 @@
-"""Parts of a batch's lookups: those of some features, or some ids of them; and whether offsets may be trusted.
+"""Choose lookups of a batch, by feature or by id, and check offsets.
 
 Legend: B examples, F features, C of them chosen, L ids.
 """
@@ -13,7 +13,7 @@ from stoker.ops.space import HAVE_NUMBA
 
 
 def offsets_fit(offsets: Tensor, count: int) -> bool:
-    """Whether ``offsets`` [n] rise from 0 to ``count``, so that every bag lies within that many ids."""
+    """Return True if ``offsets`` [n] rise from 0 to ``count``, so that every bag is within that many ids."""
     if HAVE_NUMBA and offsets.device.type == "cpu":
         from stoker.ops.cpu.kernels import rises
 
@@ -23,7 +23,7 @@ def offsets_fit(offsets: Tensor, count: int) -> bool:
 
 
 def columns_of(table: Tensor, which: Tensor) -> Tensor:
-    """``table[:, which]`` [B, K], contiguous. Indexing takes two to twenty times as long as the copies that do."""
+    """Return ``table[:, which]`` [B, K], contiguous. Indexing takes 2 to 20 times as long as these copies."""
     places = which.tolist()
     if places == list(range(places[0], places[-1] + 1)):
         return table[:, places[0] : places[-1] + 1].contiguous()
@@ -35,7 +35,7 @@ def columns_of(table: Tensor, which: Tensor) -> Tensor:
 def keep_ids(
     keep: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Only the ids that ``keep`` [L] marks, in the bags they were in: ids, offsets and weights."""
+    """Return only the ids that ``keep`` [L] marks, each in its bag: ids, offsets and weights."""
     if offsets is None:
         offsets = torch.arange(keep.numel() + 1, device=keep.device)
     before = torch.cat([offsets.new_zeros(1), keep.to(torch.int64).cumsum(0)])
@@ -46,14 +46,14 @@ def keep_ids(
 def select_bags(
     columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The bags of some features.
+    """Return the bags of some features.
 
     Args:
         columns: [C] int64, rising.
         features: F.
         ids: [L].
         offsets: [B * F + 1] int64, sample-major.
-        weights: [L] or None; where they need a gradient, it goes through.
+        weights: [L] or None; their gradient flows through.
 
     Returns:
         Ids, offsets [B * C + 1] and weights.
@@ -78,7 +78,7 @@ def select_bags(
 def _by_mask(
     columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The definition, in torch."""
+    """Do the same in torch: the definition."""
     columns = columns.to(ids.device)
     lengths = bag_lengths(offsets)
     chosen = torch.zeros(features, dtype=torch.bool, device=ids.device)

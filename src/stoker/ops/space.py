@@ -1,6 +1,6 @@
-"""What kernels get beside rows: the address space of several tables, the lookups of a batch, keys of random bits.
+"""Arguments of kernels: the address space of several tables, the lookups of a batch, keys of random bits.
 
-Tables of equal width lie end to end in one address space and are worked on together.
+Tables of equal width are end to end in one address space, so that one kernel call updates them all.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ HAVE_NUMBA = find_spec("numba") is not None
 
 
 class ByTable(NamedTuple):
-    """Tables and their features as kernels walk them; int64."""
+    """Tables and their features in the order of kernels; int64."""
 
     table_of: np.ndarray  # [F] table of each feature
-    start: np.ndarray  # [T + 1] where each table's features begin
+    start: np.ndarray  # [T + 1] where the features of each table begin
     features: np.ndarray  # [F] the features, by table
     first_row: np.ndarray  # [T + 1]
     rows: np.ndarray  # [T]
 
 
 class Placed(NamedTuple):
-    """The same on a device; int64."""
+    """Tables and their features on a device; int64."""
 
     bases: Tensor  # [F] first address of each feature's table
     limits: Tensor  # [F] its rows
@@ -66,14 +66,14 @@ class AddressSpace:
 
     @cached_property
     def by_table(self) -> ByTable:
-        """The tables as arrays, and the features in their order."""
+        """Return the tables as arrays, and the features in their order."""
         tables, rows = np.asarray(self.table_of, np.int64), np.asarray(self.rows, np.int64)
         features = np.argsort(tables, kind="stable").astype(np.int64)
         start = np.searchsorted(tables[features], np.arange(len(rows) + 1)).astype(np.int64)
         return ByTable(tables, start, features, np.ascontiguousarray(self.first_row), rows)
 
     def on(self, device: torch.device) -> Placed:
-        """Tables and features as tensors on ``device``."""
+        """Return tables and features as tensors on ``device``."""
         if device not in self._placed:
             tensors = (
                 self.bases,
@@ -89,7 +89,7 @@ class AddressSpace:
         return {}
 
     def occurrences(self, offsets: np.ndarray | None, count: int) -> np.ndarray:
-        """Ids of each table [T] int64, among ``count`` ids in all, in bags [B * F + 1] or one a feature."""
+        """Count the ids of each table [T] int64, of ``count`` ids in bags [B * F + 1] or one a feature."""
         table_of, start, features, *_ = self.by_table
         if offsets is None:
             return np.diff(start) * (count // len(features))
@@ -97,12 +97,12 @@ class AddressSpace:
         return np.bincount(table_of, weights=lengths, minlength=len(self.rows)).astype(np.int64)
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The table of each address [n], and its row there."""
+        """Return the table of each address [n], and the row in that table."""
         table = np.searchsorted(self.first_row, addresses, side="right") - 1
         return table, addresses - self.first_row[table]
 
     def table_range(self, table: int) -> tuple[int, int]:
-        """First address of a table and the one after its last."""
+        """Return the first address of a table and the one after its last."""
         return int(self.first_row[table]), int(self.first_row[table + 1])
 
     def check(self, ids: Tensor, offsets: Tensor | None) -> None:
@@ -151,14 +151,14 @@ class SlotSpace(AddressSpace):
 
 
 def slot_space(space: AddressSpace, slots: int) -> SlotSpace:
-    """The space of ``slots`` shared slots under the features of ``space``."""
+    """Make the space of ``slots`` shared slots with the features of ``space``."""
     return SlotSpace(names=space.names, rows=space.rows, features=space.features, table_of=space.table_of, slots=slots)
 
 
 def make_space(
     names: Sequence[str], rows: Sequence[int], table_features: Sequence[Sequence[str]], order: Sequence[str]
 ) -> AddressSpace:
-    """An address space over tables, with the features in batch ``order``."""
+    """Make an address space over tables, with the features in batch ``order``."""
     owner = {feature: table for table, features in enumerate(table_features) for feature in features}
     return AddressSpace(
         names=tuple(names), rows=tuple(rows), features=tuple(order), table_of=tuple(owner[feature] for feature in order)
@@ -175,11 +175,11 @@ class Bags:
     mean: bool = False  # mean pooling instead of sum
 
     def batch_size(self, num_features: int) -> int:
-        """B."""
+        """Return B."""
         return self.ids.shape[0] if self.offsets is None else (len(self.offsets) - 1) // num_features
 
     def cpu(self) -> Bags:
-        """The same where plans are made."""
+        """Return the same on the CPU, where plans are made."""
         if self.ids.device.type == "cpu":
             return self
         offsets, weights = (None if part is None else part.cpu() for part in (self.offsets, self.weights))
@@ -188,14 +188,14 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Keys of the random bits for bfloat16 rows at one update: one per table, so that grouping does not matter."""
+    """Keys of the random bits for bfloat16 rows in one update, one a table: results do not depend on grouping."""
 
     keys: tuple[int, ...]  # [T] signed 64-bit
     tables: Tensor | None = None  # [C] int64, table of the row in each slot; None where addresses are rows
     rows: Tensor | None = None  # [C] int64, that row's number within its table
 
     def bits(self, distinct: Tensor, dim: int, space: AddressSpace) -> Tensor:
-        """The random bits [U, D] int64 of the rows at ``distinct`` [U]."""
+        """Return the random bits [U, D] int64 of the rows at ``distinct`` [U]."""
         if self.tables is not None and self.rows is not None:
             table, local = self.tables[distinct], self.rows[distinct]
         else:

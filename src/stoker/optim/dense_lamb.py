@@ -20,16 +20,25 @@ class DenseLAMB(torch.optim.Optimizer):
         u = (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w
         w = w - lr * trust * u,  where trust = |w| / |u| within [min_trust, max_trust]
 
-    Where one of the norms is 0 the trust is 1, so that a parameter of zeros learns. The paper leaves the bounds open
-    (its function phi); fastai takes 10. Norms are summed in float64.
+    If one of the norms is 0 the trust is 1, so that a parameter of zeros learns. The paper leaves the bounds open (its
+    function phi); fastai takes 10. Norms are summed in float64.
+
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
+    >>> optimizer = stoker.DenseLAMB(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> layer.weight.data  # moved by 0.1 times its norm, 5
+    tensor([[2.6464, 3.6464]])
 
     Args:
         params: parameters, or groups of them.
-        lr: share of a parameter's norm that a step is long.
+        lr: length of a step as a share of the parameter's norm.
         betas: decay of both moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled from the moments, as in the paper.
-        min_trust, max_trust: bounds of the trust ratio; no max_trust means none.
+        min_trust: least trust ratio.
+        max_trust: largest trust ratio; None means no bound.
 
     Raises:
         ConfigError: a value out of its range.
@@ -57,7 +66,7 @@ class DenseLAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; parameters without a gradient stand still."""
+        """Do one step; parameters without a gradient do not move."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +80,7 @@ class DenseLAMB(torch.optim.Optimizer):
     def _step(self, w: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state = self.state[w]
         if not state:
-            # A tensor, as in torch's own optimizers: it is saved and loaded with the moments.
+            # A tensor, as in torch's optimizers, so that it is saved and loaded with the moments.
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(w), torch.zeros_like(w)
         state["step"] += 1
@@ -83,7 +92,7 @@ class DenseLAMB(torch.optim.Optimizer):
         torch.div(m, u, out=u).div_(1.0 - beta1**step)
         if group["weight_decay"]:
             u.add_(w, alpha=group["weight_decay"])
-        # On the device throughout: a number on the host would make a GPU wait for every parameter.
+        # All on the device: a number on the host would make the GPU wait for every parameter.
         norms = torch.linalg.vector_norm(w, dtype=torch.float64), torch.linalg.vector_norm(u, dtype=torch.float64)
         trust = (norms[0] / norms[1]).clamp(group["min_trust"], group["max_trust"])
         trust = torch.where((norms[0] > 0) & (norms[1] > 0), trust, torch.ones_like(trust))

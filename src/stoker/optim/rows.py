@@ -1,7 +1,7 @@
 """Optimizers for embedding rows.
 
-A row optimizer is a value: the tables read it and update rows in place during backward. Its arithmetic is
-defined once, in :mod:`stoker.ops.rule`; all constants are rounded to float32 before use.
+A row optimizer is a value: the tables read it and update rows in place after each backward. Its arithmetic is defined
+once, in :mod:`stoker.ops.rule`; all constants are rounded to float32 before use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
-    """What all row optimizers share.
+    """The settings of all row optimizers.
 
-    Order within one update of a distinct row, with G the sum of its gradients in order of occurrence:
-    clip each element of G, clip the norm of G, clip it by CowClip, add ``weight_decay * w``, then the optimizer's own
-    step.
+    One update of a distinct row, with G the sum of its gradients in order of occurrence: clip each element of G, clip
+    the norm of G, clip it by CowClip, add ``weight_decay * w``, then do the optimizer's own step.
     """
 
     kind: ClassVar[str]
@@ -33,7 +32,7 @@ class RowOptimizer:
     weight_decay: float = 0.0  # L2, added to the gradient of touched rows only
     clip_value: float | None = None  # largest absolute value of an element of G
     clip_norm: float | None = None  # largest Euclidean norm of G
-    # CowClip's (r, zeta) (Zheng et al. 2022): the norm of G is at most count * max(r * |w|, zeta), where count is how
+    # (r, zeta) of CowClip (Zheng et al. 2022): the norm of G is at most count * max(r * |w|, zeta), where count is how
     # often the row occurs in the batch. The paper takes r = 1, and zeta from 1e-5 to 1e-3.
     cow_clip: tuple[float, float] | None = None
 
@@ -55,7 +54,7 @@ class RowOptimizer:
         check_not_negative(type(self).__name__, **{name: getattr(self, name) for name in names})
 
     def rule(self, tick: int) -> RowRule:
-        """The constants of the update at ``tick`` (updates done so far, counted from 0)."""
+        """Return the constants of the update at ``tick``, the number of updates before it."""
         beta1, beta2 = getattr(self, "betas", (0.0, 0.0))
         return RowRule(
             kind=self.kind,
@@ -73,12 +72,12 @@ class RowOptimizer:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"kind": self.kind, **asdict(self), "schedule": self.schedule.to_dict()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> RowOptimizer:
-        """Inverse of :meth:`to_dict`."""
+        """Build the optimizer from :meth:`to_dict`'s values."""
         values = dict(values)
         schedule = dict(values.pop("schedule"))
         kind = values.pop("kind")
@@ -92,23 +91,30 @@ class RowOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(RowOptimizer):
-    """``w -= lr * G`` for touched rows; for momentum see :class:`MomentumSGD`."""
+    """``w -= lr * G`` for touched rows; for momentum see :class:`MomentumSGD`.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.5))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t").tolist()
+    [[-1.0], [0.0]]
+    """
 
     kind: ClassVar[str] = "sgd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumSGD(RowOptimizer):
-    """SGD with momentum whose buffer moves only in the steps that touch the row.
+    """SGD with momentum; the buffer of a row moves only in the steps that touch the row.
 
     ``m = momentum * m + G; w -= lr * m``; with ``nesterov``, ``w -= lr * (G + momentum * m)``. A row that every batch
-    touches gets the steps of ``torch.optim.SGD`` with dampening 0. That optimizer keeps moving a row along its buffer
-    in steps that do not touch it; here such a row and its buffer stand still, so each placement updates the same rows.
+    touches gets the steps of ``torch.optim.SGD`` with dampening 0. In a step that does not touch a row, that optimizer
+    still moves it along its buffer. Here the row and its buffer do not move, so each placement updates the same rows.
 
     Raises:
         ConfigError: a momentum outside [0, 1).
 
-    >>> import stoker, torch
     >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
     >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.MomentumSGD(lr=1.0, momentum=0.5))
     >>> for ids in ([0], [0], [1]):
@@ -133,7 +139,16 @@ class MomentumSGD(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(RowOptimizer):
-    """``s += G*G; w -= lr * G / (sqrt(s) + eps)`` (Duchi et al. 2011)."""
+    """``s += G*G; w -= lr * G / (sqrt(s) + eps)`` (Duchi et al. 2011).
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.Adagrad(lr=1.0))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t")
+    tensor([[-1.7071],
+            [ 0.0000]])
+    """
 
     kind: ClassVar[str] = "adagrad"
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adagrad"].state
@@ -142,7 +157,16 @@ class Adagrad(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(RowOptimizer):
-    """``s += mean(G*G); w -= lr / (sqrt(s) + eps) * G``: one state value a row (as in FBGEMM and DLRM)."""
+    """``s += mean(G*G); w -= lr / (sqrt(s) + eps) * G``: one number of state a row (as in FBGEMM and DLRM).
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.RowWiseAdagrad(lr=1.0))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t")
+    tensor([[-1.7071],
+            [ 0.0000]])
+    """
 
     kind: ClassVar[str] = "rowwise_adagrad"
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["rowwise_adagrad"].state
@@ -151,9 +175,16 @@ class RowWiseAdagrad(RowOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(RowOptimizer):
-    """Adam (Kingma & Ba 2015, Algorithm 1) whose moments move only in the steps that touch the row.
+    """Adam (Kingma & Ba 2015, Algorithm 1); the moments of a row move only in the steps that touch the row.
 
     The bias correction counts all steps, as in ``torch.optim.SparseAdam``.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.Adam(lr=0.5, eps=0.0))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t").tolist()
+    [[-1.0], [0.0]]
     """
 
     kind: ClassVar[str] = "adam"
@@ -171,9 +202,8 @@ class AdamW(Adam):
     after the schedule.
 
     Raises:
-        ConfigError: ``lr * weight_decay`` above 1, which would turn the sign of every weight.
+        ConfigError: ``lr * weight_decay`` above 1, which would change the sign of every weight.
 
-    >>> import stoker, torch
     >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
     >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.AdamW(lr=0.5, weight_decay=0.5))
     >>> for ids in ([0], [0]):
@@ -208,10 +238,10 @@ class FTRL(RowOptimizer):
         n' = n + G * G;  z += G - (sqrt(n') - sqrt(n)) / lr * w
         w = 0 where |z| <= l1, else -(z - sign(z) * l1) / ((beta + sqrt(n')) / lr + l2)
 
-    The paper begins with w = 0. Here the beta term of the denominator pulls towards the weight that the row began with,
-    so that embeddings do not all fall to 0 at their first step; rows that begin with zeros (``init_scale=0``) follow
-    the paper. The state is ``sum`` = n and ``linear`` = -lr * z, so a rate that changes does not rescale the weights. A
-    schedule acts on the gradient's term; l1 and l2 always go with ``lr``.
+    The paper begins with w = 0. Here the beta term of the denominator pulls towards the first weight of the row: so
+    embeddings do not all drop to 0 in their first step. Rows that begin with zeros (``init_scale=0``) follow the paper.
+    The state is ``sum`` = n and ``linear`` = -lr * z, so a change of the rate does not rescale the weights. A schedule
+    acts on the gradient's term; l1 and l2 always go with ``lr``.
 
     Args:
         beta: smooths the first steps; 1 in the paper.
@@ -221,7 +251,6 @@ class FTRL(RowOptimizer):
     Raises:
         ConfigError: a value that is negative or not finite.
 
-    >>> import stoker, torch
     >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
     >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.FTRL(lr=1.0, l1=2.0, l2=1.0))
     >>> for ids in ([0], [0], [0], [0], [1]):
@@ -252,8 +281,16 @@ class LAMB(RowOptimizer):
     u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row, and
     with ``l2 * w`` added to the gradient they see, as other row optimizers do with their ``weight_decay``. The
     trust ratio is the norm of the whole table over that of u, within bounds; rows that are not touched have u = 0. It
-    is 1 where one of the norms is 0. Both are exact sums (:mod:`stoker.ops.lamb`), so they do not depend on where rows
-    lie. The first update after a table was made or loaded reads all its rows once.
+    is 1 if one of the norms is 0. Both are exact sums (:mod:`stoker.ops.lamb`), so they do not depend on where rows
+    are. The first update after a table is made or loaded reads all its rows once.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=1.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.LAMB(lr=0.5))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t")
+    tensor([[0.2017],
+            [0.2745]])
     """
 
     kind: ClassVar[str] = "lamb"
@@ -271,7 +308,7 @@ class LAMB(RowOptimizer):
 
     def rule(self, tick: int) -> RowRule:
         most = math.inf if self.max_trust is None else self.max_trust
-        # What goes through the moments is added to the gradient.
+        # The l2 term goes through the moments, so it is added to the gradient.
         return (
             super()
             .rule(tick)
@@ -286,14 +323,14 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 
 
 def check_not_negative(owner: str, **values: float | None) -> None:
-    """Raise ConfigError for a value that is given, and negative or not finite."""
+    """Raise ConfigError for a value that is negative or not finite; None passes."""
     for name, value in values.items():
         if value is not None and not (value >= 0 and math.isfinite(value)):
             raise ConfigError(f"{owner}({name}={value}) must be finite and not negative.")
 
 
 def check_betas(owner: str, betas: tuple[float, ...]) -> None:
-    """Raise ConfigError for decays of moments outside [0, 1)."""
+    """Raise ConfigError for a decay of moments outside [0, 1)."""
     if not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"{owner}(betas={betas}): both must lie in [0, 1).")
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: factors on the rate that are pure functions of the step, so resuming needs no state."""
+"""Learning-rate schedules: factors on the rate that depend only on the step, so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from stoker.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """A factor on the learning rate as a function of the step, so that resuming needs no state."""
+    """A factor on the learning rate that depends only on the step, so that resuming needs no state."""
 
     kind: ClassVar[str]
-    warmup: int = 0  # steps over which the factor rises linearly from 1/warmup to 1
+    warmup: int = 0  # steps in which the factor rises linearly from 1/warmup to 1
 
     def factor(self, step: int) -> float:
-        """The factor at ``step``, counted from 0."""
+        """Return the factor at ``step``, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         return self.decay(step - self.warmup)
 
     @abstractmethod
     def decay(self, step: int) -> float:
-        """The factor ``step`` steps after the warm-up."""
+        """Return the factor ``step`` steps after the warm-up."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """No decay after the warm-up."""
+    """No decay after the warm-up.
+
+    >>> schedule = stoker.Constant(warmup=4)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
 
     kind: ClassVar[str] = "constant"
 
@@ -44,7 +49,12 @@ class Constant(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialDecay(Schedule):
-    """Falls from 1 to ``end`` as ``(1 - step/steps) ** power`` (power 1 is linear, 2 is MLPerf DLRM's)."""
+    """Fall from 1 to ``end`` as ``(1 - step/steps) ** power`` (power 1 is linear; MLPerf DLRM takes 2).
+
+    >>> schedule = stoker.PolynomialDecay(steps=4)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [1.0, 0.562, 0.25, 0.062, 0.0, 0.0]
+    """
 
     kind: ClassVar[str] = "polynomial"
     start: int = 0  # steps after the warm-up before the decay begins
@@ -59,7 +69,12 @@ class PolynomialDecay(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineDecay(Schedule):
-    """Falls from 1 to ``end`` along half a cosine over ``steps``."""
+    """Fall from 1 to ``end`` along half a cosine over ``steps``.
+
+    >>> schedule = stoker.CosineDecay(steps=4)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
 
     kind: ClassVar[str] = "cosine"
     steps: int
@@ -72,7 +87,12 @@ class CosineDecay(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecay(Schedule):
-    """Multiplies by ``gamma`` every ``every`` steps."""
+    """Multiply by ``gamma`` every ``every`` steps.
+
+    >>> schedule = stoker.StepDecay(every=2)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    """
 
     kind: ClassVar[str] = "step"
     every: int
@@ -84,17 +104,21 @@ class StepDecay(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(Schedule):
-    """Rises from ``1 / div`` to 1 along half a cosine, then falls to ``1 / final_div`` along another (Smith 2018).
+    """Rise from ``1 / div`` to 1 along half a cosine, then fall to ``1 / final_div`` along another (Smith 2018).
 
-    Shape and defaults are fastai's; momentum stays as it is. ``warmup`` does not apply: the cycle brings its own.
+    Shape and defaults are fastai's; momentum does not change. ``warmup`` must be 0: the cycle has a rise of its own.
 
     Raises:
-        ConfigError: a share outside (0, 1), divisors below 1, or a warm-up beside the cycle's.
+        ConfigError: a share outside (0, 1), divisors below 1, or a warm-up.
+
+    >>> schedule = stoker.OneCycle(steps=6, share=0.5)
+    >>> [round(schedule.factor(step), 3) for step in range(6)]
+    [0.04, 0.372, 0.908, 0.905, 0.345, 0.0]
     """
 
     kind: ClassVar[str] = "one-cycle"
     steps: int  # length of the cycle
-    share: float = 0.25  # of the steps that rise
+    share: float = 0.25  # of the steps, in which the factor rises
     div: float = 25.0
     final_div: float = 1e5
 
@@ -112,7 +136,7 @@ class OneCycle(Schedule):
             )
 
     def decay(self, step: int) -> float:
-        # The last step of the cycle, not the one after it, has the least rate.
+        # The last step of the cycle, not the one after it, has the lowest rate.
         at = min(step / max(1, self.steps - 1), 1.0)
         if at < self.share:
             return _half_cosine(1.0 / self.div, 1.0, at / self.share)

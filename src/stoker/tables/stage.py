@@ -407,9 +407,9 @@ def stage(
         HomeError: (while read) the disk of the temporary file is full or fails.
 
     Example:
-        >>> table = TableConfig(name="user", num_embeddings=1000, embedding_dim=8)
-        >>> tables = EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(slots=100))
-        >>> pairs = [(torch.randint(1000, (32, 1)), torch.rand(32)) for _ in range(10)]
+        >>> table = stoker.TableConfig(name="user", num_embeddings=1000, embedding_dim=8)
+        >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(slots=100))
+        >>> pairs = [(torch.arange(32).view(32, 1) * k, torch.ones(32)) for k in range(10)]
         >>> for ids, target in stoker.stage(pairs, tables, lookups=lambda pair: pair[0]):
         ...     (tables(ids).sum(dim=(1, 2)) - target).square().mean().backward()
         >>> tables.tick

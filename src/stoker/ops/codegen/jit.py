@@ -1,8 +1,8 @@
 """Compile a kernel with Numba, and keep its machine code on disk where any directory can be written.
 
-Numba keeps compiled kernels in ``NUMBA_CACHE_DIR``, next to the module, or in the user's cache directory, and raises
-where it can write none of them, as in a read-only container. Here a private directory under the temporary one comes
-next, and a kernel that is compiled anew by every process last.
+Numba keeps compiled kernels in ``NUMBA_CACHE_DIR``, next to the module, or in the user's cache directory. If it can
+write none of them, as in a read-only container, it raises. Here a private directory under the temporary one comes
+next; if even that fails, every process compiles anew.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numba.core import config, event
 
 from stoker.base.progress import compiling
 
-TEMPORARY = "stoker-kernels-"  # and the user's number: the directory of the last resort
+TEMPORARY = "stoker-kernels-"  # and the number of the user: the directory of the last resort
 T = TypeVar("T")
-_lock = Lock()  # of numba's CACHE_DIR, which all threads share
+_lock = Lock()  # for numba's CACHE_DIR, which all threads share
 
 
 class _Compilations(event.Listener):
-    """Passes on what Numba compiles; what it loads from its cache is no such event."""
+    """Report each kernel that Numba compiles; loading one from the cache is not an event."""
 
     def __init__(self) -> None:
         self._open: dict[int, Any] = {}
@@ -56,7 +56,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def package_stamp() -> str:
     """Return a text that changes with any module of this package, by its size and time.
 
-    Numba looks at the file of a kernel alone, but kernels are made of functions of other modules, too.
+    Numba checks only the file of a kernel, but kernels call functions of other modules, too.
     """
     root = Path(__file__).parents[2]
     found = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
@@ -64,7 +64,7 @@ def package_stamp() -> str:
 
 
 def stamped(kernel: T) -> T:
-    """Let a kernel's cache on disk count only while no module of this package changes."""
+    """Make a kernel's cache on disk valid only until a module of this package changes."""
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # Numba has no public way
     if kept is not None:
         kept._source_stamp = (kept._source_stamp, package_stamp())
@@ -98,7 +98,7 @@ def cached(compile: Callable[[bool], T]) -> T:
 
 
 def cache_directory() -> Path | None:
-    """Return the directory that keeps compiled kernels; None if every process compiles its own."""
+    """Return the directory of compiled kernels; None if every process compiles its own."""
     path = jit(_nothing).stats.cache_path
     return None if path is None else Path(path)
 
@@ -115,7 +115,7 @@ def _has_no_cache(error: RuntimeError) -> bool:
 def _temporary() -> Path | None:
     """Make a directory under the temporary one that only this user can write; None where that cannot be.
 
-    Numba unpickles what it finds in a cache, so whoever can write there can run code as this user.
+    Numba unpickles what it finds in a cache, so anyone who can write there can run code as this user.
     """
     try:
         user = os.geteuid() if hasattr(os, "geteuid") else os.getenv("USERNAME", "user")

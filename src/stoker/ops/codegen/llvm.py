@@ -1,6 +1,6 @@
-"""Operations for Numba, written for LLVM: what their arguments are, and vectors with IEEE arithmetic.
+"""Operations for Numba, written for LLVM: types of their arguments, and vectors with IEEE arithmetic.
 
-An operation is a function of an IR builder and arguments whose annotations say what Numba passes for them::
+An operation is a function of an IR builder and arguments, whose annotations say what Numba passes::
 
     @operation
     def row_copy(b, dim: Known, out: Row, row: Row) -> None:
@@ -47,11 +47,11 @@ class Array:
         self.b, self.kind, self.data = b, kind, data
 
     def at(self, offset: ir.Value) -> ir.Value:
-        """The address of an element."""
+        """Return the address of an element."""
         return self.b.gep(self.data, [offset])
 
     def row(self, offset: ir.Value) -> Row:
-        """The row that begins at an element."""
+        """Return the row that begins at an element."""
         return Row(self, offset)
 
 
@@ -63,7 +63,7 @@ class Row:
         self._array, self._offset, self.pointer = array, offset, array.at(offset)
 
     def behind(self, offset: ir.Value) -> Row:
-        """The row that begins ``offset`` elements later."""
+        """Return the row that begins ``offset`` elements later."""
         return Row(self._array, self.b.add(self._offset, offset))
 
     @property
@@ -75,7 +75,7 @@ class Row:
         return self.b.bitcast(self.b.gep(self.pointer, [I64(start)]), kind.as_pointer())
 
     def whole(self, dim: int) -> Vec:
-        """All ``dim`` elements."""
+        """Load all ``dim`` elements."""
         return Vec(self.b, [part for start, width in chunks(dim) for part in self.load(start, width).parts])
 
     def load(self, start: int, width: int) -> Vec:
@@ -108,7 +108,7 @@ class Row:
             increment = b.trunc(b.lshr(bits, ir.Constant(bits.type, [48] * width)), ints)
         exponent = b.and_(raw, ir.Constant(ints, [0x7F800000] * width))
         special = b.icmp_unsigned("==", exponent, ir.Constant(ints, [0x7F800000] * width))
-        # A truncated not-a-number could turn into infinity: keep it quiet by setting a high mantissa bit.
+        # A truncated not-a-number could become infinity: set a high mantissa bit, which keeps it quiet.
         mantissa = b.and_(raw, ir.Constant(ints, [0x007FFFFF] * width))
         is_nan = b.icmp_unsigned("!=", mantissa, ir.Constant(ints, [0] * width))
         kept = b.select(is_nan, ir.Constant(ints, [0x7FC00000] * width), raw)
@@ -118,16 +118,16 @@ class Row:
 
 
 class Vec:
-    """Elements of a row as vectors, or a number (one part that is no vector), with the arithmetic of IEEE float32.
+    """Elements of a row as vectors, or one number, with the arithmetic of IEEE float32.
 
-    The right side of an operator may be a number: it counts for every element.
+    The right side of an operator may be a number: it applies to every element.
     """
 
     def __init__(self, b: ir.IRBuilder, parts: Values) -> None:
         self.b, self.parts = b, parts
 
     def _lift(self, other: Vec | ir.Value | float) -> Values:
-        """``other`` in the shape of this."""
+        """Return ``other`` in the shape of this."""
         if isinstance(other, Vec) and len(other.parts) == len(self.parts) and other.parts[0].type == self.parts[0].type:
             return other.parts
         number = other.parts[0] if isinstance(other, Vec) else other
@@ -203,13 +203,13 @@ class Vectors:
 
 
 def chunks(dim: int) -> Iterator[tuple[int, int]]:
-    """Where the vectors of a row begin, and how many elements they have."""
+    """Yield where each vector of a row begins, and how many elements it has."""
     for start in range(0, dim, WIDEST):
         yield start, min(WIDEST, dim - start)
 
 
 def splat(b: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
-    """A vector of ``width`` times ``scalar``."""
+    """Return a vector of ``width`` copies of ``scalar``."""
     kind = ir.VectorType(scalar.type, width)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, I32(0))
     return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, width), [0] * width))
@@ -222,7 +222,7 @@ def _sqrt(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _lanes(b: ir.IRBuilder, value: ir.Value, start: int, count: int, padded: int) -> ir.Value:
-    """Elements start..start+count of a vector, then zeros up to ``padded``."""
+    """Return elements start..start+count of a vector, then zeros up to ``padded``."""
     mask = [start + i if i < count else value.type.count for i in range(padded)]
     return b.shuffle_vector(value, ir.Constant(value.type, None), ir.Constant(ir.VectorType(I32, padded), mask))
 
@@ -230,7 +230,7 @@ def _lanes(b: ir.IRBuilder, value: ir.Value, start: int, count: int, padded: int
 def add_lanes(
     b: ir.IRBuilder, kind: ir.Type, parts: Values, change: Callable[[ir.Value], ir.Value] | None = None
 ) -> ir.Value:
-    """Sixteen sums of type ``kind``, each of every 16th element of ``parts``, in order, after ``change``."""
+    """Return sixteen sums of type ``kind``, each of every 16th element of ``parts``, in order, after ``change``."""
     total = ir.Constant(ir.VectorType(kind, LANES), [0.0] * LANES)
     for part in parts:
         width = part.type.count
@@ -241,7 +241,7 @@ def add_lanes(
 
 
 def fold(b: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
-    """The sum of sixteen lanes, in halves: a number."""
+    """Sum sixteen lanes, in halves, to a number."""
     width = LANES
     while width > 1:
         width //= 2
@@ -250,7 +250,7 @@ def fold(b: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
 
 
 def counter_bits(b: ir.IRBuilder, key: ir.Value, counter: ir.Value, start: int, width: int) -> ir.Value:
-    """reference.counter_bits(key, counter + start + [0, 1, ..., width - 1])."""
+    """Compute reference.counter_bits(key, counter + start + [0, 1, ..., width - 1])."""
     kind = ir.VectorType(I64, width)
     steps = ir.Constant(kind, [start + i + 1 for i in range(width)])
     golden = ir.Constant(kind, [0x9E3779B97F4A7C15] * width)
@@ -262,7 +262,7 @@ def counter_bits(b: ir.IRBuilder, key: ir.Value, counter: ir.Value, start: int, 
 
 
 def operation(body: Callable[..., Any]) -> Any:
-    """Make ``body(b, ...)`` callable from compiled code; see the module's text."""
+    """Make ``body(b, ...)`` callable from compiled code; see the docstring of the module."""
     given = dict(list(inspect.signature(body).parameters.items())[1:])
     kinds = {name: str(parameter.annotation) for name, parameter in given.items()}
     names = [each for name, kind in kinds.items() for each in ((name, f"{name}_at") if kind == "Row" else (name,))]

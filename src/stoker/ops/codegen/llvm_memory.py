@@ -1,4 +1,4 @@
-"""Memory operations for Numba: asking for cache lines, moving bytes, handing out work."""
+"""Memory operations for Numba: prefetch cache lines, move bytes, hand out work."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from stoker.ops.codegen.llvm import BYTE, I32, I64, LANES, Array, Int, Known, Ro
 _LINE = 64  # bytes of a cache line
 
 
-def _ask(b: ir.IRBuilder, pointer: ir.Value) -> None:
+def _prefetch_line(b: ir.IRBuilder, pointer: ir.Value) -> None:
     kind = ir.FunctionType(ir.VoidType(), [BYTE, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     b.call(function, [pointer, I32(0), I32(3), I32(1)])
 
 
 @contextmanager
-def _each(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterator[ir.Value]:
-    """Code for every offset from ``begin`` on below ``end``; not unrolled, as most rows are a line or two."""
+def _loop(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterator[ir.Value]:
+    """Emit a loop over the offsets from ``begin`` below ``end``; not unrolled: most rows are a line or two."""
     before, body, after = b.block, b.append_basic_block("each"), b.append_basic_block("done")
     b.cbranch(b.icmp_signed("<", begin, end), body, after)
     b.position_at_end(body)
@@ -38,46 +38,46 @@ def _each(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterato
 
 @operation
 def fetch_add(b: ir.IRBuilder, array: Array, amount: Int) -> Int:
-    """Atomically add to ``array[0]`` (int64) and return what was there: hands out work to threads."""
+    """Atomically add to ``array[0]`` (int64) and return the value before: it hands out work to threads."""
     return b.atomic_rmw("add", array.data, amount, "monotonic")
 
 
 @operation
 def set_bits(b: ir.IRBuilder, array: Array, at: Int, bits: Int) -> None:
-    """Atomically ``array[at] |= bits`` (int64)."""
+    """Do ``array[at] |= bits`` (int64) atomically."""
     b.atomic_rmw("or", array.at(at), bits, "monotonic")
 
 
 @operation
 def prefetch(b: ir.IRBuilder, row: Row) -> None:
-    """Ask for the cache line where a row begins, soon to be needed."""
-    _ask(b, row.bytes)
+    """Prefetch the cache line where a row begins."""
+    _prefetch_line(b, row.bytes)
 
 
 @operation
 def prefetch_row(b: ir.IRBuilder, dim: Known, row: Row) -> None:
-    """Ask for a row of ``dim`` elements."""
+    """Prefetch a row of ``dim`` elements."""
     for at in range(0, dim, LANES):
-        _ask(b, row.behind(I64(at)).bytes)
+        _prefetch_line(b, row.behind(I64(at)).bytes)
 
 
 @operation
 def prefetch_lines(b: ir.IRBuilder, dim: Known, address: Int, itemsize: Int) -> None:
-    """The same for ``dim`` elements of ``itemsize`` bytes at an address."""
+    """Prefetch ``dim`` elements of ``itemsize`` bytes at an address."""
     for at in range(0, dim, LANES):
-        _ask(b, b.inttoptr(b.add(address, b.mul(itemsize, I64(at))), BYTE))
+        _prefetch_line(b, b.inttoptr(b.add(address, b.mul(itemsize, I64(at))), BYTE))
 
 
 @operation
 def prefetch_bytes(b: ir.IRBuilder, size: Size, row: Row) -> None:
-    """Ask for ``size`` bytes from where a row begins."""
+    """Prefetch ``size`` bytes from where a row begins."""
     if isinstance(size, int):
         for at in range(0, size, _LINE):
-            _ask(b, b.gep(row.bytes, [I64(at)]))
+            _prefetch_line(b, b.gep(row.bytes, [I64(at)]))
     else:
         data = row.bytes
-        with _each(b, I64(0), size, _LINE) as at:
-            _ask(b, b.gep(data, [at]))
+        with _loop(b, I64(0), size, _LINE) as at:
+            _prefetch_line(b, b.gep(data, [at]))
 
 
 @operation
@@ -91,7 +91,7 @@ def row_move(b: ir.IRBuilder, size: Size, out: Row, row: Row) -> None:
     for width in (_LINE, 16, 4, 2):
         end = b.and_(size, I64(-width))
         kind = ir.VectorType(ir.IntType(8), width).as_pointer()
-        with _each(b, begin, end, width) as at:
+        with _loop(b, begin, end, width) as at:
             value = b.load(b.bitcast(b.gep(source, [at]), kind), align=1)
             b.store(value, b.bitcast(b.gep(target, [at]), kind), align=1)
         begin = end

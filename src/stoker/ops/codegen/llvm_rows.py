@@ -49,14 +49,14 @@ class _Loaded:
 
 @operation
 def row_copy(b: ir.IRBuilder, dim: Known, out: Row, row: Row) -> None:
-    """``out[...] = row[...]``, converted to float32."""
+    """Do ``out[...] = row[...]``, converted to float32."""
     for start, width in chunks(dim):
         out.store(start, row.load(start, width))
 
 
 @operation
 def row_accumulate(b: ir.IRBuilder, dim: Known, scaled: Known, fresh: Known, out: Row, row: Row, scale: Float) -> None:
-    """``out += row * scale``, from +0.0 if ``fresh``; without the product unless ``scaled``."""
+    """Do ``out += row * scale``, from +0.0 if ``fresh``; without the product unless ``scaled``."""
     for start, width in chunks(dim):
         value = row.load(start, width) * scale if scaled else row.load(start, width)
         zero = Vec(b, [ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)])
@@ -65,14 +65,14 @@ def row_accumulate(b: ir.IRBuilder, dim: Known, scaled: Known, fresh: Known, out
 
 @operation
 def row_scale(b: ir.IRBuilder, dim: Known, out: Row, scale: Float) -> None:
-    """``out *= scale``."""
+    """Do ``out *= scale``."""
     for start, width in chunks(dim):
         out.store(start, out.load(start, width) * scale)
 
 
 @operation
 def row_dot(b: ir.IRBuilder, dim: Known, left: Row, right: Row) -> Float:
-    """Dot product of two rows, summed in sixteen lanes."""
+    """Return the dot product of two rows, summed in sixteen lanes."""
     products = [(left.load(start, width) * right.load(start, width)).parts[0] for start, width in chunks(dim)]
     total = add_lanes(b, FLOAT, products)
     result: ir.Value = FLOAT(0.0)
@@ -90,7 +90,7 @@ def _init(b: ir.IRBuilder, row: Row, start: int, width: int, key: Int, counter: 
 
 @operation
 def row_init(b: ir.IRBuilder, dim: Size, out: Row, key: Int, counter: Int, scale: Float) -> None:
-    """reference.init_rows for ``dim`` elements, of which the first has ``counter``."""
+    """Do reference.init_rows for ``dim`` elements; ``counter`` is that of the first."""
     if isinstance(dim, int):
         for start, width in chunks(dim):
             _init(b, out, start, width, key, counter, scale)
@@ -112,7 +112,7 @@ def row_condition(b: ir.IRBuilder, dim: Known, flags: Known, grad: Row, row: Row
 
 @operation
 def row_sgd(b: ir.IRBuilder, dim: Known, row: Row, grad: Row, lr: Float, key: Int, counter: Int) -> None:
-    """``row -= lr * grad``."""
+    """Do ``row -= lr * grad``."""
     for start, width in chunks(dim):
         row.store(start, row.load(start, width) - grad.load(start, width) * lr, key, counter)
 
@@ -122,7 +122,7 @@ def row_step(
     b: ir.IRBuilder, dim: Known, code: Known, weight: Array, index: Int, state: Array, state2: Array, grad: Row,
     constants: Array, key: Int, counter: Int,
 ) -> None:  # fmt: skip
-    """The step of the rule with this code on row ``index`` and its states."""
+    """Do the step of the rule with this code on row ``index`` and its states."""
     rule = next(rule for rule in RULES.values() if rule.code == code)
     c, at = _Loaded(constants), b.mul(index, I64(dim))
     row = weight.row(at)
@@ -146,7 +146,7 @@ def row_lamb(
     b: ir.IRBuilder, dim: Known, flags: Known, weight: Array, at: Int, mean: Array, square: Array, out: Row,
     constants: Array,
 ) -> None:  # fmt: skip
-    """LAMB's direction into ``out``. MOVE: ``out`` has the gradient, and the moments move first. DECOUPLED: decay."""
+    """Write LAMB's direction to out. MOVE: update the moments by the gradient in ``out`` first. DECOUPLED: decay."""
     c, row, moved = _Loaded(constants), weight.row(at), (mean.row(at), square.row(at))
     for start, width in chunks(dim):
         m, v = (each.load(start, width) for each in moved)
@@ -160,7 +160,7 @@ def row_lamb(
 
 @operation
 def row_squares(b: ir.IRBuilder, dim: Known, row: Row) -> Double:
-    """reference.row_norm_squared of a row in float64."""
+    """Return reference.row_norm_squared of a row in float64."""
     wide = ir.DoubleType()
 
     def square(lanes: ir.Value) -> ir.Value:

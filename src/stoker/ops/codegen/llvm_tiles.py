@@ -1,8 +1,8 @@
 """The inner loops of the pairwise interaction and of small matrix products, for Numba.
 
-Here fused multiply-add is welcome: both promise results within rounding of the reference, not bits. A tile of a product
-stays in registers while its products are summed, in order of the inner index: an element of the result does not depend
-on the tile that computed it.
+Here fused multiply-add is allowed: both promise results within rounding of the reference, not bits. Registers hold a
+tile of the result while its products are summed, in order of the inner index: so an element of the result does not
+depend on its tile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _store(b: ir.IRBuilder, value: ir.Value, pointer: ir.Value) -> None:
 
 @operation
 def transpose(b: ir.IRBuilder, rows: Row, row_stride: Int, columns: Row, column_stride: Int) -> None:
-    """Turn a 16 by 16 block: ``columns[d * column_stride + v] = rows[v * row_stride + d]``."""
+    """Transpose a 16 by 16 block: ``columns[d * column_stride + v] = rows[v * row_stride + d]``."""
     block = [_load(b, b.gep(rows.pointer, [b.mul(row_stride, I64(v))])) for v in range(LANES)]
     lanes = ir.VectorType(I32, LANES)
     size = LANES // 2
@@ -56,8 +56,8 @@ def transpose(b: ir.IRBuilder, rows: Row, row_stride: Int, columns: Row, column_
 
 @operation
 def dots(b: ir.IRBuilder, dim: Known, row: Row, columns: Row, stride: Int, out: Row) -> None:
-    """``out[0:16] = sum over d of row[d] * columns[d * stride : d * stride + 16]``."""
-    sums = [_ZERO, _ZERO]  # two, so that one does not wait for the other's latency
+    """Do ``out[0:16] = sum over d of row[d] * columns[d * stride : d * stride + 16]``."""
+    sums = [_ZERO, _ZERO]  # two, so that neither waits for the latency of the other
     for d in range(dim):
         factor = splat(b, b.load(b.gep(row.pointer, [I64(d)])), LANES)
         column = _load(b, b.gep(columns.pointer, [b.mul(stride, I64(d))]))
@@ -70,7 +70,7 @@ def weighted_rows(
     b: ir.IRBuilder, dim: Known, fresh: Known, out: Row, rows: Row, count: Int, weights: Array, weights_at: Int,
     step: Int, growth: Int,
 ) -> None:  # fmt: skip
-    """``out (+)= sum over j < count of weights[w_j] * rows[j]``, with w_0 = weights_at.
+    """Do ``out (+)= sum over j < count of weights[w_j] * rows[j]``, with w_0 = weights_at.
 
     w_{j+1} = w_j + step, and step grows by ``growth`` each time: walks a row (1, 0) or a column (k, 1) of a triangle
     stored row by row. ``fresh`` starts from zero instead of ``out``.
@@ -104,7 +104,7 @@ def _tile(
     b: ir.IRBuilder, height: int, vectors: int, left: Callable[[ir.Value], list[ir.Value]], count: Int, right: Row,
     right_stride: Int, out: Row, out_stride: Int,
 ) -> None:  # fmt: skip
-    """A tile of ``height`` x (``vectors`` * LANES) results; ``left(k)`` are the addresses of the k-th factors."""
+    """Emit a tile of ``height`` x (``vectors`` * LANES) results; ``left(k)`` are the addresses of the k-th factors."""
     sums = [[cgutils.alloca_once_value(b, _ZERO) for _ in range(vectors)] for _ in range(height)]
     with cgutils.for_range(b, count, intp=I64) as loop:
         line = b.gep(right.pointer, [b.mul(loop.index, right_stride)])
@@ -124,9 +124,9 @@ def tile_product(
     b: ir.IRBuilder, height: Known, vectors: Known, left: Array, offsets: Array, first: Int, count: Int, right: Row,
     right_stride: Int, out: Row, out_stride: Int,
 ) -> None:  # fmt: skip
-    """``out[i, j] = sum over k < count of left[offsets[first + i] + k] * right[k, j]``, i < height, j < 16 * vectors.
+    """Do ``out[i, j] = sum over k < count of left[offsets[first + i] + k] * right[k, j]``.
 
-    ``right`` and ``out`` have a stride.
+    i < height, j < 16 * vectors; ``right`` and ``out`` have a stride.
     """
     starts = [left.at(b.load(offsets.at(b.add(first, I64(row))))) for row in range(height)]
     _tile(
@@ -140,7 +140,7 @@ def tile_across(
     b: ir.IRBuilder, height: Known, vectors: Known, left: Array, offsets: Array, first: Int, count: Int, right: Row,
     right_stride: Int, out: Row, out_stride: Int,
 ) -> None:  # fmt: skip
-    """``out[i, j] = sum over k < count of left[offsets[k] + first + i] * right[k, j]``: the left side lies turned."""
+    """Do ``out[i, j] = sum over k < count of left[offsets[k] + first + i] * right[k, j]``: left is transposed."""
 
     def column(k: ir.Value) -> list[ir.Value]:
         start = left.at(b.add(b.load(offsets.at(k)), first))

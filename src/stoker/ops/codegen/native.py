@@ -1,17 +1,16 @@
-"""Runs a Numba kernel on torch's own OpenMP threads.
+"""Run a Numba kernel on torch's own OpenMP threads.
 
-A second thread pool beside torch's starves: between two matrix products torch's workers spin on the very
-cores that the pool's threads want (measured: a second thread of ours gained nothing inside a training step).
-So where torch's OpenMP is GNU's, kernels are handed to it; elsewhere to a :class:`stoker.ops.codegen.threads.Team`.
-Numba's own ``parallel=True`` is not used: its pools are a third set of threads, and unsafe next to torch's.
+A second thread pool next to torch's starves: between two matrix products torch's workers spin on the cores that the
+pool's threads want (measured: a second thread of ours gained nothing inside a training step). So where torch's OpenMP
+is GNU's, it runs the kernels; elsewhere a :class:`stoker.ops.codegen.threads.Team` does. Numba's own ``parallel=True``
+is not used: its pools are a third set of threads, and unsafe next to torch's.
 
-A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may ask
-``thread_index(p)``; all threads run it with the same arguments and share work through a cursor array, so it
-works with any number of threads.
+A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may call
+``thread_index(p)``. All threads run it with the same arguments and share work through a cursor array, so it works with
+any number of threads.
 
-Compiling takes a second, most of it Numba's own work on types and code. So a kernel whose two halves vary on their
-own is two kernels: the first calls the second with :func:`call`, and neither is compiled again for a change of the
-other.
+Compiling takes a second, most of it Numba's own work on types and code. So a kernel whose two halves vary separately is
+two kernels: the first calls the second with :func:`call`, and a change of one does not compile the other again.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from stoker.ops.codegen.threads import team
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()
-# Without the code that counts references to arrays, kernels compile a fifth faster.
+# Without reference counts of arrays, kernels compile a fifth faster.
 _PLAIN: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 
 
 def _box(context: Any, kind: types.BaseTuple) -> ir.Type:
-    """The memory a kernel's pointer points to: its arguments, then the number of threads that have arrived."""
+    """Return the type behind a kernel's pointer: its arguments, then the number of threads that have arrived."""
     return ir.LiteralStructType([context.get_value_type(kind), _I64])
 
 
 @intrinsic
 def arguments(typingctx, pointer):
-    """The arguments a kernel was started with, as a tuple."""
+    """Return the arguments of the running kernel, as a tuple."""
     signature = pointer.dtype(pointer)
 
     def codegen(context, b, signature, args):
@@ -62,7 +61,7 @@ def arguments(typingctx, pointer):
 
 @intrinsic
 def thread_index(typingctx, pointer):
-    """The number of this thread, counted from 0; ask once in each kernel."""
+    """Return the number of this thread, counted from 0; call it once in each kernel."""
     signature = types.int64(pointer)
 
     def codegen(context, b, signature, args):
@@ -74,7 +73,7 @@ def thread_index(typingctx, pointer):
 
 @intrinsic
 def call(typingctx, pointer, entry, me, item, count):
-    """Call the kernel at address ``entry`` with three numbers beside its own arguments, which follow this one's."""
+    """Call the kernel at address ``entry`` with three numbers and its own arguments, which follow this kernel's."""
     signature = types.void(pointer, types.intp, types.int64, types.int64, types.int64)
 
     def codegen(context, b, signature, args):
@@ -92,7 +91,7 @@ def _start(typingctx, openmp, entry, threads, index, kernel_arguments, following
     signature = types.void(types.intp, types.intp, types.intp, types.intp, kernel_arguments, following)
 
     def codegen(context, b, signature, args):
-        # Both begin at multiples of eight bytes, as their largest members are numbers of that size.
+        # Both begin at multiples of eight bytes, the size of their largest members.
         kinds = [_box(context, kind) for kind in signature.args[4:]]
         boxes = cgutils.alloca_once(b, ir.LiteralStructType(kinds))
         for which, value in enumerate(args[4:]):
@@ -120,7 +119,7 @@ def _launch(openmp, entry, threads, index, kernel_arguments, following):
 
 @cache
 def _gomp_parallel() -> int:
-    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, or 0."""
+    """Return the address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, or 0."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
         paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
@@ -133,21 +132,21 @@ def _gomp_parallel() -> int:
 
 
 def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What tells the types of values apart, and arrays that are contiguous from those that are not."""
+    """Return a key that differs for values of other types, and for arrays that are not contiguous."""
     return tuple([(v.dtype.num, v.ndim, v.flags.num) if isinstance(v, np.ndarray) else type(v) for v in values])
 
 
-# Numba's own, in C, takes a tenth of the time; its module is not public.
+# Numba's own function, in C, takes a tenth of the time; its module is not public.
 _fingerprint: Callable[[tuple[Any, ...]], Any] = getattr(_dispatcher, "compute_fingerprint", _kinds)
 
 
 class Kernel:
-    """A kernel for any argument types; compiled when first run, and kept on disk.
+    """A kernel for any argument types; compiled when it first runs, and kept on disk.
 
     Args:
         function: of one pointer; of a pointer and three int64 if other kernels call it.
-        called: whether they do.
-        allocates: whether it makes arrays of its own.
+        called: other kernels call it.
+        allocates: it makes arrays of its own.
     """
 
     def __init__(self, function: Callable[..., None], *, called: bool = False, allocates: bool = False) -> None:
@@ -158,10 +157,10 @@ class Kernel:
         self._entries: dict[Any, tuple[int, Any]] = {}  # the same, by their fingerprints
 
     def entry(self, *values: Any) -> int:
-        """The address of the code for arguments of these types.
+        """Return the address of the code for arguments of these types.
 
         Raises:
-            ValueError: an array is not C-contiguous: its memory would be read as if it were.
+            ValueError: an array is not C-contiguous; the kernel would read its memory as if it were.
         """
         key = _fingerprint(values)
         known = self._entries.get(key)
@@ -174,7 +173,7 @@ class Kernel:
             known = self._compiled.get(kinds)
             if known is None:
                 signature = types.void(types.CPointer(types.Tuple(kinds)), *self._numbers)
-                # The object stays alive beside the address of its code.
+                # Keep the object: it owns the code at the address.
                 with compiling(self._function.__name__.strip("_")):
                     compiled: Any = cached(lambda keep: self._compile(signature, keep))
                 known = self._compiled[kinds] = (int(compiled.address), compiled)
@@ -184,7 +183,7 @@ class Kernel:
     def _compile(self, signature: Any, keep: bool) -> Any:
         options = {"error_model": "numpy", **self._options}
         made = CFunc(self._function, (signature.args, signature.return_type), locals={}, options=options)
-        if keep:  # numba.cfunc would read the cache before it is stamped
+        if keep:  # numba.cfunc would read the cache before the stamp is set
             made.enable_caching()
         stamped(made).compile()
         return made

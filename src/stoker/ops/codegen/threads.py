@@ -1,7 +1,7 @@
 """A few threads that run one kernel together.
 
-Kernels release the interpreter lock and take disjoint work from a shared cursor. The calling thread works too, so a
-helper that wakes late costs nothing but its share.
+Kernels release the interpreter lock and take disjoint work from a shared cursor. The calling thread works too, so if a
+helper wakes late, only its share of the work is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Team:
             Exception: the first error of a helper, with its own traceback.
         """
         if len(arguments) == 1 or not self._busy.acquire(blocking=False):
-            # Another thread has the helpers: do all the work here. The shared cursor makes that the same work.
+            # Another thread has the helpers: do all the work here. With the shared cursor the result is the same.
             return [function(*args) for args in arguments]
         try:
             helped = [self._helpers.submit(function, *args) for args in arguments[1:]]
@@ -44,7 +44,7 @@ _teams: dict[tuple[int, int], Team] = {}
 
 
 def team(size: int) -> Team:
-    """The team of ``size`` threads of this process."""
+    """Return the team of ``size`` threads of this process."""
     key = (os.getpid(), size)  # helpers do not survive a fork
     if key not in _teams:
         _teams[key] = Team(size)

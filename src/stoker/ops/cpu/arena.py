@@ -1,8 +1,7 @@
-"""Buffers that are used again once nobody refers to them.
+"""Buffers that are used again when nothing refers to them any more.
 
-Fresh large buffers cost more than a gather: the kernel zeroes every page anew, and the C library gives them
-back at every free. A tensor from an arena returns its memory when its last reference dies, not before, so
-holding on to it is safe.
+A fresh large buffer costs more than a gather: the kernel zeroes every page, and the C library returns the pages at
+every free. A tensor from an arena returns its memory when its last reference dies, not before, so keeping it is safe.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _KEEP = 8  # idle buffers kept of each size
 
 
 def flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor on the CPU as a flat array; bfloat16 as uint16."""
+    """View a contiguous tensor on the CPU as a flat array; bfloat16 as uint16."""
     array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
     return array.reshape(-1)
 
@@ -32,7 +31,7 @@ class Arena:
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of ``shape``."""
+        """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
         rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
         idle = self._idle.setdefault(rounded, deque(maxlen=_KEEP))
@@ -41,7 +40,7 @@ class Arena:
         except IndexError:
             memory = np.empty(rounded, dtype=np.float32)
         view = memory[:size].reshape(shape)
-        # reshape may return the slice itself: a fresh object either way, alive while any tensor uses it.
+        # reshape may return the slice itself. It is a fresh object either way, and lives while any tensor uses it.
         key = id(view)
 
         def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:

@@ -25,7 +25,7 @@ _NO_OFFSETS = np.zeros(1, dtype=np.int64)
 
 
 def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
-    """The memory of a gradient [B, F, D] from its first element on, and its strides by example and by feature."""
+    """Return the memory of a gradient [B, F, D] from its first element on, and its strides by example and feature."""
     batch, features, dim = grad.shape
     if grad.stride(2) != 1 and dim > 1:
         grad = grad.contiguous()
@@ -36,22 +36,22 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
 
 
 def _scales(bags: Bags) -> np.ndarray:
-    """Per-sample weights [L] float32, or an array that nobody reads."""
+    """Return the per-sample weights [L] float32, or an array that no kernel reads."""
     return _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous())
 
 
-_ITEMS_PER_THREAD = 2  # so that none is left with a big one at the end
+_ITEMS_PER_THREAD = 2  # so that no thread ends with a large one
 
 
 @lru_cache(maxsize=64)
 def share_work(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """What ``threads`` share: table and part [I, 2], and the parts of each table, a power of two.
+    """Return the work items of ``threads``: (table, partition) [I, 2], and each table's partitions, a power of two.
 
-    Few tables are cut into parts, so that every thread has work. Each part walks the whole batch, so there are no
-    more than it takes, and none without rows: runs of 16 rows go to the parts in turn.
+    A few tables are partitioned, so that every thread has work. A thread walks the whole batch for each partition, so
+    there are no more than needed, and none is empty: runs of 16 rows go to the partitions in turn.
     """
     start, rows = space.by_table.start, space.by_table.rows
-    # The largest first, so that no thread is left with a big one at the end.
+    # The largest first, so that no thread ends with a large one.
     order = np.argsort(-np.diff(start) * np.minimum(rows.astype(np.float64), 1e6), kind="stable")
     wanted = -(-_ITEMS_PER_THREAD * threads // len(order)) if threads > 1 else 1
     wanted = 1 << (wanted - 1).bit_length()
@@ -61,7 +61,7 @@ def share_work(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _Scratch:
-    """Hash tables and gradient buffers, one for each thread; grown as needed, kept between batches."""
+    """A hash table and a gradient buffer for each thread; grown as needed, kept between batches."""
 
     def __init__(self) -> None:
         self._fitted = (0, 0, 0)
@@ -75,8 +75,8 @@ class _Scratch:
             self._fitted = (threads, size, elements)
             self.arrays = (
                 np.full((threads, size), -1, dtype=np.int64),  # keys: a row, or -1
-                np.empty((threads, size), dtype=np.int32),  # slots: that row's place in the buffer
-                np.empty((threads, size), dtype=np.int64),  # places: where the n-th row stands among the keys
+                np.empty((threads, size), dtype=np.int32),  # slots: the place of that row in the buffer
+                np.empty((threads, size), dtype=np.int64),  # places: the place of the n-th row among the keys
                 np.empty((threads, elements), dtype=np.float32),  # buffer: summed gradients
                 np.empty((threads, size), dtype=np.int32),  # how often each row occurs
             )
@@ -136,7 +136,7 @@ class CpuBackend(Backend):
         threads = torch.get_num_threads()
         states = [flat(state[name]) for name in rule.definition.state]
         constants = np.array(rule.constants(dim), dtype=np.float32)
-        with self._busy:  # one scratch for all groups: backward passes take turns
+        with self._busy:  # all groups share the scratch: backward passes take turns
             self._scratch.fit(threads, int(occurrences.max()), dim)
             keys, slots, places, buffers, counts = self._scratch.arrays
             first = states[0] if states else None
@@ -211,7 +211,7 @@ class CpuBackend(Backend):
 
 
 def _refuse(space: AddressSpace, bags: Bags) -> None:
-    """Raise the error of a batch with a bad id or bag."""
+    """Raise the error for a batch with a bad id or bag."""
     if bags.offsets is not None and not offsets_fit(bags.offsets, bags.ids.numel()):
         raise ValueError(f"offsets must rise from 0 to the number of ids, {bags.ids.numel()}; they do not.")
     space.check(bags.ids, bags.offsets)
@@ -219,5 +219,5 @@ def _refuse(space: AddressSpace, bags: Bags) -> None:
 
 
 def _block(total: int, least: int) -> int:
-    """Work handed out at a time: small enough to balance, large enough not to fight over the cursor."""
+    """Return the size of a work item: small enough to balance, large enough to keep threads off the cursor."""
     return max(least, total // (8 * torch.get_num_threads()))

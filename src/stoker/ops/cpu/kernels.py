@@ -1,10 +1,10 @@
 """Numba kernels for tables and for the pairwise interaction; most are specialised by row width, once a process.
 
-Every :class:`Kernel` is called by several threads at once with the same arguments; a shared cursor hands out disjoint
-work, so no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
+Several threads call a :class:`Kernel` at once with the same arguments. A shared cursor hands out disjoint work, so no
+result depends on the number of threads. Arrays of rows are flat; addresses are int64.
 
-Functions under ``@jit`` run on the calling thread: they number the distinct rows of a batch, table by table, as one
-table's hash fits a small cache, and choose bags.
+Functions under ``@jit`` run on the calling thread. They number the distinct rows of a batch, table by table, because
+the hash table of one table fits a small cache; and they choose bags.
 
 Legend: B examples, F features, L ids, T tables, D (``dim``) columns.
 """
@@ -32,12 +32,12 @@ from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
 from stoker.ops.rule import COW
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
-_POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none is taken for the mark of a free place
-_AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
+_POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none equals the mark of a free place
+_AHEAD = 24  # rows to prefetch ahead: the work of about one DRAM latency
 
 
 def _init(p):
-    """Fill the elements of fresh rows of one table, of any width: an element's counter is its place in the table."""
+    """Fill fresh rows of one table of any width; the counter of an element is its place in the table."""
     out, key, first, scale, cursor, block = arguments(p)
     while True:
         start = fetch_add(cursor, block)
@@ -51,7 +51,7 @@ init_kernel = Kernel(_init)
 
 @lru_cache(maxsize=64)
 def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
-    """Kernel of the pooled lookup; sets ``error[0]`` if an id lies outside its table."""
+    """Make the kernel of the pooled lookup; it sets ``error[0]`` if an id is outside its table."""
     scaled = 1 if weighted else 0
 
     def one_hot(p):
@@ -97,7 +97,7 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
                     out[bag * dim + d] = 0.0
                 for k in range(begin, end):
                     if k + _AHEAD < last:
-                        # The feature of that id is not known cheaply; most often it is this one.
+                        # To find the feature of that id takes long; most often it is this one.
                         prefetch_row(dim, weight, (base + ids[k + _AHEAD]) * dim)
                     i = np.int64(ids[k])
                     if i < 0 or i >= limit:
@@ -112,7 +112,7 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
 
 @lru_cache(maxsize=64)
 def weight_gradient_kernel(dim: int) -> Kernel:
-    """Kernel of the per-sample-weight gradient: one dot product for each id; sets ``error[0]`` for a bad id or bag."""
+    """Make the kernel of the per-sample-weight gradient: a dot product an id; ``error[0]`` for a bad id or bag."""
 
     def dots(p):
         weight, ids, offsets, bases, limits, grad, out, error, cursor, block = arguments(p)
@@ -140,13 +140,13 @@ def weight_gradient_kernel(dim: int) -> Kernel:
 
 @lru_cache(maxsize=64)
 def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool) -> Kernel:
-    """First half of the fused backward: sum the gradients of each distinct row; then the other half updates the rows.
+    """Make the first half of the fused backward, which sums the gradients of each distinct row and calls the second.
 
-    A work item is one table, or one part of a table's rows. Its thread walks the batch in order of occurrence and adds
-    each gradient to the row's place in a compact buffer, found by a hash table that fits the first-level cache; then it
-    has the rows updated, which were asked for from memory when they were first met. ``counted``: also counts how often
-    each row occurs. Ids and offsets are those of the lookup, but memory may have been written since: a bad one sets
-    ``error[0]``, and the rows of that table and of others not yet done stay as they are.
+    A work item is one table, or one partition of its rows. Its thread walks the batch in order of occurrence and adds
+    each gradient to the row's place in a compact buffer, found by a hash table that fits the first-level cache. It
+    prefetches a row when it first meets it, and updates the rows at the end. ``counted``: also counts how often each
+    row occurs. Ids and offsets are those of the lookup, but memory may have been written since: a bad one sets
+    ``error[0]``, and the rows of that table and of others not yet done do not change.
     """
     scaled = 1 if weighted or mean else 0
     examples_ahead = max(4, min(32, 1024 // dim))
@@ -177,17 +177,17 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                 bits += 1
             mask = (np.int64(1) << bits) - 1
             shift = np.uint64(64 - bits)
-            direct = rows <= mask  # every row has a place of its own: no hashing
+            direct = rows <= mask  # every row is its own place: no hashing
             one = np.float32(1.0)
             most = occurrences[table]
             count = np.int64(0)
-            bad = False  # checked where a row is first met: to ask for every id would cost a twentieth
+            bad = False  # checked when a row is first met: a check of every id takes a twentieth longer
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
                     source = b * example_stride + table_features[owned] * feature_stride
                     if b + ahead < batch:
-                        # One table's gradients may lie a whole example apart: too far for the processor to guess.
+                        # The gradients of one table may be an example apart: the processor does not prefetch so far.
                         prefetch_row(dim, grad, source + ahead * example_stride)
                     begin, end = bag, bag + 1
                     if jagged:
@@ -239,7 +239,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
 
 @lru_cache(maxsize=64)
 def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
-    """Second half: update the ``count`` rows of ``table`` that thread ``me`` has found, and forget them."""
+    """Make the second half: update the ``count`` rows of ``table`` that thread ``me`` found, and empty its hash."""
 
     def apply(p, me, table, count):
         (
@@ -268,18 +268,18 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
 
 
 @jit
-def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, seen, mark, inverse, others):
-    """What has a place of its own, in the order of the batch: id k below ``fixed`` [T] gets ``inverse`` -1 - place.
+def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, mark, inverse, others):
+    """Place the pinned rows in the order of the batch: id k below ``pinned`` [T] gets ``inverse`` -1 - place.
 
     Places count from ``first_place`` [T] on and are marked in ``seen``. ``others`` [T] counts the other ids of each
     table. Returns how many distinct places there were, or -1 for a bad id.
     """
     features = table_of.size
     batch = (offsets.size - 1 if jagged else ids.size) // features
-    # By feature: without a lookup between an id and its place this takes a fifth of the time.
+    # Feature by feature: without a lookup between an id and its place this takes a fifth of the time.
     limits, lows, places = np.empty((3, features), np.int64)
     for f in range(features):
-        limits[f], lows[f], places[f] = table_rows[table_of[f]], fixed[table_of[f]], first_place[table_of[f]]
+        limits[f], lows[f], places[f] = table_rows[table_of[f]], pinned[table_of[f]], first_place[table_of[f]]
     number = np.int32(mark)
     placed = 0
     for b in range(batch):
@@ -304,13 +304,13 @@ def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, s
 
 @jit
 def number_rows(
-    ids, offsets, jagged, table_start, table_features, first_row, table_rows, fixed, others, keys, numbers, rows,
+    ids, offsets, jagged, table_start, table_features, first_row, table_rows, pinned, others, keys, numbers, rows,
     inverse,
 ):  # fmt: skip
-    """Distinct addresses into ``rows``, each id's number into ``inverse``; returns how many, or -1 for a bad id.
+    """Write distinct addresses to ``rows``, each id's number to ``inverse``; return how many, or -1 for a bad id.
 
-    The ids below ``fixed`` [T] of each table are left out; ``others`` [T] ids of it are not among them. ``keys`` is all
-    -1 on entry and, but for a bad id, on return.
+    It skips the ids below ``pinned`` [T] of each table; ``others`` [T] counts the rest. ``keys`` is all -1 on entry,
+    and on return unless an id is bad.
     """
     features = table_features.size
     batch = (offsets.size - 1 if jagged else ids.size) // features
@@ -323,7 +323,7 @@ def number_rows(
             bits += 1
         mask = (np.int64(1) << bits) - 1
         shift = np.uint64(64 - bits)
-        limit, first, low = table_rows[table], first_row[table], fixed[table]
+        limit, first, low = table_rows[table], first_row[table], pinned[table]
         direct = limit <= mask
         begin_found = found
         for b in range(batch):
@@ -344,7 +344,7 @@ def number_rows(
                     if keys[h] < 0:
                         keys[h] = row
                         numbers[h] = found
-                        rows[found] = h  # until the table is done: where to empty the hash
+                        rows[found] = h  # until the table is done: which places of the hash table to clear
                         found += 1
                     inverse[k] = numbers[h]
         for i in range(begin_found, found):
@@ -356,7 +356,7 @@ def number_rows(
 
 @jit
 def rises(offsets, count):
-    """Whether offsets rise from 0 to ``count``."""
+    """Return True if offsets rise from 0 to ``count``."""
     if offsets.size == 0 or offsets[0] != 0 or offsets[offsets.size - 1] != count:
         return False
     falls = False
@@ -367,7 +367,7 @@ def rises(offsets, count):
 
 @jit
 def chosen_ends(offsets, columns, features, ends):
-    """Where the chosen bags begin and end, [B * C + 1]; returns how many ids they have."""
+    """Write where the chosen bags begin and end [B * C + 1]; return how many ids they have."""
     at, bag = 0, 0
     ends[0] = 0
     for first in range(0, offsets.size - 1, features):
@@ -381,7 +381,7 @@ def chosen_ends(offsets, columns, features, ends):
 
 @jit
 def chosen_values(offsets, columns, features, values, out):
-    """The values [L] of the chosen bags, one bag after the other."""
+    """Write the values [L] of the chosen bags, one bag after the other."""
     at = np.uint64(0)
     for first in range(0, offsets.size - 1, features):
         for c in range(columns.size):
@@ -393,7 +393,7 @@ def chosen_values(offsets, columns, features, values, out):
 
 @lru_cache(maxsize=64)
 def interaction_kernel(dim: int) -> Kernel:
-    """Kernel of [B, D] and [B, F, D] to [B, width]: the vectors are turned, so that one row meets 16 others at once."""
+    """Make the kernel of [B, D] and [B, F, D] to [B, width]. It transposes vectors: one row meets 16 at once."""
 
     def forward(p):
         dense, embedded, out, width, features, batch, cursor, block, all_rows, all_columns = arguments(p)
@@ -434,7 +434,7 @@ def interaction_kernel(dim: int) -> Kernel:
 
 @lru_cache(maxsize=64)
 def interaction_gradient_kernel(dim: int) -> Kernel:
-    """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
+    """Make the kernel of the gradients: of a vector, the sum of the others, weighted by their pairs' gradients."""
 
     def backward(p):
         dense, embedded, grad, width, grad_dense, grad_embedded, stride, features, batch, cursor, block, all_rows = (

@@ -15,16 +15,16 @@ from stoker.ops.codegen.llvm_rows import row_condition, row_lamb, row_sgd, row_s
 from stoker.ops.codegen.native import Kernel, arguments, thread_index
 from stoker.ops.rule import COW
 
-CONDITION = 15  # the flags of stoker.ops.rule.condition; row_lamb has others beside them
-BLOCK = 512  # rows handed out at a time
-_AHEAD = 12  # rows to ask for before they are needed
+CONDITION = 15  # the flags of stoker.ops.rule.condition; row_lamb has more
+BLOCK = 512  # rows of a work item
+_AHEAD = 12  # rows to prefetch ahead
 _MOST = 2.0**40  # stoker.ops.lamb
 _LIMB = 2.0**40
 
 
 @njit(inline="always")
 def _add(limbs, table, sign, square):
-    """Add a row's sum of squares to the integers of its table, or take it away: as stoker.ops.lamb.squares."""
+    """Add a row's sum of squares to the integers of its table, or subtract it, as stoker.ops.lamb.squares."""
     rest = square if square <= _MOST else _MOST
     for limb in range(3):
         whole = np.floor(rest)
@@ -34,7 +34,7 @@ def _add(limbs, table, sign, square):
 
 @lru_cache(maxsize=64)
 def direct_kernel(dim: int, flags: int) -> Kernel:
-    """Kernel that turns gradients [U, D] into directions, and adds up their squares."""
+    """Make the kernel that turns gradients [U, D] into directions and sums their squares."""
     clipping = flags & CONDITION
 
     def direct(p):
@@ -62,7 +62,7 @@ def direct_kernel(dim: int, flags: int) -> Kernel:
 
 @lru_cache(maxsize=64)
 def move_kernel(dim: int) -> Kernel:
-    """Kernel that steps along directions [U, D], and adds up by how much the rows' squares grow."""
+    """Make the kernel that steps along directions [U, D] and sums the growth of the rows' squares."""
 
     def move(p):
         weight, directions, rows, table, scales, first_row, row_in_slot, keys, limbs, cursor, block = arguments(p)

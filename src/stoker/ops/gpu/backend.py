@@ -1,7 +1,7 @@
 """The Triton back end: tables on a GPU, equal to the reference to the bit, without waiting for the device.
 
-With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run on CPU tensors, slowly: that
-is how they are tested where there is no GPU.
+With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run on CPU tensors, slowly. Tests use that
+where there is no GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _TILE = 1024  # elements of a tile: 8 a thread
-_LONG = 64  # a row with more occurrences than this is summed by programs of its own
+_LONG = 64  # a row with more occurrences than this gets programs of its own, which sum it
 _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs here, as when TRITON_INTERPRET=1 was set before Triton's import."""
+    """Return True if Triton's interpreter runs here: TRITON_INTERPRET=1 was set before Triton's import."""
     return not isinstance(kernels.lookup_kernel, triton.runtime.JITFunction)
 
 
 def _check_interpreter(triton_version: str, numpy_version: str) -> None:
-    """Raise if Triton's interpreter fails in every loop whose end is loaded from memory.
+    """Raise ConfigError if Triton's interpreter cannot run loops whose end is loaded from memory.
 
-    Triton before 3.7 turns arrays of one element into integers, which NumPy 2.4 and later refuse.
+    Triton before 3.7 converts arrays of one element to integers, which NumPy 2.4 and later refuse.
     """
     if _release(triton_version) < (3, 7) and _release(numpy_version) >= (2, 4):
         raise ConfigError(
@@ -57,7 +57,7 @@ class _Segments(NamedTuple):
 
     rows: Tensor  # [L] row addresses, rising
     segments: Tensor  # [L] int64, running number of the distinct row, from 1
-    starts: Tensor  # [L + 1] int64, where each distinct row begins; the number of rows is not known on the host
+    starts: Tensor  # [L + 1] int64, where each distinct row begins; the host does not know how many there are
     sources: Tensor  # [L] int64, bag of each occurrence
     scales: Tensor | None  # [L] float32, factor of each occurrence's gradient
 
@@ -70,10 +70,10 @@ class TritonBackend(Backend):
     written: from that batch on, updates leave every table on the device as it was.
 
     Args:
-        lazy: report bad ids at a later call rather than wait for the device in each; None means on CUDA only.
+        lazy: report bad ids at a later call, so that no call waits for the device; None means on CUDA only.
 
     Raises:
-        ConfigError: Triton's interpreter is chosen, but cannot run the kernels with this NumPy.
+        ConfigError: Triton's interpreter was chosen, but cannot run the kernels with this NumPy.
     """
 
     name = "triton"
@@ -85,7 +85,7 @@ class TritonBackend(Backend):
         self._watches: dict[torch.device, IdWatch] = {}
 
     def synchronize(self) -> None:
-        """Wait for the device and raise what is still to be reported.
+        """Wait for the device and raise the errors that are not reported yet.
 
         Raises:
             IndexError: an id of an earlier call lay outside its table.
@@ -177,7 +177,7 @@ class TritonBackend(Backend):
             )  # fmt: skip
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights [L]: dot products in a fixed order, but not the reference's."""
+        """Return the gradient of the per-sample weights [L]: dot products in a fixed order, not the reference's."""
         device, dim, count = weight.device, weight.shape[1], bags.ids.numel()
         watch = self._watch(device)
         watch.poll()
@@ -203,7 +203,7 @@ class TritonBackend(Backend):
     def _addresses(
         self, space: AddressSpace, bags: Bags, bag: Tensor | None, watch: IdWatch, device: torch.device
     ) -> Tensor:
-        """Row address of each id [L]; int32 where it fits, since sorting takes half the passes then."""
+        """Return the row address of each id [L]; int32 where it fits, which takes half the passes to sort."""
         place, count = space.on(device), bags.ids.numel()
         dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
         rows = torch.empty(count, dtype=dtype, device=device)
@@ -232,13 +232,13 @@ class TritonBackend(Backend):
 
 
 def _bits(weight: Tensor) -> Tensor:
-    """Float32 as it is, bfloat16 as int16."""
+    """View bfloat16 as int16; return float32 as it is."""
     assert weight.is_contiguous(), "kernels address rows by row * dim"
     return weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
 
 
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """A tensor for an argument that the kernel does not read when there is none."""
+    """Return ``tensor``, or if it is None another one, which the kernel does not read."""
     return unused if tensor is None else tensor
 
 
@@ -247,13 +247,13 @@ def _power(size: int) -> int:
 
 
 def _send(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Small integers to the device without waiting for it."""
+    """Copy small integers to the device without waiting for it."""
     tensor = torch.tensor(values, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tables'."""
+    """Make ``device`` the current one: Triton launches kernels there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -263,13 +263,12 @@ _UNREAD = 8  # calls the host may run ahead of the device before it waits for a 
 class IdWatch:
     """The error word of one device: ids outside their table are reported without making the host wait.
 
-    Kernels write the position of the first bad id into one word on the device, and every update reads that word first:
-    from then on nothing is written. The host gets a copy of the word after each call and looks at it when the next one
-    comes.
+    Kernels write the position of the first bad id into one word on the device. Every update reads that word first: once
+    it is set, nothing is written. Each call copies the word to the host, which reads the copy at the next call.
 
     Args:
         device: where the tables lie.
-        lazy: report at a later call rather than wait for the device in each; the default on CUDA.
+        lazy: report at a later call, so that no call waits for the device; the default on CUDA.
     """
 
     def __init__(self, device: torch.device, *, lazy: bool | None = None) -> None:
@@ -278,7 +277,7 @@ class IdWatch:
         self._reports: deque[tuple[torch.cuda.Event | None, Tensor, AddressSpace, Bags]] = deque()
 
     def post(self, space: AddressSpace, bags: Bags) -> None:
-        """After a kernel that checked ``bags``: have its finding copied to the host."""
+        """Copy the finding of the kernel that checked ``bags`` to the host."""
         if not self.lazy:
             if int(self.word) != NO_ERROR:
                 self._raise(int(self.word), space, bags)
@@ -294,10 +293,10 @@ class IdWatch:
         self._reports.append((copied, copy, space, bags))
 
     def poll(self, *, wait: bool = False) -> None:
-        """Raise what has been found.
+        """Raise the error that was found, if any.
 
         Args:
-            wait: for the device to finish all calls so far, so that nothing is left to find.
+            wait: wait until the device has finished all calls so far.
 
         Raises:
             IndexError: an id of an earlier call lay outside its table.

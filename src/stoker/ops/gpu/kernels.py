@@ -1,15 +1,14 @@
 """Triton kernels: lookup and its gradients, fresh rows, row addresses, one update a row, copies of rows.
 
-Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the reference
-rounds twice. bfloat16 rows are passed as int16 and widened by a shift, which keeps every bit and needs no
-hardware support.
+Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the reference rounds twice.
+bfloat16 rows are passed as int16 and widened by a shift: it keeps every bit and needs no hardware support.
 
-The update sums segments of equal rows without float atomics and tree sums: the additions of a row follow the order of
-occurrence, so the work is spread over rows and columns only. Rows with more than LONG occurrences are summed first, by
-programs of their own with many loads in flight, so that one popular row does not hold up the others of its tile.
+The update sums segments of equal rows without float atomics or tree sums: the additions of a row follow the order of
+occurrence, so only rows and columns run in parallel. Rows with more than LONG occurrences are summed first, by programs
+of their own with many loads in flight, so that one popular row does not delay the others of its tile.
 
-Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. BAGS and BLOCK are
-the tile's rows and columns.
+Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. A tile has BAGS rows and BLOCK
+columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from stoker.ops.rule import RULES
 
-NO_ERROR = 2**63 - 1  # what the error word holds while every id has been inside its table
+NO_ERROR = 2**63 - 1  # the error word as long as every id was inside its table
 
 _NONE = tl.constexpr(NO_ERROR)
 # SplitMix64, as in stoker.ops.reference.counter_bits.
@@ -33,7 +32,7 @@ _MIX2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def counter_bits(key, counter):
-    """64 random bits, uint64, for int64 ``key`` and ``counter``."""
+    """Return 64 random bits, uint64, for int64 ``key`` and ``counter``."""
     z = (counter.to(tl.uint64) + 1) * _GOLDEN + key.to(tl.uint64)
     z = (z ^ (z >> 30)) * _MIX1
     z = (z ^ (z >> 27)) * _MIX2
@@ -42,7 +41,7 @@ def counter_bits(key, counter):
 
 @triton.jit
 def read_rows(weight, place, mask, BF16: tl.constexpr):
-    """Weights at ``place`` as float32; zero where masked."""
+    """Load the weights at ``place`` as float32; zero where masked."""
     if BF16:
         raw = tl.load(weight + place, mask=mask, other=0).to(tl.int32)
         values = (raw << 16).to(tl.float32, bitcast=True)
@@ -56,7 +55,7 @@ def lookup_kernel(
     weight, ids, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
     SCALED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One id a bag. The position of the first id outside its table goes to ``error``; its output is zero."""
+    """Look up one id a bag. ``error`` gets the position of the first id outside its table; its output is zero."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = bag < bags
@@ -78,7 +77,7 @@ def lookup_bags_kernel(
     weight, ids, offsets, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
     SCALED: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Bags of any length, each summed in order of occurrence; all bags of a tile advance together."""
+    """Sum bags of any length in order of occurrence; all bags of a tile advance together."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = bag < bags
@@ -101,7 +100,7 @@ def lookup_bags_kernel(
             values = read_rows(weight, (base + row)[:, None] * D + column[None, :], inside[:, None] & within, BF16)
             if SCALED:
                 values = values * tl.load(scales + at, mask=here, other=0.0)[:, None]
-            # A finished bag adds +0.0, which changes nothing: a sum that began at +0.0 is never -0.0.
+            # A finished bag adds +0.0. That changes nothing: a sum that began at +0.0 is never -0.0.
             total = total + values
     tl.atomic_min(error + tl.zeros([BAGS], tl.int64), worst, mask=worst < _NONE, sem="relaxed")
     if MEAN:
@@ -113,7 +112,7 @@ def lookup_bags_kernel(
 def addresses_kernel(
     ids, bag_of, bases, limits, out, error, count, missing, F: tl.constexpr, JAGGED: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The row address of each id; ``missing``, one past the last row, for an id outside its table."""
+    """Write the row address of each id; ``missing``, one past the last row, for an id outside its table."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
     if JAGGED:
@@ -133,7 +132,7 @@ def weight_gradient_kernel(
     weight, address, bag_of, grad, out, count, missing, D: tl.constexpr, BF16: tl.constexpr, JAGGED: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The dot product of each occurrence's row with its bag's gradient."""
+    """Write the dot product of each occurrence's row with its bag's gradient."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
     if JAGGED:
@@ -154,7 +153,7 @@ def weight_gradient_kernel(
 
 @triton.jit(do_not_specialize=["key", "first"])
 def init_kernel(out, key, first, count, scale, BF16: tl.constexpr, SIZE: tl.constexpr):
-    """Elements ``first..first + count`` of a fresh table, uniform in [-scale, scale)."""
+    """Write elements ``first..first + count`` of a fresh table, uniform in [-scale, scale)."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     unit = (counter_bits(key.to(tl.int64), at + first) >> 40).to(tl.int32).to(tl.float32)
     values = (unit * 1.1920928955078125e-07 - 1.0) * scale  # 2**-23: the bracket is exact, in [-1, 1)
@@ -177,7 +176,7 @@ _FTRL = tl.constexpr(RULES["ftrl"].code)
 
 @triton.jit
 def mark_kernel(rows, heads, count, SIZE: tl.constexpr):
-    """1 where a new row begins among the sorted ``rows`` [L], else 0."""
+    """Write 1 where a new row begins among the sorted ``rows`` [L], else 0."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
     row = tl.load(rows + at, mask=live, other=0)
@@ -187,9 +186,9 @@ def mark_kernel(rows, heads, count, SIZE: tl.constexpr):
 
 @triton.jit
 def starts_kernel(rows, segments, starts, count, SIZE: tl.constexpr):
-    """Where each distinct row's occurrences begin, and L after the last: ``starts`` [U + 1].
+    """Write where the occurrences of each distinct row begin, and L after the last: ``starts`` [U + 1].
 
-    ``segments`` [L] is the running sum of :func:`mark_kernel`'s marks.
+    ``segments`` [L] is the running sum of the marks of :func:`mark_kernel`.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
@@ -205,7 +204,7 @@ def sum_long_kernel(
     segments, starts, sources, scales, grad, totals, error, count, D: tl.constexpr, SCALED: tl.constexpr,
     LONG: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the long row that begins in window ``p`` of LONG occurrences, into ``totals[p]``.
+    """Write the gradient of the long row that begins in window ``p`` of LONG occurrences to ``totals[p]``.
 
     A long row has more than LONG occurrences, so no two begin in one window.
     """
@@ -237,9 +236,9 @@ def sum_long_kernel(
 
 @triton.jit
 def _norm_squared(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of squares of each row in the reference's order: 16 lanes add every 16th element, then fold.
+    """Sum the squares of each row in the order of the reference: 16 lanes add every 16th element, then fold.
 
-    ``tl.sum`` adds in an order of its own; here it only ever adds zeros to one value, or two values.
+    The order of ``tl.sum`` is unspecified; here it only adds zeros to one value, or two values.
     """
     lanes = values * values
     if BLOCK > 16:
@@ -256,7 +255,7 @@ def _norm_squared(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round_randomly(values, bits):
-    """float32 to the int16 image of bfloat16, up or down by the upper 16 of 64 random ``bits``."""
+    """Round float32 to bfloat16 as int16, up or down by the upper 16 of 64 random ``bits``."""
     raw = values.to(tl.int32, bitcast=True)
     finite = (raw & 0x7F800000) != 0x7F800000
     low = (bits >> 48).to(tl.int32)
@@ -274,7 +273,7 @@ def update_kernel(
 ):  # fmt: skip
     """Sum the gradient of each distinct row and update the row and its state.
 
-    Does nothing once an id was found outside its table: the tables stay as they were before that batch.
+    Do nothing once an id was outside its table: the tables keep their values from before that batch.
     """
     if tl.load(error) != _NONE:
         return
@@ -313,7 +312,7 @@ def update_kernel(
         g = tl.where(g > clip_value, clip_value, tl.where(g < -clip_value, -clip_value, g))
     if CLIP_NORM:
         norm = tl.sqrt_rn(_norm_squared(g, ROWS, BLOCK))
-        # Where the norm is within bounds the quotient is not used: keep it from dividing by zero.
+        # Where the norm is within bounds the quotient is not used: 1 avoids a division by zero.
         over = norm > clip_norm
         g = g * tl.where(over, tl.div_rn(clip_norm, tl.where(over, norm, 1.0)), 1.0)[:, None]
     if COW:
@@ -372,13 +371,13 @@ def update_kernel(
         tl.store(weight + at, w, mask=mask)
 
 
-_TILE = 2048  # elements of a tile: each thread has several reads on their way, for the link is slow to answer
+_TILE = 2048  # elements of a tile: each thread has several reads in flight, because the latency of the link is long
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @triton.jit
 def copy_rows_kernel(source, rows, target, places, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row ``rows[i]`` of ``source`` to row ``places[i]`` of ``target``."""
+    """Copy row ``rows[i]`` of ``source`` to row ``places[i]`` of ``target``."""
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
@@ -390,10 +389,10 @@ def copy_rows_kernel(source, rows, target, places, count, D: tl.constexpr, ROWS:
 
 
 def copy_rows(source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
-    """Row ``rows[i]`` of ``source`` goes to row ``places[i]`` of ``target``, queued on the current stream.
+    """Copy row ``rows[i]`` of ``source`` to row ``places[i]`` of ``target``, queued on the current stream.
 
-    Out of page-locked memory of the host the GPU reads rows over the link itself, without a processor gathering them
-    first (zero-copy access, as in EMOGI, VLDB 2020). Rows move as integers, so not-a-numbers keep their bits.
+    The GPU itself reads rows from page-locked host memory over the link; no processor gathers them first (zero-copy
+    access, as in EMOGI, VLDB 2020). Rows move as integers, so not-a-numbers keep their bits.
 
     Args:
         source: [N, D] or [N], contiguous, of 2 or 4 bytes an element; on the device, or page-locked on the host.

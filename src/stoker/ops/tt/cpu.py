@@ -1,7 +1,7 @@
 """Numba kernels of tensor-train tables (see :mod:`stoker.ops.tt.lookup`): tries and grouped products.
 
-A batch has hundreds of products of tens of rows; a library call each costs more than the products themselves. Here a
-level is one kernel. Every element is summed by one thread in a fixed order, so results do not depend on threads.
+A batch has hundreds of products of tens of rows. A library call for each costs more than the products. Here one kernel
+does a level. One thread sums each element in a fixed order, so results do not depend on threads.
 
 Legend: P nodes of a level, M columns so far, K = r_{k-1} values of a row, W = m_k * r_k columns of a slice.
 """
@@ -23,17 +23,17 @@ from stoker.ops.codegen.native import Kernel, arguments
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.tt.shape import Level
 
-# Numba compiles a function again for an argument that is a number in the code: hence np.int64(0) instead of 0 below.
+# Numba compiles a function again for a literal argument: so np.int64(0), not 0, below.
 BLOCK = 64  # rows of a product that a thread takes at a time
 _WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
-_HIGH = 8 if _WIDE else 4  # rows of a tile: as many sums as the registers hold
+_HIGH = 8 if _WIDE else 4  # rows of a tile: the registers hold as many sums
 _PAIR = 2 if _WIDE else 1
 _STEP = LANES * _PAIR
 
 
 @jit
 def split_level(keys, count):
-    """The last digits of ascending ``keys`` [P], and the nodes above.
+    """Split off the last digits of ascending ``keys`` [P]; find the nodes above.
 
     Returns digits [P], for each key its node above [P], the nodes' keys [Q] and how many children each has [Q].
     """
@@ -55,7 +55,7 @@ def split_level(keys, count):
 
 @jit
 def order_level(digits, radix):
-    """A stable sort of the nodes [P] by digit: digits in order, the order, its inverse, distinct digits and starts."""
+    """Sort the nodes [P] by digit, stably: digits in order, the order, its inverse, distinct digits and starts."""
     size = len(digits)
     order = np.empty(size, np.int64)
     if radix <= 16 * size + 1024:
@@ -84,10 +84,10 @@ def order_level(digits, radix):
 
 @jit
 def tasks_of(start, width, parent, rank):
-    """Blocks of at most BLOCK rows with one slice, [T, 3] (number of the digit, first row, last), each row's offset.
+    """Cut rows into blocks with one slice, of at most BLOCK: [T, 3] (number of digit, first row, last), and offsets.
 
-    Rows are the M = ``width`` rows of every node; the offset [P * M] is that of its K = ``rank`` values in the level
-    before.
+    Rows are the M = ``width`` rows of every node. The offset of each [P * M] is where its K = ``rank`` values begin in
+    the level before.
     """
     count = 0
     for group in range(len(start) - 1):
@@ -107,7 +107,7 @@ def tasks_of(start, width, parent, rank):
 
 
 def _strip(tile, vectors):
-    """A kernel for rows begin..stop of a strip of ``vectors`` * LANES columns; ``out_at`` is that of row ``begin``."""
+    """Make a kernel for rows begin..stop of a strip of ``vectors`` * LANES columns; ``out_at`` is row ``begin``."""
 
     @njit
     def strip(left, offsets, begin, stop, count, right, right_at, stride, out, out_at, out_stride):
@@ -128,7 +128,7 @@ def _strip(tile, vectors):
 
 
 def _product(tile):
-    """A kernel for rows begin..stop of ``left @ right`` of ``width`` columns; ``out_at`` is that of row ``begin``."""
+    """Make a kernel for rows begin..stop of ``left @ right`` with ``width`` columns; ``out_at`` is row ``begin``."""
     narrow, wide = _strip(tile, 1), _strip(tile, _PAIR)
 
     @njit
@@ -142,7 +142,7 @@ def _product(tile):
             column += LANES
         rest = width - column
         zero, lanes = np.int64(0), np.int64(LANES)
-        if rest:  # through a panel of LANES columns, so that nothing is read or written beyond the matrix
+        if rest:  # a panel of LANES columns: so nothing is read or written beyond the matrix
             for k in range(count):
                 for j in range(rest):
                     panel[k * LANES + j] = right[right_at + k * width + column + j]
@@ -159,7 +159,7 @@ _rows, _across = _product(tile_product), _product(tile_across)
 
 @njit
 def _turn(matrix, at, rows, columns, out):
-    """``out[columns, rows]``, the transpose of the matrix [rows, columns] that begins at ``at``."""
+    """Transpose the matrix [rows, columns] that begins at ``at`` into ``out[columns, rows]``."""
     whole_rows, whole_columns = rows // LANES * LANES, columns // LANES * LANES
     for i in range(0, whole_rows, LANES):
         for j in range(0, whole_columns, LANES):
@@ -247,17 +247,17 @@ def _cursor() -> npt.NDArray[np.int64]:
 
 
 def split_keys(keys: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Digits, number of the node above, and these nodes' keys and numbers of children; ``keys`` are ascending."""
+    """Return digits, numbers of the nodes above, their keys and child counts; ``keys`` are ascending."""
     return tuple(torch.from_numpy(part) for part in split_level(keys.contiguous().numpy(), count))
 
 
 def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
-    """Digits in order, the order, its inverse, and the distinct digits and where each begins."""
+    """Return digits in order, the order, its inverse, the distinct digits and where each begins."""
     return tuple(torch.from_numpy(part) for part in order_level(digits.contiguous().numpy(), radix))
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
-    """[P * M, m_k * r_k]: the values [.., M, r_{k-1}] of each node's parent times its slice of the core."""
+    """Multiply the values [.., M, r_{k-1}] of each node's parent by the node's slice: [P * M, m_k * r_k]."""
     assert level.parent is not None
     digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()
     width, (_, rank, columns) = above.shape[1], core.shape
@@ -271,7 +271,7 @@ def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
 
 
 def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the slices that occur [n, r_{k-1}, m_k * r_k], and of the level before [its nodes, M * r_{k-1}].
+    """Return gradients of the used slices [n, r_{k-1}, m_k * r_k], and of the level before [its nodes, M * r_{k-1}].
 
     ``back`` [P * M, m_k * r_k] is the gradient of :func:`node_values`.
     """

@@ -3,8 +3,8 @@
 A table of ``num_embeddings`` rows and D columns has d cores. Row ``i`` has digits i_1..i_d in mixed radix, the last one
 fastest, and is ``G_1[i_1] G_2[i_2] ... G_d[i_d]``, where ``G_k[i_k]`` maps r_{k-1} values to m_k * r_k, with r_0 =
 r_d = 1 and m_1 * ... * m_d = D. Rows that begin with the same digits share the product of these digits' slices, so the
-distinct rows of a batch form a trie: a node a distinct prefix, and each level one grouped matrix product from its
-parents' values. That is EL-Rec's reuse buffer (Algorithm 1) at every level, and the gradient takes the same way back.
+distinct rows of a batch form a trie: each distinct prefix is a node, and each level is one grouped matrix product with
+its parents' values. That is EL-Rec's reuse buffer (Algorithm 1) at every level. The gradient goes back the same way.
 
 Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-1}), n_k rows and r_k ranks of core k.
 """
@@ -24,11 +24,11 @@ from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.space import HAVE_NUMBA
 from stoker.ops.tt.shape import Level, TTShape
 
-_FILL = 2**22  # values of a fresh core made at a time
+_FILL = 2**22  # values of a fresh core: one chunk
 
 
 def _kernels(*tensors: Tensor) -> Any:
-    """The CPU's kernels, a module, where they take these; else None."""
+    """Return the module of CPU kernels if they take these tensors, else None."""
     types = (torch.float32, torch.int64)
     if not HAVE_NUMBA or any(tensor.device.type != "cpu" or tensor.dtype not in types for tensor in tensors):
         return None
@@ -45,18 +45,18 @@ class Trie:
     levels: tuple[Level, ...]
 
     def in_order(self, values: Tensor) -> Tensor:
-        """What the last level gives, in the ascending order of the rows."""
+        """Return the values of the last level in the ascending order of the rows."""
         return values[self.levels[-1].by_prefix]
 
     def from_order(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`in_order`."""
+        """Undo :meth:`in_order`."""
         placed = torch.empty_like(values)
         placed[self.levels[-1].by_prefix] = values
         return placed
 
 
 def build_trie(rows: Tensor, shape: TTShape) -> Trie:
-    """The trie of ``rows`` [U] int64, which are distinct and ascending."""
+    """Build the trie of ``rows`` [U] int64, which are distinct and ascending."""
     keys, found = rows, []
     for count in reversed(shape.rows[1:]):
         digit, inverse, above, children = _split(keys, count)
@@ -71,7 +71,7 @@ def build_trie(rows: Tensor, shape: TTShape) -> Trie:
 
 
 def _split(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Digits, number of the node above, and these nodes' keys and numbers of children."""
+    """Return digits, numbers of the nodes above, their keys and child counts."""
     if (cpu := _kernels(keys)) is not None:
         split: tuple[Tensor, Tensor, Tensor, Tensor] = cpu.split_keys(keys, count)
         return split
@@ -93,9 +93,9 @@ def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor |
 
 
 def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
-    """Values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
+    """Return the values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
 
-    Those of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
+    The values of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
 
     Args:
         cores: [n_k, r_{k-1}, m_k * r_k] each.
@@ -120,14 +120,14 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
 def gradients(
     cores: Sequence[Tensor], trie: Trie, values: Sequence[Tensor], grad: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each core the digits [n] that occur, ascending, and the gradient of their slices [n, r_{k-1}, m_k * r_k].
+    """Return for each core its used digits [n], ascending, and the gradient of their slices [n, r_{k-1}, m_k * r_k].
 
     Deterministic: the nodes of a digit and the children of a node are summed in a fixed order.
 
     Args:
         cores: as for :func:`expand`.
         trie: of the rows.
-        values: what :func:`expand` gave.
+        values: from :func:`expand`.
         grad: [U, D] of the cores' type, of the rows in the last level's order.
     """
     found: list[tuple[Tensor, Tensor]] = []
@@ -153,9 +153,9 @@ def gradients(
 
 
 def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
-    """[P of the level above, ...] sums over the children of each node, in order of their prefix."""
+    """Sum over the children of each node in order of their prefix: [P of the level above, ...]."""
     assert level.children is not None
-    if len(level.digit) == len(above.digit):  # only children
+    if len(level.digit) == len(above.digit):  # every node has one child
         summed = values[level.by_prefix]
     else:
         summed = torch.segment_reduce(values[level.by_prefix], "sum", lengths=level.children, axis=0, unsafe=True)
@@ -165,7 +165,7 @@ def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
 
 
 def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:
-    """Digits of ``rows`` [U], from the first on: [U] int64 each."""
+    """Return the digits of ``rows`` [U], from the first on: [U] int64 each."""
     found = []
     for count in reversed(shape.rows):
         found.append(rows % count)
@@ -174,7 +174,7 @@ def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:
 
 
 def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) -> Tensor:
-    """[U, D]: the product of the slices of each row by itself, whatever it shares with others; differentiable."""
+    """Multiply the slices of each row separately: [U, D], differentiable. The definition."""
     digits = digits_of(rows, shape)
     value = cores[0][digits[0]].view(len(rows), shape.cols[0], shape.ranks[0])
     for core, digit, cols in zip(cores[1:], digits[1:], shape.cols[1:], strict=True):
@@ -183,25 +183,29 @@ def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) ->
 
 
 def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> Tensor:
-    """Core ``place`` of a fresh table, as :func:`fill_core` fills it: [n_k, r_{k-1}, m_k * r_k] float32."""
+    """Make core ``place`` of a fresh table by :func:`fill_core`: [n_k, r_{k-1}, m_k * r_k] float32."""
     made = torch.empty(shape.core_shapes[place])
     fill_core(made, key_seed, name, shape, place, scale)
     return made
 
 
 def fill_core(out: Tensor, key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> None:
-    """Fill ``out`` with core ``place`` of a fresh table, some rows at a time: uniform around 0, so wide that rows have
-    the variance of a uniform value in [-scale, scale).
+    """Fill ``out`` with core ``place`` of a fresh table, chunk by chunk.
+
+    Values are uniform around 0, so wide that rows have the variance of a uniform value in [-scale, scale).
 
     An entry of a row is a sum of r_1 * ... * r_{d-1} products of d independent values, so each core needs the variance
     ``(variance of the row / prod(ranks)) ** (1 / d)``.
 
-    Where rows have slices of their own (:attr:`TTShape.own`), those carry the variance and the common cores have 1: a
-    step on a row's own numbers then moves the row as far as it would move an uncompressed one.
+    Where rows have slices of their own (:attr:`TTShape.own`), these carry the variance and the common cores have 1: a
+    step on a row's own numbers then moves the row as far as a step on an uncompressed row.
 
     Args:
         out: contiguous, [n_k, r_{k-1}, m_k * r_k] or [n_k, r_{k-1} * m_k * r_k]; of any type, on any device.
-        key_seed, name, shape, place: the values are a function of these, and of ``scale``.
+        key_seed: the values are a function of this and all arguments below.
+        name: of the table.
+        shape: of the table.
+        place: number of the core.
         scale: half-width of the uniform distribution whose variance rows have.
     """
     rows = out.view(shape.rows[place], -1)
@@ -213,7 +217,7 @@ def fill_core(out: Tensor, key_seed: int, name: str, shape: TTShape, place: int,
 
 
 def scale_of(shape: TTShape, scale: float, place: int) -> float:
-    """Half-width of the uniform distribution of core ``place`` for rows as of one of half-width ``scale``."""
+    """Return the half-width of core ``place``'s uniform values if rows are to vary as in [-scale, scale)."""
     variance = scale**2 / 3 / math.prod(shape.ranks)
     if shape.own:
         variance = 1.0 if place else variance
@@ -223,11 +227,11 @@ def scale_of(shape: TTShape, scale: float, place: int) -> float:
 
 
 _LARGEST = 2**14  # rows of an unfolding
-_COLUMNS = 2**20  # of an unfolding that are multiplied in float64 at a time, over its rows
+_COLUMNS = 2**20  # of an unfolding, times its rows: one chunk of a float64 product
 
 
 def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
-    """Cores [n_k, r_{k-1}, m_k * r_k] whose rows are near ``weight`` [N, D]; exact where the ranks allow it.
+    """Find cores [n_k, r_{k-1}, m_k * r_k] whose rows are near ``weight`` [N, D]; exact where the ranks allow it.
 
     The error is at most sqrt(d - 1) times that of the best cores of this shape. Needs memory for two copies of the
     table. Rows behind the last one count as zeros.
@@ -250,7 +254,7 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
     for place, rank in enumerate(shape.ranks):
         rows, cols = shape.rows[place], shape.cols[place]
         unfolded = rest.reshape(left * rows * cols, -1)
-        basis = _leading(unfolded, rank)  # [left * rows * cols, rank]; a rank that says nothing more has zeros
+        basis = _leading(unfolded, rank)  # [left * rows * cols, rank]; zeros for a rank that adds nothing
         rest = basis.t() @ unfolded
         cores.append(basis.view(left, rows, cols, rank).permute(1, 0, 2, 3).reshape(rows, left, cols * rank))
         left = rank
@@ -259,7 +263,7 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
 
 
 def _common(weight: Tensor, shape: TTShape) -> list[Tensor]:
-    """The same for rows with numbers of their own, from the right singular vectors: the columns are the small side.
+    """Do the same for rows with slices of their own, by right singular vectors: the columns are the small side.
 
     The common core has the scale of a fresh one.
     """
@@ -278,15 +282,15 @@ def _common(weight: Tensor, shape: TTShape) -> list[Tensor]:
 
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:
-    """The ``rank`` left singular vectors of the largest singular values.
+    """Return the ``rank`` left singular vectors of the largest singular values.
 
-    From the eigenvectors of the matrix times its transpose, in float64: the left side is the small one.
+    They are eigenvectors of the matrix times its transpose, in float64: the left side is the small one.
     """
     size = len(matrix)
     if size > _LARGEST:
         raise ConfigError(
             f"this tensor train cuts the table into {size:,} rows, and the eigenvectors of such a square would take "
-            f"{8 * size * size / 2**30:.0f} GiB and hours; at most {_LARGEST:,} are done. Take one more core."
+            f"{8 * size * size / 2**30:.0f} GiB and hours; at most {_LARGEST:,} rows are possible. Take one more core."
         )
     gram = torch.zeros(size, size, dtype=torch.float64, device=matrix.device)
     for part in matrix.split(max(1, _COLUMNS // size * 64), dim=1):

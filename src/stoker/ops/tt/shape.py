@@ -1,8 +1,8 @@
 """How a table is cut into tensor-train cores: factors of its rows and columns, and ranks.
 
-Bytes are the same for all orders of the columns' factors but for rounding, and so are the rows that a core set can
-express; work is not. What the first cores have of the columns is carried through every product behind them, so the
-search puts the columns into the last core wherever that is not larger.
+The order of the columns' factors changes neither the bytes, but for rounding, nor the rows that the cores can express.
+It changes the work: every later product carries the columns of the first cores along. So the search puts the columns
+into the last core unless that takes more bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_size
 
-_ROWS = 4096  # distinct rows of a batch, uniform over the table, for which work is counted
-_SPREAD = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # of a factor around the one with the fewest bytes
-_SLACK = 1.1  # bytes of the shape chosen over the least
+_ROWS = 4096  # distinct rows of the batch whose work is counted, uniform over the table
+_SPREAD = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # factors to try, relative to the one with the fewest bytes
+_SLACK = 1.1  # most bytes of the chosen shape over the fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TTShape:
     ranks: tuple[int, ...]  # [d - 1] r_k
 
     def __post_init__(self) -> None:
-        for name in ("rows", "cols", "ranks"):  # lists, such as JSON has, would make it unhashable
+        for name in ("rows", "cols", "ranks"):  # a list, as from JSON, would make it unhashable
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.rows) < 2 or len(self.cols) != len(self.rows) or len(self.ranks) != len(self.rows) - 1:
             raise ConfigError(
@@ -53,7 +53,7 @@ class TTShape:
 
     @property
     def capacity(self) -> int:
-        """Rows that can be addressed; those behind the table's last are never reached."""
+        """Rows that can be addressed; no id reaches those behind the table's last."""
         return math.prod(self.rows)
 
     @property
@@ -67,7 +67,7 @@ class TTShape:
 
     @property
     def own(self) -> bool:
-        """Whether every row has a slice of its own in the first of two cores, and the other is common to all rows."""
+        """Whether every row has a slice of its own in the first of two cores, and all rows share the other."""
         return len(self.rows) == 2 and self.rows[0] > self.rows[1] == self.cols[0] == 1
 
     @property
@@ -76,7 +76,7 @@ class TTShape:
         return sum(math.prod(core) for core in self.core_shapes)
 
     def work(self, distinct: int = _ROWS) -> float:
-        """Multiplications of a lookup of ``distinct`` rows drawn uniformly, with shared prefixes computed once."""
+        """Count the multiplications for ``distinct`` rows drawn uniformly, with shared prefixes computed once."""
         total, prefixes, carried = 0.0, 1, 1
         for place, (rows, left, width) in enumerate(self.core_shapes):
             prefixes *= rows
@@ -87,7 +87,7 @@ class TTShape:
         return total
 
     def describe(self, num_embeddings: int) -> str:
-        """In a line: cores, bytes, and what an uncompressed table takes."""
+        """Describe in a line: cores, bytes, and the bytes of an uncompressed table."""
         cores = ", ".join(" x ".join(map(str, core)) for core in self.core_shapes)
         size, whole = 4 * self.num_parameters, 4 * num_embeddings * self.dim
         return (
@@ -97,12 +97,12 @@ class TTShape:
 
 
 def factorize(num_embeddings: int, dim: int, rank: int | Sequence[int], cores: int = 3) -> TTShape:
-    """The shape of least work among those with close to the fewest bytes.
+    """Return the shape with the least work among those with close to the fewest bytes.
 
     Args:
         num_embeddings: rows of the table.
         dim: its columns.
-        rank: all ranks, or each; those that are larger than what the other factors can use are cut down.
+        rank: one number for all ranks, or each; a rank larger than its neighbours can use is lowered.
         cores: d, 2 to 4.
 
     Raises:
@@ -141,7 +141,7 @@ def _ordered_factors(value: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _row_factors(total: int, cols: Sequence[int], ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Factors of the rows around those with the fewest bytes, where all cores are equally large."""
+    """Yield factors of the rows around those with the fewest bytes, where all cores are equally large."""
     before, behind = (1, *ranks), (*ranks, 1)
     slices = [left * col * right for left, col, right in zip(before, cols, behind, strict=True)]
     wanted = _balanced(total, slices)
@@ -151,7 +151,7 @@ def _row_factors(total: int, cols: Sequence[int], ranks: Sequence[int]) -> Itera
 
 
 def _balanced(total: int, slices: Sequence[int]) -> list[float]:
-    """Real factors of ``total``, at least 1 each, that minimise the sum of factor * slice."""
+    """Return the real factors of ``total``, at least 1 each, that minimise the sum of factor * slice."""
     free, found = set(range(len(slices))), [1.0] * len(slices)
     while free:
         size = (total * math.prod(slices[place] for place in free)) ** (1 / len(free))
@@ -165,7 +165,7 @@ def _balanced(total: int, slices: Sequence[int]) -> list[float]:
 
 
 def _cut(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks above what either side of the cut can use say nothing more."""
+    """Lower each rank to what either side of its cut can use."""
     left, right, found = 1, math.prod(rows) * math.prod(cols), []
     for row, col, rank in zip(rows, cols, ranks, strict=False):
         left, right = left * row * col, right // (row * col)
@@ -174,7 +174,7 @@ def _cut(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> tupl
 
 
 def _count(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> int:
-    """Values in all cores, as :attr:`TTShape.num_parameters` counts them."""
+    """Count the values in all cores, as :attr:`TTShape.num_parameters` does."""
     total, before = 0, 1
     for row, col, behind in zip(rows, cols, (*ranks, 1), strict=True):
         total, before = total + row * before * col * behind, behind
@@ -189,11 +189,11 @@ class Level:
     parent: Tensor | None  # [P] int64, the node of the level before; None in the first level
     digits: Tensor  # [n] int64, the distinct digits
     start: Tensor  # [n + 1] int64, where their nodes begin
-    by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: those of a parent lie together
+    by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: siblings are adjacent
     children: Tensor | None  # [nodes of the level before, in order of their prefix] int64, how many each has
 
     @cached_property
     def blocks(self) -> list[tuple[int, int, int]]:
-        """Each digit, where its nodes begin, and where they end."""
+        """Return each digit, where its nodes begin, and where they end."""
         start = self.start.tolist()
         return list(zip(self.digits.tolist(), start[:-1], start[1:], strict=True))

@@ -25,7 +25,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import Distinct, FixedRows, split_rows
+from stoker.ops.distinct import Distinct, PinnedRows, split_rows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
@@ -97,7 +97,7 @@ class SlottedRows(Storage):
     ) -> None:  # fmt: skip
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
-        self.hot = FixedRows(space, hot)
+        self.hot = PinnedRows(space, hot)
         self.num_hot = held = len(self.hot)
         if held > slots or held == slots < space.num_rows:
             raise ConfigError(

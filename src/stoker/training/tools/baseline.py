@@ -97,10 +97,8 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
         DataError: there are no training rows, or they have labels of one kind only.
 
     Example:
-        >>> import tempfile
         >>> from stoker.testing import make_dataset
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> found = baseline(make_dataset(f"{folder.name}/data", rows=2000))
+        >>> found = stoker.baseline(make_dataset("data", rows=2000))
         >>> sorted(found.figures)[:2]
         ['average', 'logistic regression']
         >>> found.figures["average"]["valid"]["auc"]
