@@ -191,29 +191,32 @@ def test_numbers_between_blanks_that_are_a_category_too(tmp_path: Path) -> None:
 def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
     features: list[f.Derivation] = [f.Match(name="ok", column="u", pattern="a"),
                                     f.Match(name="n", column="u", pattern="a(?=b)")]  # fmt: skip
-    with pytest.raises(DataError, match=r"log.csv: feature 'n' \(match\) cannot be worked out: .* look-around, incl"):
+    with pytest.raises(DataError, match=r"log.csv: feature 'n' \(match\) cannot be computed: .* look-around, incl"):
         prepared(tmp_path, "y,u\n1,a\n", features, "n")
 
 
 ROWS = pl.DataFrame({"u": ["a", "b"], "w": ["1", "x"], "v": [1, 2], "l": [[1], [2]], "y": [1, 0]})
-NONE = r"cannot be worked out: conversion from .* failed .*\"x\".* It wants numbers in"
+NONE = r"cannot be computed: conversion from .* failed .*\"x\".* It wants numbers in"
 
 
 @pytest.mark.parametrize(
     ("feature", "said"),
     [
-        (f.Subtract(name="d", left="v", right="w"), rf"^feature 'd' \(subtract\) of 'v', 'w' {NONE} 'v', 'w': mend"),
-        (f.Rank(name="r", by="u", order="w"), rf"feature 'r' \(rank\) of 'u', 'w' {NONE} 'w': mend what is none"),
+        (f.Subtract(name="d", left="v", right="w"), rf"^feature 'd' \(subtract\) of 'v', 'w' {NONE} 'v', 'w': fix"),
+        (
+            f.Rank(name="r", by="u", order="w"),
+            rf"feature 'r' \(rank\) of 'u', 'w' {NONE} 'w': fix what is not a number",
+        ),
         (f.Difference(name="d", by="u", order="v", column="w"), rf"feature 'd' \(difference\) of .* {NONE} 'w', 'v'"),
         (
             f.Match(name="m", column="u", pattern="a(?=b)"),
-            r"'m' \(match\) of 'u' cannot .* look-around, .*features.md t",
+            r"'m' \(match\) of 'u' cannot .* look-around, .*features.md s",
         ),
-        (f.Properties(name="p", column="l", most=1), r"'p' \(properties\) of 'l' cannot be worked out: .*List"),
+        (f.Properties(name="p", column="l", most=1), r"'p' \(properties\) of 'l' cannot be computed: .*List"),
     ],
 )
 def test_what_cannot_be_worked_out_in_memory(feature: f.Derivation, said: str) -> None:
-    """Of rows in memory as of lazy ones, although these are worked out by another feature's leave."""
+    """Of rows in memory as of lazy ones, although these are computed by another feature's leave."""
     count = f.CountEncoding(name="n", by="u")
     for rows in (ROWS, ROWS.lazy()):
         with pytest.raises(DataError, match=said):

@@ -235,7 +235,7 @@ def test_a_table_of_many_blocks_is_read_whole(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv", {"id": "int"})
     lines[10], lines[39_000] = "", "39000,x,many"
     (tmp_path / "many.csv").write_text("id,name,x\n" + "\n".join(lines) + "\n")
-    with pytest.raises(DataError, match=r"many.csv:39002: column x: 'many' is not a number. Mend the line"):
+    with pytest.raises(DataError, match=r"many.csv:39002: column x: 'many' is not a number. Fix the line"):
         read_table(tmp_path / "many.csv", {"x": "float", "id": "int"}, threads=2)
 
 

@@ -21,7 +21,7 @@ from stoker import features as f
 from stoker.base.errors import DataError
 from stoker.prep.features import execute
 from stoker.prep.features.execute import by_key
-from stoker.prep.features.past import Past, work_out
+from stoker.prep.features.past import Past, compute_all
 from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.rows import featured
@@ -85,11 +85,11 @@ def test_partitions_give_what_all_rows_at_once_do(tmp_path: Path, rows_of_a_part
         return rows[int(starts[block]) : int(starts[block + 1])]
 
     for feature in FEATURES:
-        expected = work_out(rows, [feature])
+        expected = compute_all(rows, [feature])
 
         def work(frame: pl.DataFrame, partition: int, count: int, feature: Past = feature) -> pl.DataFrame:
             assert 0 <= partition < count == -(-300 // rows_of_a_partition)
-            return work_out(frame, [feature])
+            return compute_all(frame, [feature])
 
         made = list(by_key(read, sizes, feature.by, work, tmp_path, 2, rows_of_a_partition))
         assert [part.height for part in made] == sizes

@@ -25,7 +25,7 @@ from stoker.cli import main
 from stoker.models.din import DIN
 from stoker.prep.features import execute
 from stoker.prep.features.base import ROW
-from stoker.prep.features.past import WEIGHT, Past, work_out
+from stoker.prep.features.past import WEIGHT, Past, compute_all
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 
@@ -52,7 +52,7 @@ def after(feature: Past, stored: pl.DataFrame | None, part: pl.DataFrame) -> tup
         stored = stored.with_columns(pl.int_range(-count, 0, dtype=pl.Int64).alias(ROW))
         frame = pl.concat([stored, frame.select(stored.columns)])
     states: dict[str, list[pl.DataFrame]] = {feature.name: []}
-    made = work_out(frame, [feature], states, count)
+    made = compute_all(frame, [feature], states, count)
     return made[count:].to_series(), states[feature.name][0].sort(ROW).drop(ROW)
 
 
@@ -63,7 +63,7 @@ def test_rows_that_follow_have_the_values_of_one_log(count: int, cuts: list[int]
     rows = log(count)
     keyed = rows.with_columns(n=pl.col(feature.order).fill_nan(None) if feature.order == "real" else feature.order)
     rows = keyed.sort("n", nulls_last=count % 2 == 0, maintain_order=True).drop("n")
-    expected = work_out(rows, [feature]).to_series()
+    expected = compute_all(rows, [feature]).to_series()
     edges = sorted({0, *(cut for cut in cuts if cut < count), count})
     stored, made = None, []
     for start, stop in pairwise(edges):
@@ -386,6 +386,6 @@ def test_a_history_of_lists_is_refused() -> None:
 def test_missing_and_no_rows() -> None:
     feature = f.History(name="h", by="u", order="t", column="x", length=2)
     rows = pl.DataFrame({"u": ["a"] * 5, "t": [1, 2, 2, 3, None], "x": [1.0, float("nan"), 2.0, None, 5.0]})
-    assert work_out(rows, [feature])["h"].to_list() == [[], [1.0], [1.0], [1.0, 2.0], None]
-    assert work_out(rows[:0], [feature]).schema == {"h": pl.List(pl.Float64)}
+    assert compute_all(rows, [feature])["h"].to_list() == [[], [1.0], [1.0], [1.0, 2.0], None]
+    assert compute_all(rows[:0], [feature]).schema == {"h": pl.List(pl.Float64)}
     assert after(feature, None, rows[:0])[1].shape == (0, 3)

@@ -76,7 +76,7 @@ class Like:
         names = listed([feature.name for feature in self.without_state])
         return names and (
             f"{self.data.path} was prepared by an earlier version of Stoker and stores no state of its window features "
-            f"({names}): they are worked out from the new rows alone. Prepare it again, so that they go on from its "
+            f"({names}): they are computed from the new rows alone. Prepare it again, so that they go on from its "
             'rows, or pass history="ignore" (--history ignore) if they are to begin anew.'
         )
 

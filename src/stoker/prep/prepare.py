@@ -114,7 +114,7 @@ def prepare(
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
         history: of window features, with ``like``. ``"auto"``: the new rows follow those of the dataset, as in one log;
-            rows that are older are refused. ``"ignore"``: worked out from the new rows alone.
+            rows that are older are refused. ``"ignore"``: computed from the new rows alone.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10

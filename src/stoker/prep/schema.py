@@ -279,7 +279,7 @@ class Schema:
     negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
     seed: int = 0  # of that choice
     name: str = "custom"
-    feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are worked out (stoker.features)
+    feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are computed (stoker.features)
     derive: tuple[str, ...] = ()  # features in one line each, with columns: they join the others, and this is empty
     keep: tuple[str, ...] = ()  # raw columns, or outputs of features, that travel with the rows to their scores
 

@@ -1,9 +1,15 @@
-"""Features that are derived from the columns of a log, declared as values, fitted on training rows.
+"""Derived features: declared as values, fitted on training rows, applied to any rows.
 
-One row's way: raw columns, then the features in the order of their list, each of which may read raw columns and the
-outputs of earlier ones, then the schema's dense and categorical columns, which may take any of them as source. A
-feature is a frozen dataclass; the same declaration stands in a schema file as ``[[feature]]`` with ``kind = "..."``.
-docs/features.md has a table of them. Polars, pyarrow and Numba load when rows are worked on.
+Features are computed in the order of their list. Each may read raw columns and the outputs of earlier features. The
+dense and categorical columns of the schema may read any of them. A feature is a frozen dataclass; in a schema file it
+is a ``[[feature]]`` with ``kind = "..."``. docs/features.md has a table of them.
+
+>>> import polars as pl
+>>> from stoker import features as f
+>>> rows = pl.DataFrame({"item": ["a", "b", "a"], "clicked": [1, 0, 0]})
+>>> fitted = f.fit([f.CountEncoding(by=("item",))], rows, label="clicked")
+>>> fitted.apply(pl.DataFrame({"item": ["a", "c"]})).collect().to_dict(as_series=False)
+{'item': ['a', 'c'], 'count_item': [2, 0]}
 """
 
 from __future__ import annotations

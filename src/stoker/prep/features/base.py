@@ -1,8 +1,8 @@
 """What every derived feature has: a kind, a name, the columns that it reads and those that it makes.
 
-Families: :class:`RowSteps` change the number of rows and come first; :class:`RowLocal` features need their own row;
-learned ones (:mod:`stoker.prep.features.learned`) all training rows; window features (:mod:`stoker.prep.features.past`)
-the rows of their group in order.
+There are four families. :class:`RowSteps` change the number of rows and come first. :class:`RowLocal` features need
+their own row. Fitted ones (:mod:`stoker.prep.features.learned`) need all training rows. Window features
+(:mod:`stoker.prep.features.past`) need the rows of their group in order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _Lazy:
-    """A module that is imported when it is used first, so that declaring features needs NumPy only."""
+    """Import a module at its first use, so that declaring features needs NumPy only."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 else:
     pl, pa, groups = _Lazy("polars"), _Lazy("pyarrow"), _Lazy("stoker.prep.features.groups")
 
-KINDS: dict[str, type[Derivation]] = {}  # by the name that a schema file uses; subclasses enter by themselves
-ROW = "__row"  # number of the row among all rows, Int64; there while features are worked out
+KINDS: dict[str, type[Derivation]] = {}  # by the name in a schema file; subclasses register themselves
+ROW = "__row"  # number of the row among all rows, Int64; present while features are computed
 _NAME = re.compile(r"[^\x00-\x1f/\\*]{1,100}")
-_MOST_BYTES = 200  # file systems know 255, with what is put behind
+_MOST_BYTES = 200  # file systems allow 255, including suffixes
 #: settings of the column by which a model reads an output
 SCALED: dict[str, Any] = {"transforms": ("zscore",)}
 TEXT: dict[str, Any] = {"type": "string"}
@@ -66,7 +66,7 @@ class Derivation(ABC):  # noqa: B024
     """A feature to derive. Subclasses are frozen dataclasses with a ``kind`` of their own.
 
     Args:
-        name: of the column made; empty: from the kind and the columns read.
+        name: name of the new column; if empty, made from the kind and the columns read.
     """
 
     name: str = ""
@@ -93,76 +93,78 @@ class Derivation(ABC):  # noqa: B024
         self.check()
 
     def check(self) -> None:  # noqa: B027  (a feature without settings has nothing to check)
-        """Refuse settings that contradict themselves. Raises :class:`SchemaError`."""
+        """Raise :class:`SchemaError` if settings contradict each other."""
 
     def in_groups(self, column: str | None) -> Derivation:
-        """Return the feature with the defaults of a schema whose ``group`` is this column; None: it has none."""
+        """Return the feature with the defaults of a schema whose ``group`` is this column (None: no group)."""
         return self
 
     @property
     def where(self) -> str:
-        """How errors call it."""
+        """The feature's name in errors."""
         return f"feature {self.name or self.kind!r} ({self.kind})"
 
     def _named(self, settings: str) -> tuple[str, ...]:
-        """Columns that some settings name."""
+        """Return the columns that some settings name."""
         given = [getattr(self, setting) or () for setting in settings.split()]
         return tuple(name for value in given for name in ((value,) if isinstance(value, str) else value))
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Columns that it reads."""
+        """Columns that the feature reads."""
         return self._named(self.reads)
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Those of the inputs that must be numbers."""
+        """Inputs that must be numbers."""
         return tuple(dict.fromkeys(self._named(self.reads_numbers)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Columns that it makes."""
+        """Columns that the feature makes."""
         return (self.name,)
 
     @property
     def has_table(self) -> bool:
-        """Whether a dataset stores a table of it, under its name."""
+        """Whether a dataset stores a table under the feature's name."""
         return False
 
     def model_columns(self) -> dict[str, dict[str, Any]]:
-        """Return output -> settings of the column by which a model reads it where nobody says otherwise: dense, or
-        categorical where there is a type, or a sequence where there is a length, too."""
+        """Return output -> default settings of the model's column.
+
+        With a type the column is categorical, with a type and a length a sequence, else dense.
+        """
         return dict.fromkeys(self.outputs, self.read_as)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values with ``kind``, which :func:`feature_from_dict` takes back."""
+        """Return plain values with ``kind``; :func:`feature_from_dict` is the inverse."""
         values = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items() if v is not None}
         return {"kind": self.kind, **values}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLocal(Derivation):
-    """A feature that its own row decides. Subclass it, or write :meth:`expressions`, for one of your own."""
+    """A feature of its own row alone. For your own, subclass it and write :meth:`expressions`."""
 
     @abstractmethod
     def expressions(self) -> Sequence[pl.Expr]:
-        """One elementwise Polars expression per output, named so. They see the columns before this feature."""
+        """Return one elementwise Polars expression per output, with its name. They see the columns before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSteps(Derivation):
-    """A step that drops rows or makes several of one. It stands before all other kinds of features."""
+    """A step that drops rows or makes several rows of one. It comes before all other kinds of features."""
 
     @abstractmethod
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
-        """The rows after the step. Each must hang on one row before it, and their order be kept."""
+        """Return the rows after the step, in order. Each must depend on one row of ``frame`` only."""
 
     def model_columns(self) -> dict[str, dict[str, Any]]:
         return {}
 
 
 def texts(where: str, key: str, names: Sequence[str], *, least: int = 1) -> None:
-    """Refuse a list of column names that is too short or has one twice."""
+    """Raise :class:`SchemaError` if a list of column names is too short or has a name twice."""
     if len(names) < least:
         fail(where, key, f"names {len(names)} columns and needs at least {least}")
     twice = sorted({name for name in names if list(names).count(name) > 1})
@@ -171,10 +173,11 @@ def texts(where: str, key: str, names: Sequence[str], *, least: int = 1) -> None
 
 
 def feature_from_dict(values: Any, where: str) -> Derivation:
-    """A feature from plain values.
+    """Build a feature from plain values.
 
     Raises:
-        SchemaError: naming ``where``: an unknown kind or key, a value of the wrong type or out of range.
+        SchemaError: an unknown kind or key, or a value of the wrong type or out of range; the text begins with
+            ``where``.
     """
     if not isinstance(values, Mapping) or "kind" not in values:
         raise SchemaError(f"{where}: must be a table with a kind: {', '.join(sorted(KINDS))}; found {values!r}.")
@@ -185,7 +188,7 @@ def feature_from_dict(values: Any, where: str) -> Derivation:
 
 
 def feature_from_text(text: str) -> Derivation:
-    """A feature from its kind and its settings, such as ``mean_target by=city,item folds=10``.
+    """Build a feature from its kind and its settings, such as ``mean_target by=city,item folds=10``.
 
     Lists are separated by commas; a value with blanks is quoted as in a shell.
 
@@ -213,7 +216,7 @@ def feature_from_text(text: str) -> Derivation:
 
 
 def _parsed(text: str, hint: Any) -> Any:
-    """What the text says where a value of this type is wanted; the text itself where it says nothing such."""
+    """Return the value of the given type that the text stands for, or the text itself if it stands for none."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if any(typing.get_origin(kind) is tuple for kind in allowed):
         return text.split(",") if text else []
@@ -226,20 +229,20 @@ def _parsed(text: str, hint: Any) -> Any:
 
 
 def feature_of(given: Derivation | Mapping[str, Any] | str) -> Derivation:
-    """A feature from itself, from plain values with a ``kind``, or from one line."""
+    """Build a feature from plain values with a ``kind`` or from one line; return a feature as it is."""
     if isinstance(given, Derivation):
         return given
     return feature_from_text(given) if isinstance(given, str) else feature_from_dict(given, "feature")
 
 
 def leading(features: Sequence[Derivation]) -> int:
-    """How many of the features, from the first on, need no row but their own."""
+    """Return how many features at the beginning of the list need no row but their own."""
     local = [isinstance(feature, RowLocal | RowSteps) for feature in features]
     return [*local, False].index(False)
 
 
 def check_features(features: Sequence[Derivation]) -> None:
-    """Whether a list of features can be worked out in its order.
+    """Check that a list of features can be computed in its order.
 
     Raises:
         SchemaError: a feature that reads itself or a later one, an output made twice, or rows changed too late.
@@ -271,14 +274,14 @@ def check_features(features: Sequence[Derivation]) -> None:
 
 
 def column_taken(feature: Derivation, column: str, who: str) -> SchemaError:
-    """The error for a feature that would replace a column which ``who`` already has."""
+    """Return the error for a feature that would replace a column of ``who``."""
     return SchemaError(
         f"{feature.where} makes column {column!r}, which {who} have already. Choose another name for the feature."
     )
 
 
 def missing_column(feature: Derivation, column: str, present: Sequence[str]) -> SchemaError:
-    """The error for a column that a feature reads and nobody has."""
+    """Return the error for a column that a feature reads and that does not exist."""
     return SchemaError(
         f"{feature.where} reads column {column!r}, which is neither in the input nor made by an earlier feature. "
         f"There are: {listed(present)}." + near(column, list(present))
@@ -286,16 +289,17 @@ def missing_column(feature: Derivation, column: str, present: Sequence[str]) -> 
 
 
 def work_of(feature: Derivation) -> str:
-    """What cannot be worked out where a feature fails."""
+    """Return the name of a feature and its inputs, for errors."""
     return f"{feature.where} of {', '.join(map(repr, feature.inputs))}"
 
 
 @contextmanager
 def explained(who: Derivation | str, file: str = "") -> Iterator[None]:
-    """Turn Polars' errors in the block into ones of ``who``: the feature that is worked out or fitted; or what else.
+    """Turn errors of Polars in the block into :class:`DataError`.
 
-    Raises:
-        DataError: what Polars said, of whom and, if given, of which file, and what to do.
+    Args:
+        who: the feature that is computed or fitted, or another name.
+        file: where the rows are from.
     """
     from polars.exceptions import PolarsError
 
@@ -303,14 +307,14 @@ def explained(who: Derivation | str, file: str = "") -> Iterator[None]:
         yield
     except PolarsError as error:
         culprit = who if isinstance(who, str) else f"{file}: {who.where}" if file else work_of(who)
-        raise DataError(f"{culprit} cannot be worked out: {reason_of(error)}. {_remedy(who)}") from error
+        raise DataError(f"{culprit} cannot be computed: {reason_of(error)}. {_remedy(who)}") from error
 
 
 def _remedy(who: Derivation | str) -> str:
     if isinstance(who, str):
-        return "It must be numbers: mend what is none, or leave such rows out."
+        return "It must be numbers: fix what is not a number, or leave such rows out."
     if getattr(who, "pattern", None) is not None:
-        return "docs/features.md tells what patterns know."
+        return "docs/features.md says what a pattern may contain."
     if who.numbers:
-        return f"It wants numbers in {', '.join(map(repr, who.numbers))}: mend what is none, or make it missing."
+        return f"It wants numbers in {', '.join(map(repr, who.numbers))}: fix what is not a number, or make it missing."
     return "docs/features.md describes the kinds."

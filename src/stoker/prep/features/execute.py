@@ -1,8 +1,8 @@
-"""Work features out, and fit the learned ones, run by run over blocks of rows.
+"""Compute features, and fit those that need it, run by run over blocks of rows.
 
-A run is some features of the list that none other of them is fitted on. Features with a key (window features, counts,
-target encodings) see all rows of a key at once, all others their block. More than a million rows are partitioned by a
-hash of the key: those of files by way of other files (:func:`by_key`), those of a frame, which is one block, in memory.
+A run is a list of features of which none is fitted on another's output. Features with a key (window features, counts,
+target encodings) see all rows of a key at once, other features one block. More than a million rows are partitioned by a
+hash of the key: through temporary files (:func:`by_key`), or in memory for a frame, which is one block.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from stoker.prep.features.base import (
     pl,
 )
 from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTable
-from stoker.prep.features.past import WEIGHT, Past, work_out
+from stoker.prep.features.past import WEIGHT, Past, compute_all
 
 __all__ = ["Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "derive", "runs_of"]
 
-PARTITION_ROWS = 2**20  # about
-_MOST_PARTITIONS = 256  # with more rows, each has more
-_FEW_KEYS = 2**16  # a table of so many is small enough to be searched anew for each block
-_AT = "__at"  # a row's place in its block
+PARTITION_ROWS = 2**20  # rows of a partition, roughly
+_MOST_PARTITIONS = 256  # beyond that, partitions get more rows
+_FEW_KEYS = 2**16  # up to here each block searches the whole table
+_AT = "__at"  # column: the position of a row in its block
 
 
 def check_present(feature: Derivation, columns: Sequence[str], who: str = "the rows") -> None:
-    """Whether the columns that a feature reads are there, and none that it makes. Raises :class:`SchemaError`."""
+    """Raise :class:`SchemaError` if an input of a feature is missing or one of its outputs exists."""
     for column in feature.inputs:
         if column not in columns:
             raise missing_column(feature, column, [name for name in columns if not name.startswith("__")])
@@ -55,10 +55,10 @@ def check_present(feature: Derivation, columns: Sequence[str], who: str = "the r
 def apply_feature(
     frame: pl.LazyFrame, feature: Derivation, learned: LearnedTable | None = None, train: pl.Expr | None = None
 ) -> pl.LazyFrame:
-    """Return the frame with the outputs of one feature more.
+    """Return the frame with the outputs of one more feature.
 
-    ``learned`` is what it was fitted to; ``train`` says which rows are training rows, if any. Window features take the
-    frame into memory when it is collected.
+    ``learned`` is its fitted table; ``train`` selects the training rows, if any. Window features load the frame into
+    memory when it is collected.
     """
     if isinstance(feature, RowSteps):
         return feature.rows(frame)
@@ -70,9 +70,9 @@ def apply_feature(
         return feature.attach(frame, learned, train)
     assert isinstance(feature, Past)
     before = frame.collect_schema()
-    probe = work_out(before.to_frame(), [feature]).schema  # no rows: the types of the outputs
+    probe = compute_all(before.to_frame(), [feature]).schema  # no rows: the types of the outputs
     return frame.map_batches(
-        lambda rows: rows.with_columns(work_out(rows, [feature]).get_columns()), schema={**before, **probe}
+        lambda rows: rows.with_columns(compute_all(rows, [feature]).get_columns()), schema={**before, **probe}
     )
 
 
@@ -83,11 +83,13 @@ def derive(
     train: pl.Expr | None = None,
     file: str = "",
 ) -> pl.DataFrame:
-    """Return rows in memory with the outputs of features, worked out one after the other.
+    """Return rows in memory with the outputs of features, computed one after the other.
 
     Args:
-        tables: what learned features were fitted to.
-        train: which rows are training rows that the tables know, if any.
+        frame: the rows.
+        features: to compute.
+        tables: fitted tables, by feature.
+        train: selects the training rows that the tables were fitted on, if any.
         file: where the rows are from, for errors.
     """
     for feature in features:
@@ -96,7 +98,7 @@ def derive(
                 frame = feature.rows(frame.lazy()).collect()
                 continue
             if isinstance(feature, Past):
-                made = work_out(frame, [feature])
+                made = compute_all(frame, [feature])
             else:
                 table, rows = (tables or {}).get(feature.name), frame.lazy()
                 known = None if table is None or table.folds is None else train
@@ -107,19 +109,19 @@ def derive(
 
 
 def add_helpers(frame: pl.LazyFrame, features: Sequence[Derivation]) -> pl.LazyFrame:
-    """Return the frame with the helper columns of learned features that are not there yet."""
+    """Return the frame with the helper columns of fitted features that it lacks."""
     there = set(frame.collect_schema().names())
     helpers = {one.meta.output_name(): one for some in features if isinstance(some, Learned) for one in some.helpers()}
     return frame.with_columns(one for name, one in helpers.items() if name not in there)
 
 
 def _has_key(feature: Derivation) -> bool:
-    """Return whether the feature needs all rows of a key at once."""
+    """Return True if the feature needs all rows of a key at once."""
     return isinstance(feature, Past | Keyed)
 
 
 def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
-    """Return the features behind the leading ones, in runs that are worked out together."""
+    """Return the features after the leading ones, in runs that are computed together."""
     runs: list[list[Derivation]] = []
     for feature in features[leading(features) :]:
         made = {output for other in (runs[-1] if runs else []) for output in other.outputs}
@@ -131,7 +133,7 @@ def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
 
 
 class Blocks(Protocol):
-    """Rows in order, with all that is known of them so far."""
+    """Rows in order, with the columns computed so far."""
 
     sizes: list[int]  # rows of each block
 
@@ -144,16 +146,17 @@ class Blocks(Protocol):
 
 @dataclass(kw_only=True)
 class Executor:
-    """Works out runs of features.
+    """Computes runs of features.
 
     Args:
-        rows: with ``__row`` and, where features are fitted, ``__label``.
-        threads: that work.
-        given: tables of features that were fitted before; None: they are fitted.
-        train: which rows are training rows; None where ``given`` is not.
+        rows: with ``__row`` and, if features are to be fitted, ``__label``.
+        threads: number of threads.
+        given: tables of features that were fitted before; None: fit them.
+        train: selects the training rows; None if ``given`` is set.
         folder: for files of partitions; None: the rows are in memory.
-        keep_states: names of window features whose state is wanted.
-        states: states that the rows follow, by feature; ``source``: whose they are.
+        keep_states: names of window features whose state to keep.
+        states: state before the rows, by feature.
+        source: the dataset that ``states`` come from, for errors.
     """
 
     rows: Blocks
@@ -164,7 +167,7 @@ class Executor:
     keep_states: Collection[str] = ()
     states: Mapping[str, pl.DataFrame] = field(default_factory=dict)
     source: object = None
-    #: what features were fitted to, and states
+    #: fitted tables and states, by feature
     learned: dict[str, LearnedTable] = field(default_factory=dict)
 
     def run(self, features: Sequence[Derivation]) -> Iterator[pl.DataFrame]:
@@ -179,17 +182,17 @@ class Executor:
 
     @property
     def _of_rows(self) -> list[str]:
-        """Columns that say where a row is and whether it is a training row."""
+        """Columns with a row's number and whether it is a training row."""
         return [ROW, *([] if self.train is None else self.train.meta.root_names())]
 
     def _training(self, feature: Learned) -> pl.LazyFrame:
-        """Return the training rows with all that a feature is fitted on."""
+        """Return the training rows with the columns that a feature is fitted on."""
         assert self.train is not None
         rows = self.rows.whole().filter(self.train).select(*dict.fromkeys([ROW, LABEL, *feature.inputs]))
         return add_helpers(rows, [feature])
 
     def _by_block(self, features: Sequence[Derivation]) -> Iterator[pl.DataFrame]:
-        """Yield features that see their block; learned ones are fitted first."""
+        """Yield the outputs of features that need one block at a time, after fitting them."""
         if self.given is None:
             for one in features:
                 if isinstance(one, Learned):
@@ -208,7 +211,7 @@ class Executor:
     def _by_partition_key(
         self, features: Sequence[Past | Keyed]
     ) -> tuple[dict[tuple[str, ...], list[Past | Keyed]], list[Keyed]]:
-        """Return the features by the key that their rows are partitioned by; and those with few keys, that need not."""
+        """Group the features by partition key; return those with few keys apart, as they need no partitions."""
         if self._at_once or not features:
             return {(): list(features)} if features else {}, []
         schema = self.rows.whole().collect_schema()
@@ -221,18 +224,18 @@ class Executor:
         for feature in sorted(features, key=lambda one: len(one.by)):
             if isinstance(feature, Keyed) and distinct[feature.by] <= _FEW_KEYS:
                 few.append(feature)
-            else:  # rows that share (user, item) share (user): if there are many users, partitions by them do
+            else:  # rows with the same (user, item) have the same user: with many users, partition by user
                 shared = [by for by in partitioned if set(by) <= set(feature.by) and distinct[by] > _FEW_KEYS]
                 partitioned.setdefault(shared[0] if shared else feature.by, []).append(feature)
         return partitioned, few
 
     @property
     def _at_once(self) -> bool:
-        """Whether all rows are one partition."""
+        """Whether all rows fit one partition."""
         return sum(self.rows.sizes) <= PARTITION_ROWS
 
     def _by_key(self, by: tuple[str, ...], features: Sequence[Past | Keyed]) -> Iterator[pl.DataFrame]:
-        """Yield the outputs of features block by block, worked out by partitions of the key ``by``."""
+        """Yield the outputs of features block by block, computed by partitions of the key ``by``."""
         keyed = [feature for feature in features if isinstance(feature, Keyed)]
         past = [feature for feature in features if isinstance(feature, Past)]
         fitted = keyed if self.given is None else []
@@ -246,11 +249,11 @@ class Executor:
 
         def work(rows: pl.DataFrame, partition: int, count: int) -> pl.DataFrame:
             mine = partial(_in_partition, by=by, partition=partition, count=count, types=types)
-            made = work_out(rows, [one for one in past if one.name not in states], tables).get_columns()
+            made = compute_all(rows, [one for one in past if one.name not in states], tables).get_columns()
             for feature in (one for one in past if one.name in states):
                 known = mine(states[feature.name])
                 frame = rows.with_columns(pl.lit(1, pl.Int64).alias(WEIGHT)).select(known.columns)
-                found = work_out(pl.concat([known, frame]), [feature], tables, known.height, self.source)
+                found = compute_all(pl.concat([known, frame]), [feature], tables, known.height, self.source)
                 made += found[known.height :].get_columns()
             if self.given is not None:
                 of = {one.name: self.given[one.name] for one in keyed}
@@ -263,7 +266,7 @@ class Executor:
                 with explained(one):
                     if count == 1:
                         facts[one.name] = one.facts(rows.lazy().filter(pl.Series(train)))
-                    values, series = one.work_out(rows, train, facts[one.name])
+                    values, series = one.fit_and_encode(rows, train, facts[one.name])
                     known = values.filter(pl.col(FIRST) < rows.height)
                     numbered = known.with_columns(rows.get_column(ROW)[known.get_column(FIRST)].alias(FIRST))
                     tables[one.name].append(
@@ -273,7 +276,7 @@ class Executor:
                     )
                     return series
 
-            threads = self.threads if count == 1 else 1  # partitions are worked on at once, or features are
+            threads = self.threads if count == 1 else 1  # threads share the features or the partitions
             return pl.DataFrame([*made, *ordered_map(fit, fitted, threads)])
 
         whole = self.rows.whole().select(*wanted).collect() if self._at_once or self.folder is None else None
@@ -300,7 +303,7 @@ class Executor:
 def _assembled(
     parts: list[pl.DataFrame], by: str, complete: Callable[[pl.DataFrame], pl.DataFrame] | None = None
 ) -> pl.DataFrame:
-    """Return the table whose rows partitions made, in the order of ``by``."""
+    """Join the tables of the partitions, in the order of column ``by``."""
     table = pl.concat(parts).sort(by)
     return table.drop(by) if complete is None else complete(table)
 
@@ -315,24 +318,24 @@ def _partition_numbers(frame: pl.DataFrame, names: Sequence[str], partitions: in
 def _in_partition(
     table: pl.DataFrame, by: Sequence[str], partition: int, count: int, types: Mapping[str, Any]
 ) -> pl.DataFrame:
-    """Return the rows of a table whose keys are in a partition of ``count``; all where its keys have other types."""
+    """Return the rows of a table whose keys are in a partition of ``count``; all if its keys have other types."""
     if count == 1 or any(table.schema[name] != types[name] for name in by):
         return table
     return table.filter(pl.Series(_partition_numbers(table, by, count) == partition))
 
 
 def _as_new(feature: Past, state: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    """Return the state of a feature with the types of the new rows, and numbers of rows below theirs.
+    """Return the state of a feature with the types of the new rows, and with row numbers below theirs.
 
     Raises:
-        DataError: a column of another type, in which the values of the state are others.
+        DataError: the type of a column changes the values of the state.
     """
     for name in feature.inputs:
         cast = state.get_column(name).cast(types[name], strict=False)
         if not cast.cast(state.schema[name], strict=False).equals(state.get_column(name), null_equal=True):
             raise DataError(
                 f"{feature.where}: column {name!r} is {types[name]} in the new rows and {state.schema[name]} in the "
-                "dataset that they go on from. Convert it in the new files."
+                "dataset that they continue. Convert it in the new files."
             )
         state = state.with_columns(cast)
     return state.with_columns(pl.int_range(-state.height, 0, dtype=pl.Int64).alias(ROW))
@@ -345,17 +348,17 @@ def _by_key_in_memory(
     threads: int,
     most: int,
 ) -> pl.DataFrame:
-    """Return the outputs of rows in memory, worked out by partitions of about ``most`` rows; as :func:`by_key`."""
+    """Return what :func:`by_key` yields, for rows in memory and partitions of about ``most`` rows."""
     count = -(-rows.height // most)
     if count <= 1:
         return work(rows.rechunk(), 0, 1)
     numbers = _partition_numbers(rows, names, count).astype(np.uint16)
 
-    def work_out(partition: int) -> tuple[pl.DataFrame, Any]:
+    def of_partition(partition: int) -> tuple[pl.DataFrame, Any]:
         places = np.flatnonzero(numbers == partition)
         return work(rows[pl.Series(places)], partition, count), places.astype(np.int32)
 
-    parts = list(ordered_map(work_out, range(count), threads))
+    parts = list(ordered_map(of_partition, range(count), threads))
     places = np.argsort(np.concatenate([at for _, at in parts]))
     return pl.concat([made for made, _ in parts])[pl.Series(places)]
 
@@ -369,21 +372,21 @@ def by_key(
     threads: int,
     rows: int,
 ) -> Iterator[pl.DataFrame]:
-    """Yield the outputs of the rows of each block, in order, worked out by partitions of their keys.
+    """Yield the outputs of the rows of each block, in order, computed by partitions of their keys.
 
     Each block is sorted by a hash of the key and written to an Arrow file with a record batch for each partition. A
     partition is read from all these files, and its outputs are written with a record batch for each block; the outputs
-    of a block are read from the files of all partitions. Memory has the blocks and partitions that are worked on.
+    of a block are read from the files of all partitions. Memory holds the blocks and partitions in work.
 
     Args:
-        read: the rows of a block, by its number.
+        read: returns the rows of a block, by its number.
         sizes: rows of each block.
         names: columns of the key.
-        work: makes the outputs of the rows of a partition, one row for each; also gets the partition's number and how
-            many there are.
-        folder: where a folder of temporary files is made.
-        threads: that work.
-        rows: of a partition, about.
+        work: returns the outputs of the rows of a partition, one row for each; it gets the rows, the number of the
+            partition, and the number of partitions.
+        folder: for a folder of temporary files.
+        threads: number of threads.
+        rows: rows of a partition, roughly.
 
     Raises:
         OSError: the disk is full or fails.
@@ -399,7 +402,7 @@ def by_key(
         ordered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(_AT))[pl.Series(order)]
         return _write_batches(made / f"block-{block}", ordered, counts[block])
 
-    def work_out(partition: int) -> Path:
+    def of_partition(partition: int) -> Path:
         frame = pl.concat((_read_batch(file, partition) for file in given), rechunk=True)
         outcome = work(frame.drop(_AT), partition, partitions)
         return _write_batches(made / f"partition-{partition}", outcome, counts[:, partition])
@@ -413,7 +416,7 @@ def by_key(
     with TemporaryDirectory(dir=folder) as temporary:
         made = Path(temporary)
         given = list(ordered_map(split, range(len(sizes)), threads))
-        outputs = list(ordered_map(work_out, range(partitions), threads))
+        outputs = list(ordered_map(of_partition, range(partitions), threads))
         yield from ordered_map(together, range(len(sizes)), threads)
 
 
@@ -428,6 +431,6 @@ def _write_batches(path: Path, frame: pl.DataFrame, sizes: Any) -> Path:
 
 
 def _read_batch(path: Path, number: int) -> pl.DataFrame:
-    """Map one record batch of such a file."""
+    """Map one record batch of a file that :func:`_write_batches` wrote."""
     with pa.memory_map(str(path)) as source:
         return pl.DataFrame(pl.from_arrow(pa.ipc.open_file(source).get_batch(number)))

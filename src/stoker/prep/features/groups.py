@@ -23,14 +23,14 @@ __all__ = [
 ]  # fmt: skip
 
 Codes = npt.NDArray[np.uint64]
-_SLICE = 2**17  # rows in order of their keys that are worked on at a time
-_MOST = 2**62  # codes of joined columns stay below
-_DIGIT = 11  # bits: counts of so many values stay in the first cache
+_SLICE = 2**17  # sorted rows that are processed at a time
+_MOST = 2**62  # codes of joined columns are below
+_DIGIT = 11  # bits of a sorting pass: 2**11 counters fit the first cache
 _JOINT, _ABSENT = "\x1f", "\x00"  # between texts that are hashed, and for a missing one
 
 
 def key(name: str, dtype: Any) -> pl.Expr:
-    """Return the values of a key column in the form in which equal keys are equal values.
+    """Return a key column as values that are equal where the keys are.
 
     Raises:
         DataError: the type cannot be a key.
@@ -78,15 +78,14 @@ def _ranked(codes: Codes) -> tuple[Codes, int]:
 
 
 def starts_of(values: Any) -> npt.NDArray[np.bool_]:
-    """Return bool [n]: where sorted values begin to be others."""
+    """Return bool [n]: where sorted values change."""
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
 def sort_rows(codes: Codes, bound: int, rows: Any = None) -> Any:
-    """Return int32 [n] (of 2**31 rows: int64), the rows by rising code, those of equal code in the order of ``rows``
-    (None: as they are).
+    """Sort rows by code, all below ``bound``; return int32 [n], from 2**31 rows on int64.
 
-    All codes are below ``bound``.
+    Rows of equal code keep the order of ``rows`` (None: the order of ``codes``).
     """
     rows = np.arange(len(codes), dtype=np.int32 if len(codes) < 2**31 else np.int64) if rows is None else rows
     for shift in range(0, (bound - 1).bit_length(), _DIGIT):
@@ -108,8 +107,7 @@ def order_codes(values: Any) -> tuple[Codes, int]:
 
 @jit
 def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-def]
-    """out: ``rows`` by the digit of their codes at ``shift``, else in their order; ``ends``: zeros, one more than
-    values."""
+    """Sort ``rows`` by one digit of their codes into ``out``, stably; ``ends``: zeros, one more than digits."""
     mask = np.uint64(ends.size - 2)
     for i in range(rows.size):
         ends[((codes[i] >> shift) & mask) + np.uint64(1)] += 1
@@ -122,7 +120,7 @@ def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-de
 
 
 def _codes(series: pl.Series) -> tuple[Codes, int]:
-    """Return codes of one column, 0 where it is missing."""
+    """Return codes of one column, 0 where the value is missing, and their bound."""
     if series.dtype == pl.String:
         series = series.cast(pl.Categorical(pl.Categories.random()))  # numbers of distinct texts, of this column alone
     missing = series.is_null()
@@ -166,19 +164,19 @@ class Groups:
         self.sizes = np.diff(self.starts, append=len(rows))
 
     def sums(self, values: Any) -> Any:
-        """Return the sum over each group of some values of all rows of the frame; of truths, how many there are."""
+        """Return the sum of each group, of ``values`` [all rows of the frame]; booleans are counted."""
         kind = np.int64 if values.dtype == np.bool_ else values.dtype
         return np.add.reduceat(values[self.rows], self.starts, dtype=kind)
 
     def first(self, wanted: npt.NDArray[np.bool_]) -> Any:
-        """Return the first row of each group that is wanted, or the number of all rows where none is."""
+        """Return the first wanted row of each group, or the number of all rows if none is wanted."""
         return np.minimum.reduceat(np.where(wanted[self.rows], self.rows, np.int64(len(wanted))), self.starts)
 
 
 def sorted_groups(codes: Codes, bound: int, together: int = 1) -> Iterator[Groups]:
-    """Yield all rows in the order of their codes, some at a time, so that little memory is used for what they make.
+    """Yield all rows in the order of their codes, a slice at a time, so that temporary arrays are small.
 
-    All codes are below ``bound``. Those of one quotient by ``together`` come together.
+    All codes are below ``bound``. Rows with equal ``code // together`` come in one slice.
     """
     order = sort_rows(codes, bound)
     start = 0
@@ -191,7 +189,7 @@ def sorted_groups(codes: Codes, bound: int, together: int = 1) -> Iterator[Group
 
 
 def text_of(column: str) -> pl.Expr:
-    """The texts of a column, missing where it is; NaN is missing."""
+    """Return an expression for the texts of a column; NaN is missing."""
 
     def texts(series: pl.Series) -> pl.Series:
         return (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
@@ -200,13 +198,13 @@ def text_of(column: str) -> pl.Expr:
 
 
 def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
-    """UInt64 hash of the texts of some columns (FNV-1a of UTF-8, finished by splitmix64), the same everywhere."""
+    """Return an expression for a UInt64 hash of the texts of columns: FNV-1a of UTF-8, then splitmix64."""
     joined = pl.concat_str([text_of(name).fill_null(_ABSENT) for name in columns], separator=_JOINT)
     return joined.map_batches(lambda s: pl.Series(text_hashes(s, seed)), return_dtype=pl.UInt64, is_elementwise=True)
 
 
 def row_folds(column: str, seed: int, folds: int) -> pl.Expr:
-    """splitmix64 of a column of whole numbers, as rows are split and sampled, modulo ``folds``; Int32."""
+    """Return an expression for splitmix64 of whole numbers modulo ``folds``, Int32; the split rules hash rows alike."""
     mixed: Any = splitmix(np.array([seed], np.uint64))[0]
 
     def fold(series: pl.Series) -> pl.Series:

@@ -1,9 +1,9 @@
 """Features that are fitted on training rows: mean target and count encoding, properties, and columns of other files.
 
-A fitted feature is a :class:`LearnedTable`: one row per distinct key. Keys are compared exactly; a missing key is a key
-of its own. Sources: Micci-Barreca 2001, "A preprocessing scheme for high-cardinality categorical attributes" (smoothed
-means); out of fold as in the RecSys Challenge 2019 solution of Rabhi et al., "Accelerating Recommender System Training
-15x with RAPIDS", section 2.
+Fitting gives a :class:`LearnedTable`: one row per distinct key. Keys are compared exactly; a missing key is a key of
+its own. Smoothed means: Micci-Barreca 2001, "A preprocessing scheme for high-cardinality categorical attributes".
+Out-of-fold means: Rabhi et al., "Accelerating Recommender System Training 15x with RAPIDS", section 2 (RecSys
+Challenge 2019).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ __all__ = [
     "look_up",
 ]  # fmt: skip
 
-LABEL = "__label"  # the label, Float64; a column of the rows while features are fitted
-FIRST = "__first"  # the first training row of a key, Int64; a column of tables while they are fitted
+LABEL = "__label"  # column of the rows while features are fitted: the label, Float64
+FIRST = "__first"  # column of tables while they are fitted: the first training row of the key, Int64
 _SUM, _COUNT = "sum", "count"
 _FOREIGN = "__foreign"
 
 
 class LearnedTable:
-    """A fitted feature: kept in the dataset and used unchanged on new rows.
+    """What a feature was fitted to. The dataset stores it, and new rows use it unchanged.
 
     Args:
-        table: one row per distinct key, or a function that makes it when it is asked for first.
+        table: one row per distinct key, or a function that returns it.
         facts: plain values.
-        folds: the sums of each key and fold, by which training rows leave out their own fold. Not kept with a dataset.
+        folds: sums of each key and fold, so that training rows can leave out their own fold. A dataset does not store
+            them.
         distinct: whether the keys are known to be distinct.
     """
 
@@ -64,7 +65,7 @@ class LearnedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned(Derivation):
-    """A feature that is fitted on training rows. One of your own writes :meth:`learn` and :meth:`attach`."""
+    """A feature that is fitted on training rows. For your own, write :meth:`learn` and :meth:`attach`."""
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
 
@@ -74,11 +75,11 @@ class Learned(Derivation):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Columns of which the learned table has each combination of values once."""
+        """Key columns: the fitted table has each combination of their values once."""
         return ()
 
     def helpers(self) -> list[pl.Expr]:
-        """Return columns that :meth:`learn` needs besides the inputs, and :meth:`attach` of training rows, too."""
+        """Return more columns that :meth:`learn` needs; :meth:`attach` needs them for training rows, too."""
         return []
 
     @abstractmethod
@@ -91,18 +92,18 @@ class Learned(Derivation):
 
         Args:
             frame: rows with the inputs and, where ``train`` is given, the helpers.
-            learned: by :meth:`learn`.
-            train: which rows are training rows that ``learned.folds`` knows; None: none.
+            learned: from :meth:`learn`.
+            train: selects the training rows, which ``learned.folds`` covers; None: there are none.
         """
 
 
 def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, found: Mapping[str, str]) -> pl.LazyFrame:
-    """Return the frame with columns of the table's row of the same key; missing where the table has no such key.
+    """Join columns of a table by key; missing where the table lacks the key. The order of rows does not change.
 
     Args:
-        frame: rows, whose order stays.
+        frame: the rows.
         by: column of the frame -> column of the table.
-        table: has each key once. A value of another type is found where it is the same value: 1.0 for 1, not 1.5.
+        table: has each key once. Values of different types match if they are equal: 1.0 and 1.
         found: new column of the frame -> column of the table.
     """
     have = frame.collect_schema()
@@ -133,7 +134,7 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
 
 @dataclass(frozen=True, kw_only=True)
 class Keyed(Learned):
-    """A learned feature whose table is made key by key, so that rows may be worked on by partitions of the keys."""
+    """A fitted feature whose table is made key by key, so that partitions of the keys can be processed apart."""
 
     reads = "by"
     by: tuple[str, ...]
@@ -146,21 +147,23 @@ class Keyed(Learned):
         return self.by
 
     def facts(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> dict[str, Any]:
-        """Return what all training rows say, whatever their keys."""
+        """Return facts of all training rows, whatever their keys."""
         return {}
 
     @abstractmethod
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def fit_and_encode(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[pl.DataFrame, pl.Series]:
         """Fit and encode at once.
 
         Args:
-            rows: all rows of their keys, with the inputs, the helpers and ``__row``, and ``__label`` of training rows.
+            rows: all rows of some keys, with the inputs, the helpers and ``__row``, and ``__label`` of training rows.
             train: bool [n], which are training rows.
-            facts: by :meth:`facts`.
+            facts: from :meth:`facts`.
 
         Returns:
-            The table of these keys without the keys, but with ``__first``, the place of the first training row of each
-            key or the number of rows where it has none; and the output of each row.
+            The table without its key columns, and the output of each row. Column ``__first`` of the table is the
+            position of the key's first training row, or the number of rows if it has none.
         """
 
     def _keys(self, rows: pl.LazyFrame) -> list[pl.Expr]:
@@ -171,8 +174,8 @@ class Keyed(Learned):
         """Return the table of some keys.
 
         Args:
-            rows: with the key.
-            values: as :meth:`work_out` makes them, of keys with a first training row, in the order of the table.
+            rows: with the key columns.
+            values: from :meth:`fit_and_encode`, of keys with a training row, in the order of the table.
         """
         keys = rows.select(self.by)[values.get_column(FIRST)]
         return keys.select(self._keys(keys.lazy())).hstack(values.drop(FIRST))
@@ -180,7 +183,7 @@ class Keyed(Learned):
 
 @dataclass(frozen=True, kw_only=True)
 class CountEncoding(Keyed):
-    """How many training rows have this key; 0 for a key that none has."""
+    """The number of training rows with the same key; 0 for an unknown key."""
 
     kind: ClassVar[str] = "count"
     read_as = COUNT
@@ -193,7 +196,9 @@ class CountEncoding(Keyed):
         found = look_up(frame, {name: name for name in self.by}, learned.table, {self.name: _COUNT})
         return found.with_columns(pl.col(self.name).fill_null(0))
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def fit_and_encode(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[pl.DataFrame, pl.Series]:
         made, counts, first = (np.empty(rows.height, np.int64) for _ in range(3))
         keys = 0
         for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
@@ -205,21 +210,21 @@ class CountEncoding(Keyed):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanTargetEncoding(Keyed):
-    """The mean label of a key's training rows, smoothed towards the mean of all.
+    """The mean label of a key's training rows, smoothed towards the mean of all training rows.
 
-    ``(sum + smoothing * mean of all) / (count + smoothing)``. For a training row, key and all are taken over the other
-    folds only, so that its own label, and those of the rows that share its fold, have no part in it; all other rows
-    get the encoding of all training rows. A key without rows has the mean of all.
+    The value is ``(sum + smoothing * mean of all) / (count + smoothing)``. For a training row, both means leave out the
+    row's own fold, so that no row sees its own label. Other rows get the value from all training rows. An unknown key
+    gets the mean of all.
 
-    Sums of labels that are whole numbers are exact. Of others, the last bits depend on the order in which Polars adds.
+    Sums of whole numbers are exact. For other labels, the order in which Polars adds decides the last bits.
 
     Args:
         by: the columns of the key.
-        folds: into how many folds training rows are divided, by a hash; 2 or more.
-        smoothing: rows' worth of the mean of all; 0 or more.
-        fold_by: rows with the same values share a fold: needed where labels within a group tell of each other, as of
-            the one clicked item of a list. Empty: the ``group`` of the schema; without one, every row by itself.
-        seed: of the folds.
+        folds: number of folds, 2 or more; a hash of the row decides its fold.
+        smoothing: weight of the mean of all, in rows; 0 or more.
+        fold_by: rows with the same values share a fold. Use it where the labels of a group depend on each other, such
+            as those of a list with one click. Empty: the ``group`` of the schema, or else every row by itself.
+        seed: of the hash.
     """
 
     kind: ClassVar[str] = "mean_target"
@@ -251,7 +256,7 @@ class MeanTargetEncoding(Keyed):
 
     @property
     def fold_column(self) -> str:
-        """The helper column with the fold of each row; features with the same folds share it."""
+        """Name of the helper column with the fold of each row; features with the same folds share it."""
         return "\x1f".join([f"__fold:{self.folds}:{self.seed}:", *self.fold_by])
 
     def helpers(self) -> list[pl.Expr]:
@@ -304,7 +309,9 @@ class MeanTargetEncoding(Keyed):
         mean = pl.when(weight > 0).then((total + self.smoothing * prior) / weight).otherwise(prior)
         return made.with_columns(mean.alias(self.name)).drop(*of_key, *mine)
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def fit_and_encode(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[pl.DataFrame, pl.Series]:
         fold = rows.get_column(self.fold_column).to_numpy().astype(np.uint64)
         label = rows.get_column(LABEL).fill_null(0.0).to_numpy()
         if not (all_train := train.all()):
@@ -333,7 +340,7 @@ class MeanTargetEncoding(Keyed):
         return values, pl.Series(self.name, made)
 
     def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
-        """Return the encodings of sums of labels and numbers of rows."""
+        """Return the smoothed means of (sums of labels, numbers of rows)."""
         weight = sums[1] + self.smoothing
         found = sums[0] + self.smoothing * prior
         return np.where(weight > 0, found / np.where(weight > 0, weight, 1.0), prior)
@@ -341,22 +348,22 @@ class MeanTargetEncoding(Keyed):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Learned):
-    """Columns of ``file``, joined where its ``key`` equals ``on``; missing for keys that the file does not have.
+    """Columns of ``file``, joined where its ``key`` equals ``on``; missing for keys that the file lacks.
 
-    The file is read once, when a dataset is prepared, and kept with it: new rows meet the metadata of then.
+    The file is read once, when a dataset is prepared. The dataset stores its columns, and new rows use these.
 
     Args:
         on: column of the rows.
-        file: delimited text, Parquet or JSON lines, with one line per key. A relative path in a schema file is looked
-            for beside that file first, then, as any other, in the working directory.
-        columns: of the file, to join as text; their names in the result are ``name_<column>``.
-        number_columns: as ``columns``, but numbers.
-        key: column of the file; empty: called as ``on``.
+        file: delimited text, Parquet or JSON lines, with one line per key. A relative path in a schema file is first
+            searched next to that file, then in the working directory.
+        columns: columns of the file to join as text; in the result they are called ``name_<column>``.
+        number_columns: the same for columns of numbers.
+        key: key column of the file; empty: the name of ``on``.
     """
 
     kind: ClassVar[str] = "merge"
     reads = "on"
-    beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that no dataset depends on it
+    folder: ClassVar[Path | None] = None  # folder of the schema file; not a setting, so that no hash depends on it
     on: str
     file: str
     columns: tuple[str, ...] = ()
@@ -369,29 +376,29 @@ class Merge(Learned):
             fail(self.where, "file", "is empty")
 
     def of_schema(self, folder: Path) -> Merge:
-        """The same feature, of a schema file in ``folder``."""
+        """Return the same feature for a schema file in ``folder``."""
         made = replace(self)
-        object.__setattr__(made, "beside", folder)
+        object.__setattr__(made, "folder", folder)
         return made
 
     @property
     def path(self) -> Path:
-        """The file: beside the schema file if it is there, else seen from the working directory."""
-        near = None if self.beside is None else self.beside / self.file
+        """The file next to the schema file if it exists, else the path from the working directory."""
+        near = None if self.folder is None else self.folder / self.file
         return near if near is not None and near.is_file() else Path(self.file)
 
     def check_file(self) -> None:
-        """Look whether the file is there and has the columns. Raises :class:`DataError`."""
+        """Raise :class:`DataError` if the file is missing or lacks a column."""
         from stoker.prep.features.tables import open_table
 
         if not self.path.is_file():
-            places = [Path.cwd()] if self.beside is None else [self.beside.absolute(), Path.cwd()]
+            places = [Path.cwd()] if self.folder is None else [self.folder.absolute(), Path.cwd()]
             listed = "" if Path(self.file).is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(places)))}"
             raise DataError(f"{self.where}: there is no file {self.file!r}{listed}. Check the path.")
         open_table(self.path, self._types())
 
     def _types(self) -> dict[str, str]:
-        """Columns of the file that are read."""
+        """Return column -> type of the columns to read."""
         texts_, numbers = dict.fromkeys(self.columns, "string"), dict.fromkeys(self.number_columns, "float")
         return {self.key or self.on: "string", **texts_, **numbers}
 
@@ -419,7 +426,7 @@ class Merge(Learned):
         there = rows.collect_schema()[self.on]
         if not there.is_integer() and there != pl.String:
             raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")
-        # Keys that are no such number can match no row; "7" and "07" are the same one.
+        # A key that is not a number matches no row; "7" and "07" are the same number.
         table = table.rename({key: self.on}).cast({self.on: there}, strict=False).drop_nulls(self.on)
         twice = table.filter(table[self.on].is_duplicated())
         if twice.height:
@@ -435,13 +442,13 @@ class Merge(Learned):
 
 @dataclass(frozen=True, kw_only=True)
 class Properties(Learned):
-    """Columns ``name_1`` ... ``name_<most>``: whether the list in ``column`` holds each of some values.
+    """Columns ``name_1`` ... ``name_<most>``: 1 if the list in ``column`` contains the column's value, else 0.
 
     Args:
-        column: text, pieces between ``separator``.
-        values: the values in order. Empty: the ``most`` values in the most training rows, those in equally many rows by
-            rising text; where there are fewer, the last columns are 0. The learned table tells which is which.
-        most: number of columns where ``values`` is empty.
+        column: texts; ``separator`` divides each into its values.
+        values: one value for each column. Empty: the ``most`` values that occur in the most training rows, ties by
+            rising text; if there are fewer values, the last columns are 0. The fitted table lists them.
+        most: number of columns if ``values`` is empty.
     """
 
     kind: ClassVar[str] = "properties"
@@ -478,7 +485,7 @@ class Properties(Learned):
         known = learned.table.select("value").with_row_index("column")
 
         def marked(series: pl.Series) -> pl.Series:
-            """Look at each distinct text once."""
+            """Split each distinct text once."""
             encoded = series.rechunk().to_arrow().dictionary_encode(null_encoding="encode")
             distinct = pl.DataFrame({"value": pl.Series(pl.from_arrow(encoded.dictionary), dtype=pl.String)})
             pieces = distinct.with_row_index("at").with_columns(pl.col("value").str.split(self.separator))

@@ -1,4 +1,4 @@
-"""Lists of the values before each row, made without a loop over rows."""
+"""Lists of the values before each row, built without a loop over rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["lists_of", "previous_values"]
 def previous_values(
     values: NDArray[Any], first: NDArray[np.int64], stop: NDArray[np.int64], most: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Flat values and lengths of ``values[max(first, stop - most):stop]`` for each row, [L] and [n]."""
+    """Return ``values[max(first, stop - most):stop]`` of all rows: flat values [L] and lengths [n]."""
     start = np.maximum(first, stop - most)
     lengths = stop - start
     ends = np.cumsum(lengths)
@@ -26,7 +26,7 @@ def previous_values(
 
 
 def lists_of(flat: pl.Series, lengths: NDArray[np.int64]) -> pl.Series:
-    """A list column from flat values and the length of every row's list."""
+    """Build a list column from flat values and the length of every row's list."""
     import polars as pl
     import pyarrow as pa
 

@@ -1,10 +1,10 @@
-"""Features of the rows before in a group: previous values, histories, differences, time since, counts; and ranks.
+"""Window features: previous values, histories, differences, time since, counts of earlier rows; and ranks.
 
-"Before" means a strictly lower ``order``: rows of one moment do not see each other, so a feature knows nothing of its
-own moment or later. Where ``events`` names a column, only rows in which it is above 0 are looked back at.
+"Earlier" means a strictly lower ``order``: rows of one moment do not see each other, so a feature knows nothing of its
+own moment or later. If ``events`` names a column, only rows in which it is above 0 count.
 
-The state of a feature is the rows of each group that later rows can need: those at the group's last moment, and before
-it. Rows that follow have with the state the values that they would have with all rows before.
+The state of a feature has the rows of each group that later rows can need. With it, later rows get the values that they
+would get with all earlier rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivatio
 from stoker.prep.features.lists import lists_of, previous_values
 
 __all__ = [
-    "WEIGHT", "Difference", "GroupOrder", "History", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out",
+    "WEIGHT", "Difference", "GroupOrder", "History", "Past", "PastCount", "Previous", "Rank", "SinceLast",
+    "compute_all",
 ]  # fmt: skip
 
-WEIGHT = "__weight"  # how many events a row of a state stands for, Int64; a column of states of counts
+WEIGHT = "__weight"  # column of the state of a count: how many events a row stands for, Int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ class Past(Derivation):
     """A feature of the rows of its group, in order.
 
     Args:
-        by: the columns of the group's key; groups are worked on whole.
-        order: a column of numbers; rows where it is missing are not looked back at and have a missing value.
-        events: a column of numbers; rows above 0 are looked back at. None: all.
+        by: the columns of the group's key.
+        order: a column of numbers. Rows without it have a missing value, and later rows do not see them.
+        events: a column of numbers; later rows see only rows above 0. None: all rows.
     """
 
     reads = "by order events"
@@ -53,12 +54,12 @@ class Past(Derivation):
 
     @property
     def direction(self) -> int:
-        """1: by rising order; -1: by falling."""
+        """1 for rising order, -1 for falling."""
         return 1
 
     @abstractmethod
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        """The feature of all rows of whole groups, in the order of ``frame``."""
+        """Return the feature of all rows of whole groups, in the order of ``frame``."""
 
     def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
         """Return the events that later rows need, by rising order in their groups, with the inputs and ``__row``."""
@@ -66,29 +67,29 @@ class Past(Derivation):
 
     @property
     def has_table(self) -> bool:
-        """Whether a dataset stores its state: where the class says what it is."""
+        """Whether a dataset stores the state: True if the class defines :meth:`state`."""
         return type(self).state is not Past.state
 
     def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
-        """bool [m]: which rows, sorted by group and order, are looked back at."""
+        """Return bool [m]: which rows, sorted by group and order, later rows see."""
         return rows.events(frame, self.events)
 
     def _stored(self, frame: pl.DataFrame, places: Any) -> pl.DataFrame:
-        """The rows of the frame at some places, as a state holds them."""
+        """Return the rows of the frame at some places, with the columns of a state."""
         return frame.select(pl.col(*self.inputs, ROW).gather(pl.Series(places)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LastEvents(Past):
-    """A feature of the last events before."""
+    """A feature of the last earlier events."""
 
     @property
     def depth(self) -> int:
-        """How many events it looks at."""
+        """How many events the feature uses."""
         return 1
 
     def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
-        """Return the last events at the last moment of each group and the last ones before it, ``depth`` of each."""
+        """Return the last ``depth`` events at the last moment of each group and the last ``depth`` before it."""
         places = np.flatnonzero(self.recorded(frame, rows))
         moments, ends = rows.moment[places], rows.ends(places)
         begins = np.searchsorted(moments, moments[ends - 1])  # of the last moment
@@ -102,8 +103,9 @@ class GroupOrder:
 
     Args:
         frame: whole groups.
-        codes: of the groups, and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
-        order, direction: of the features that share it.
+        codes: codes of the groups and their bound, from :func:`~stoker.prep.features.groups.key_codes`.
+        order: column of the features.
+        direction: 1 for rising order, -1 for falling.
     """
 
     def __init__(self, frame: pl.DataFrame, codes: tuple[Any, int], order: str, direction: int) -> None:
@@ -118,18 +120,18 @@ class GroupOrder:
         rows = None if self.known.all() else np.flatnonzero(self.known)
         if rows is not None:
             order_of, key = order_of[rows], key[rows]
-        if direction < 0:  # for whole numbers the complement: the least one has no negative
+        if direction < 0:  # whole numbers take the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
         by_order = None
-        if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
+        if (order_of[1:] < order_of[:-1]).any():  # most logs are in order
             by_order = groups.sort_rows(*groups.order_codes(order_of))
         places = groups.sort_rows(key, bound, by_order)
-        #: int32 or int64 [m]: the rows in sorted order; all below is in it
+        #: int32 or int64 [m]: the rows in sorted order, which is the order of all arrays below
         self.sorted = places if rows is None else rows[places].astype(places.dtype)
         self.order = order_of[places]
         new_group = groups.starts_of(key[places])
         new_moment = new_group | groups.starts_of(self.order)
-        #: [m]: the number of each row's moment, and where its group and its moment begin
+        #: [m]: the number of each row's moment; below, where its group and its moment begin
         self.moment = np.cumsum(new_moment, dtype=places.dtype) - 1
         place = np.arange(len(places), dtype=places.dtype)
         self.group_start = np.maximum.accumulate(np.where(new_group, place, 0))
@@ -137,34 +139,37 @@ class GroupOrder:
         self._last: dict[str | None, Any] = {}
 
     def events(self, frame: pl.DataFrame, column: str | None) -> Any:
-        """bool [m]: which rows are looked back at."""
+        """Return bool [m]: the rows that later rows see."""
         if column is None:
             return np.ones(len(self.sorted), np.bool_)
         return (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()[self.sorted]
 
     def last(self, frame: pl.DataFrame, column: str | None) -> Any:
-        """int64 [n], in the order of the frame: the row of the last event before, or -1."""
+        """Return int64 [n], in the order of the frame: the row of the last earlier event, or -1."""
         if column not in self._last:
             place = np.arange(len(self.sorted), dtype=self.sorted.dtype)
             latest = np.maximum.accumulate(np.where(self.events(frame, column), place, -1))
-            found = np.append(latest, -1)[self.moment_start - 1]  # what is before the first row is -1
+            found = np.append(latest, -1)[self.moment_start - 1]  # -1 before the first row
             rows = np.append(self.sorted, -1)[np.where(found >= self.group_start, found, -1)]
             self._last[column] = self.back(rows, -1)
         return self._last[column]
 
     def count(self, events: Any, window: float | None) -> Any:
-        """int64 [m]: how many events of the group are before, at most ``window`` before."""
+        """Return int64 [m]: how many earlier events the group has within ``window``."""
         counted = np.append(0, np.cumsum(events))
         return counted[self.moment_start] - counted[self.window_start(window)]
 
     def ends(self, places: Any) -> Any:
-        """Of some places in sorted order, rising: where in ``places`` the group of each ends."""
+        """Return, for rising places in sorted order, the index in ``places`` where the group of each ends."""
         starts = self.group_start[places]
         return np.searchsorted(starts, starts, side="right")
 
     def first_older(self, stored: int) -> tuple[int, int] | None:
-        """Return a row behind the first ``stored`` ones of the frame that is before one of these in its group, and the
-        last of these; None if there is none."""
+        """Find a new row that is earlier than a stored row of its group.
+
+        The first ``stored`` rows of the frame are stored. Return the new row and the last stored row of the group, or
+        None.
+        """
         place, known = np.arange(len(self.sorted)), self.sorted < stored
         following = np.minimum.accumulate(np.where(known, place, len(place))[::-1])[::-1]
         older = np.flatnonzero(~known & (np.append(self.group_start, -1)[following] == self.group_start))
@@ -174,18 +179,18 @@ class GroupOrder:
         return int(self.sorted[older[0]]), int(self.sorted[last])
 
     def window_start(self, window: float | None) -> Any:
-        """int64 [m]: the first row of the group whose order is at least that of the row less ``window``."""
+        """Return int64 [m]: the first row of the group whose order is at least the row's order minus ``window``."""
         if window is None:
             return self.group_start
         bounded = np.ones(len(self.order), np.bool_)
         if self.order.dtype == np.int64:  # between whole numbers are whole numbers
             width = int(min(window, 2.0**63 - 1024))
-            bounded = self.order >= -(2**63) + width  # for others the window begins before all numbers
+            bounded = self.order >= -(2**63) + width  # else the window begins before all numbers
             bound = self.order - np.int64(width)
             if window >= 2.0**63:
                 bounded[:] = False
         else:
-            with np.errstate(invalid="ignore"):  # an endless window before infinity: no order is below
+            with np.errstate(invalid="ignore"):  # infinity minus an infinite window: no order is below
                 bound = self.order - np.float64(window)
         low, high = self.group_start.copy(), np.where(bounded, self.moment_start, self.group_start)
         while (open_ := low < high).any():  # a binary search for all rows at once
@@ -202,20 +207,20 @@ class GroupOrder:
 
 
 def _ordered(values: Any) -> Any:
-    """Numbers as int64 or float64 of the same order and the same differences."""
+    """Return numbers as int64 or float64 with the same order and the same differences."""
     if values.dtype == np.uint64:
         return (values ^ np.uint64(2**63)).view(np.int64)
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 
 def _taken(series: pl.Series, rows: Any) -> pl.Series:
-    """``series[rows]``, missing where a row is -1."""
+    """Return ``series[rows]``, missing where a row is -1."""
     return series.gather(pl.Series(rows).set(pl.Series(rows < 0), None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Previous(_LastEvents):
-    """The value of ``column`` at the group's last row before; missing where there is none."""
+    """The value of ``column`` in the last earlier row of the group; missing if there is none."""
 
     kind: ClassVar[str] = "previous"
     reads = "by column order events"
@@ -228,12 +233,13 @@ class Previous(_LastEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class History(_LastEvents):
-    """The last values of ``column`` in the group's rows before, the oldest first: a list, empty where there are none.
+    """The last values of ``column`` in the earlier rows of the group, oldest first: a list, which may be empty.
 
-    Rows in which ``column`` is missing are not looked back at.
+    Rows without a value in ``column`` do not count.
 
     Args:
-        length: values at most.
+        column: the column of the values.
+        length: most values of a list.
     """
 
     kind: ClassVar[str] = "history"
@@ -258,7 +264,7 @@ class History(_LastEvents):
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         items = self._items(frame)
         if items.dtype.is_nested():
-            raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, and wants single values.")
+            raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, but needs single values.")
         events = self.recorded(frame, rows)
         counted = np.append(0, np.cumsum(events))
         first, stop = (rows.back(counted[start], 0) for start in (rows.group_start, rows.moment_start))
@@ -273,7 +279,7 @@ class History(_LastEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(_LastEvents):
-    """``column`` minus its value at the group's last row before; missing where there is none."""
+    """``column`` minus its value in the last earlier row of the group; missing if there is none."""
 
     kind: ClassVar[str] = "difference"
     reads = "by column order events"
@@ -288,7 +294,7 @@ class Difference(_LastEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class SinceLast(_LastEvents):
-    """How far ``order`` has moved since the group's last row before, in its unit; missing where there is none."""
+    """``order`` minus that of the last earlier row of the group, in its unit; missing if there is none."""
 
     kind: ClassVar[str] = "since_last"
     read_as: ClassVar[dict[str, Any]] = {**MAYBE_MISSING, **COUNT}
@@ -297,7 +303,7 @@ class SinceLast(_LastEvents):
         last = rows.last(frame, self.events)
         order = rows.back(rows.order, 0)
         before = order[np.maximum(last, 0)]
-        if order.dtype == np.int64:  # whole numbers exactly, however large: what lies between is never negative
+        if order.dtype == np.int64:  # exact for any whole numbers, as the difference is never negative
             passed: Any = (order.view(np.uint64) - before.view(np.uint64)).astype(np.float64)
         else:
             passed = order - before
@@ -306,7 +312,7 @@ class SinceLast(_LastEvents):
 
 @dataclass(frozen=True, kw_only=True)
 class PastCount(Past):
-    """How many rows of the group lie before, or at most ``window`` before, in the unit of ``order``."""
+    """The number of earlier rows of the group, at most ``window`` earlier, in the unit of ``order``."""
 
     kind: ClassVar[str] = "past_count"
     read_as = COUNT
@@ -322,13 +328,16 @@ class PastCount(Past):
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 
     def _weights(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
-        """int64 [m]: how many events each row, sorted by group and order, stands for."""
+        """Return int64 [m]: how many events each row, sorted by group and order, stands for."""
         events = self.recorded(frame, rows).astype(np.int64)
         return events * frame.get_column(WEIGHT).to_numpy()[rows.sorted] if WEIGHT in frame.columns else events
 
     def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
-        """Return a row for the events at the last moment of each group and one for those before it; with a window, one
-        for each moment in the window before the last. ``__weight`` says how many events a row stands for."""
+        """Return a row for the events at the last moment of each group, and one for the earlier events.
+
+        With a window, the latter is one row for each moment in the window. ``__weight`` is the number of events that a
+        row stands for.
+        """
         weights = self._weights(frame, rows)
         places = np.flatnonzero(weights)
         last = places[rows.ends(places) - 1]
@@ -344,9 +353,9 @@ class PastCount(Past):
 
 @dataclass(frozen=True, kw_only=True)
 class Rank(Past):
-    """Rank from 1 of ``order`` among the rows of the group, all of them: of the price in a list, say.
+    """The rank of ``order`` among all rows of the group, from 1; for example of the price in a list.
 
-    Equal values share the lowest rank ("min"; the next value's rank counts them all) or are counted once ("dense").
+    Equal values share a rank. The next value's rank counts all of them (``method="min"``) or one (``"dense"``).
     """
 
     kind: ClassVar[str] = "rank"
@@ -371,24 +380,26 @@ class Rank(Past):
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
 
 
-def work_out(
+def compute_all(
     frame: pl.DataFrame,
     features: list[Past],
     states: Mapping[str, list[pl.DataFrame]] | None = None,
     stored: int = 0,
     source: object = None,
 ) -> pl.DataFrame:
-    """The outputs of past features over whole groups, one row per row of ``frame``. Features with the same group and
-    order are sorted once.
+    """Return the outputs of window features over whole groups, one row per row of ``frame``.
+
+    Rows are sorted once for all features with the same group and order.
 
     Args:
-        frame: with the inputs; where states are wanted, also ``__row``.
-        states: feature -> list that gets its state; None: no state is wanted.
-        stored: how many rows, the first ones, are of a state.
-        source: whose state that is, for errors.
+        frame: with the inputs and, for states, ``__row``.
+        features: to compute.
+        states: feature -> list to which its state is appended; None: compute no state.
+        stored: the first ``stored`` rows are rows of a state.
+        source: the dataset of that state, for errors.
 
     Raises:
-        DataError: a row that is older than the last stored one of its group.
+        DataError: a row is older than the last stored row of its group.
     """
     orders: dict[Any, GroupOrder] = {}
     codes: dict[Any, Any] = {}
@@ -398,7 +409,7 @@ def work_out(
         with explained(feature):
             if feature.by not in codes:
                 codes = {feature.by: groups.key_codes(frame, feature.by)}
-            if key not in orders:  # one at a time: each holds three arrays of the frame's length
+            if key not in orders:  # keep one at a time: each has three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             if stored and (found := orders[key].first_older(stored)) is not None:
                 raise _older(feature, frame, *found, source)
@@ -409,8 +420,8 @@ def work_out(
 
 
 def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> DataError:
-    """The error for a row that is older than the last stored one of its group."""
-    from stoker.dataset.rebuild import UnusableInput  # imports torch: 190 MB that features of frames need not
+    """Return the error for a row that is older than the last stored row of its group."""
+    from stoker.dataset.rebuild import UnusableInput  # imports torch, 190 MB that features of frames do not need
 
     group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
     moments = frame.get_column(feature.order)
@@ -418,5 +429,5 @@ def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: obje
         f"{feature.where}: a new row with {group} has {feature.order} = {moments[row]}, before the last such row of "
         f"{source} ({feature.order} = {moments[last]}). Rows before that one are not stored, so the value cannot be "
         'right. Prepare only rows that follow those of the dataset, or pass history="ignore" (--history ignore): then '
-        "window features are worked out from the new rows alone, as for the same rows once more."
+        "window features are computed from the new rows alone, as for the same rows once more."
     )

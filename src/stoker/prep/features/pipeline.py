@@ -1,4 +1,4 @@
-"""Features of frames: fit a list of them on training rows, apply the fitted ones to any rows."""
+"""Features of data frames: fit them on training rows, apply them to any rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stoker.prep.features.tables import joined
 
 __all__ = ["Fitted", "fit", "fit_apply"]
 
-_SLICE = 2**15  # rows of a frame whose own features are worked out at a time
+_SLICE = 2**15  # rows of a frame whose leading features are computed at a time
 _THREADS = 2
 _Rows = TypeVar("_Rows", "pl.DataFrame", "pl.LazyFrame")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Features and what the learned ones were fitted to. Made by :func:`fit`."""
+    """Features with their fitted tables. :func:`fit` makes it."""
 
     features: tuple[Derivation, ...]
     learned: dict[str, LearnedTable]
@@ -45,24 +45,23 @@ class Fitted:
                     )
 
     def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
-        """Return new rows with all features, as they were fitted on the training rows; in order.
+        """Return new rows, in order, with all features as they were fitted on the training rows.
 
-        Of a lazy frame lazily, so that what cannot be worked out is Polars' error when it is collected; of rows in
-        memory at once.
+        For a lazy frame nothing is computed yet; errors then come from Polars when the frame is collected.
 
         Raises:
-            SchemaError: an unknown column, or one that is made and there already. DataError: a feature that cannot be
-                worked out, such as of text where it wants numbers.
+            SchemaError: a column does not exist, or an output exists already.
+            DataError: a feature cannot be computed, for example from text instead of numbers.
         """
         return self._all(rows, None)
 
     def apply_to_training(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
-        """Return the rows that were fitted on, in the same order, with all features, target encodings out of fold.
+        """Return the training rows, in the same order, with all features, target encodings out of fold.
 
-        For rows in memory :func:`fit_apply` does this and the fitting faster.
+        For rows in memory :func:`fit_apply` fits and applies faster.
 
         Raises:
-            ConfigError: the features do not have the folds, as those from files or :func:`fit_apply`.
+            ConfigError: the sums of the folds are missing: :meth:`load` and :func:`fit_apply` do not keep them.
         """
         for feature in self.features:
             if isinstance(feature, Learned) and feature.out_of_fold and self.learned[feature.name].folds is None:
@@ -87,14 +86,14 @@ class Fitted:
         return _without_helpers(rows)
 
     def save(self, directory: str | Path) -> None:
-        """Write the tables, and the features themselves, to a directory, with checksums."""
+        """Write the features and their tables to a directory, with checksums."""
         from stoker.prep.features.store import save_features
 
         save_features(Path(directory), self.features, self.learned)
 
     @classmethod
     def load(cls, directory: str | Path) -> Fitted:
-        """Return features that :meth:`save` wrote. Raises :class:`DataError` where a file is missing or damaged."""
+        """Load what :meth:`save` wrote. Raise :class:`DataError` if a file is missing or damaged."""
         from stoker.prep.features.store import load_features
 
         features, learned = load_features(Path(directory))
@@ -107,19 +106,18 @@ def fit(
     """Fit features on training rows, in order.
 
     Args:
-        features: each may read the columns of ``rows`` and the outputs of those before it.
-        rows: training rows only. A lazy frame is read again for every feature that is fitted; memory has its distinct
-            keys.
+        features: each may read the columns of ``rows`` and the outputs of earlier features.
+        rows: training rows only. A lazy frame is read once for every fitted feature; memory holds the distinct keys.
         label: column to predict, numbers.
-        engine: Polars' ``"streaming"``, or ``"gpu"``.
+        engine: engine of Polars, ``"streaming"`` or ``"gpu"``.
 
     Returns:
-        The fitted features; :meth:`Fitted.apply_to_training` gives these rows' features, :meth:`Fitted.apply` others'.
+        The fitted features. Use :meth:`Fitted.apply_to_training` for these rows and :meth:`Fitted.apply` for others.
 
     Raises:
-        SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
-        DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
-        DependencyError: no GPU engine here.
+        SchemaError: a column does not exist, an output exists already, or the order of the features is impossible.
+        DataError: a feature or the label cannot be computed, for example from text instead of numbers.
+        DependencyError: Polars has no GPU engine here.
     """
     check_engine(engine)
     check_features(features)
@@ -132,21 +130,21 @@ def fit(
             frame = frame.with_columns(_row_numbers(), _labels(label))
             waiting.append((f"label column {label!r}", frame.select(LABEL)))
         frame = add_helpers(frame, [feature])
-        with explained(feature), _of_whom(waiting):
+        with explained(feature), _blamed_on_first(waiting):
             if isinstance(feature, Learned):
                 learned[feature.name] = feature.learn(frame, engine=engine)
             if feature.name not in wanted and not isinstance(feature, RowSteps):
                 continue
             frame = apply_feature(frame, feature, learned.get(feature.name), pl.lit(True))
-            if isinstance(feature, Past):  # not again for every learned one
+            if isinstance(feature, Past):  # compute it once, not once for every fitted feature
                 frame, waiting = collect(frame, engine).lazy(), []
         waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
     return Fitted(features=tuple(features), learned=learned)
 
 
 @contextmanager
-def _of_whom(waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]]) -> Iterator[None]:
-    """Blame the first of some lazy features, or a label, for an error of the block, which works them out, too."""
+def _blamed_on_first(waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]]) -> Iterator[None]:
+    """If the block fails, raise the error of the first lazy feature or label that fails by itself."""
     try:
         yield
     except pl.exceptions.PolarsError:
@@ -159,22 +157,22 @@ def _of_whom(waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]]) -> Iterat
 def fit_apply(
     features: Sequence[Derivation], rows: pl.DataFrame, *, label: str, threads: int = _THREADS
 ) -> tuple[Fitted, pl.DataFrame]:
-    """Fit features on training rows in memory and work them out for these rows, target encodings out of fold.
+    """Fit features on training rows in memory and compute them for these rows, target encodings out of fold.
 
-    The same as :func:`fit` and then :meth:`Fitted.apply_to_training`, with every key sorted once.
+    This equals :func:`fit` and then :meth:`Fitted.apply_to_training`, but sorts every key once.
 
     Args:
-        features: each may read the columns of ``rows`` and the outputs of those before it.
+        features: each may read the columns of ``rows`` and the outputs of earlier features.
         rows: training rows only.
         label: column to predict, numbers.
-        threads: learned features that are worked on at a time.
+        threads: how many features are fitted at a time.
 
     Returns:
         The fitted features, and the rows with all outputs.
 
     Raises:
-        SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
-        DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
+        SchemaError: a column does not exist, an output exists already, or the order of the features is impossible.
+        DataError: a feature or the label cannot be computed, for example from text instead of numbers.
     """
     check_features(features)
     _check_names(features, rows.columns, label)
@@ -193,7 +191,7 @@ def fit_apply(
 
 
 def _of_the_row(frame: pl.DataFrame, features: Sequence[Derivation], threads: int = _THREADS) -> pl.DataFrame:
-    """Return a frame with leading features, some rows at a time."""
+    """Return a frame with its leading features, computed a slice of rows at a time."""
     if not features:
         return frame
     starts = range(0, max(frame.height, 1), _SLICE)
@@ -205,7 +203,7 @@ def _of_the_row(frame: pl.DataFrame, features: Sequence[Derivation], threads: in
 
 
 class _Frame:
-    """A frame in memory as a block of rows."""
+    """A frame in memory as one block of rows."""
 
     def __init__(self, frame: pl.DataFrame) -> None:
         self._frame, self.sizes = frame, [frame.height]
@@ -218,7 +216,7 @@ class _Frame:
 
 
 def _check_names(features: Sequence[Derivation], columns: Sequence[str], label: str | None = None) -> None:
-    """Refuse features that read what is not there, or make what is; and a label that is not there in time."""
+    """Raise an error if a feature reads a missing column or makes an existing one, or if the label comes too late."""
     names = list(columns)
     for feature in features:
         check_present(feature, names)
@@ -241,7 +239,7 @@ def _without_helpers(frame: _Rows) -> _Rows:
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
-    """Return the names of the features that learned ones read, by way of others too."""
+    """Return the names of the features that fitted features read, directly or through others."""
     columns: set[str] = set()
     found: set[str] = set()
     for feature in reversed(features):

@@ -1,4 +1,4 @@
-"""Features of the row itself: constraints and masks of text, splitting, pairs, time, crosses."""
+"""Features of one row: conditions on texts, splitting, pairs, parts of a time, crosses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 
 @dataclass(frozen=True, kw_only=True)
 class _Condition(Derivation):
-    """A feature that asks whether a text is one of ``values`` or matches ``pattern``."""
+    """A feature with a condition: a text is one of ``values`` or matches ``pattern``."""
 
     reads = "column"
     column: str
@@ -34,7 +34,7 @@ class _Condition(Derivation):
                 fail(self.where, "pattern", f"{self.pattern!r} is no regular expression ({error})")
 
     def met_by(self, text: pl.Expr) -> pl.Expr:
-        """Whether the text meets the condition; null where it is missing."""
+        """Return an expression: whether the text meets the condition; null where it is missing."""
         if self.pattern is not None:
             return text.str.contains(self.pattern)
         return text == self.values[0] if len(self.values) == 1 else text.is_in(list(self.values))
@@ -42,7 +42,7 @@ class _Condition(Derivation):
 
 @dataclass(frozen=True, kw_only=True)
 class Match(_Condition, RowLocal):
-    """1 where the text of ``column`` is one of ``values`` or matches ``pattern``, else 0, also where it is missing."""
+    """1 if the text of ``column`` is one of ``values`` or matches ``pattern``, else 0; a missing text gives 0."""
 
     kind: ClassVar[str] = "match"
     read_as: ClassVar[dict[str, Any]] = {}
@@ -54,11 +54,11 @@ class Match(_Condition, RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Constrain(_Condition, RowLocal):
-    """The text of ``column`` where it is one of ``values`` or matches ``pattern``, else missing."""
+    """The text of ``column`` if it is one of ``values`` or matches ``pattern``, else missing."""
 
     kind: ClassVar[str] = "constrain"
     read_as = TEXT
-    lower: bool = False  # fold to lower case before
+    lower: bool = False  # first convert to lower case
     max_length: int | None = None  # characters kept
 
     def check(self) -> None:
@@ -79,7 +79,7 @@ class Constrain(_Condition, RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(_Condition, RowLocal):
-    """``column`` in the rows where ``where_column`` is one of ``values`` or matches ``pattern``, else missing."""
+    """The value of ``column`` if ``where_column`` is one of ``values`` or matches ``pattern``, else missing."""
 
     kind: ClassVar[str] = "mask"
     reads = "column where_column"
@@ -93,7 +93,7 @@ class Mask(_Condition, RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Equal(RowLocal):
-    """1 where the texts of two columns are the same, else 0, also where one is missing."""
+    """1 if the texts of two columns are equal, else 0; a missing text gives 0."""
 
     kind: ClassVar[str] = "equal"
     reads = "left right"
@@ -107,8 +107,8 @@ class Equal(RowLocal):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfTwo(RowLocal):
-    """A number made of two columns of numbers."""
+class _TwoNumbers(RowLocal):
+    """A number computed from two columns of numbers."""
 
     reads = "left right"
     reads_numbers = "left right"
@@ -118,8 +118,8 @@ class _OfTwo(RowLocal):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subtract(_OfTwo):
-    """``left - right``; missing where one of them is."""
+class Subtract(_TwoNumbers):
+    """``left - right``; missing if one of them is missing."""
 
     kind: ClassVar[str] = "subtract"
 
@@ -128,8 +128,8 @@ class Subtract(_OfTwo):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divide(_OfTwo):
-    """``left / right``; missing where one of them is, or ``right`` is 0. Of two counts: a share."""
+class Divide(_TwoNumbers):
+    """``left / right``; missing if one of them is missing or ``right`` is 0."""
 
     kind: ClassVar[str] = "divide"
 
@@ -140,7 +140,7 @@ class Divide(_OfTwo):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(RowLocal):
-    """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing beyond the last."""
+    """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing after the last piece."""
 
     kind: ClassVar[str] = "split"
     reads = "column"
@@ -159,14 +159,14 @@ class Split(RowLocal):
         return tuple(f"{self.name}_{number}" for number in range(1, self.width + 1))
 
     def expressions(self) -> Sequence[pl.Expr]:
-        # One struct for all pieces: the text is cut once. What is beyond the last piece is dropped with the rest.
+        # One struct for all pieces, so that the text is cut once. The field after the last holds the rest.
         cut = pl.col(self.column).cast(pl.String).str.splitn(self.separator, self.width + 1)
         return [cut.struct.field(f"field_{number}").alias(name) for number, name in enumerate(self.outputs)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeParts(RowLocal):
-    """Parts of a moment, UTC plus ``utc_offset`` hours: ``name_hour`` 0 to 23, ``name_weekday`` 1 (Monday) to 7 ..."""
+    """Parts of a time, UTC plus ``utc_offset`` hours: ``name_hour`` 0 to 23, ``name_weekday`` 1 (Monday) to 7 ..."""
 
     kind: ClassVar[str] = "time_parts"
     reads = "column"
@@ -189,12 +189,12 @@ class TimeParts(RowLocal):
 
     def expressions(self) -> Sequence[pl.Expr]:
         given = pl.col(self.column)
-        if self.unit == "ns":  # of today's whole ones a float64 knows the last 256 ns no more
+        if self.unit == "ns":  # float64 rounds today's nanoseconds to 256
             micros = (given.to_physical() // 1000).cast(pl.Float64)
         else:
             micros = given.cast(pl.Float64) / UNITS[self.unit] * 1e6
         micros = micros.floor() + self.utc_offset * 3.6e9
-        # What is no number, or farther away than calendars reach (some 250,000 years), is no moment.
+        # What is not a number, or beyond the calendar (about 250,000 years), is missing.
         moment = pl.when(micros.abs() < 8e18).then(micros).floor().cast(pl.Int64).cast(pl.Datetime("us")).dt
         found: dict[str, Any] = {
             "hour": moment.hour, "weekday": moment.weekday, "day": moment.day, "month": moment.month,
@@ -205,8 +205,11 @@ class TimeParts(RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(RowLocal):
-    """A bucket for each combination of values: FNV-1a, finished by splitmix64, of their texts joined by 0x1F, modulo
-    ``buckets``. A missing value counts as the text 0x00. The same on every machine and in every version."""
+    """A bucket for each combination of values: a hash of their texts modulo ``buckets``.
+
+    The hash is FNV-1a of the texts joined by 0x1F, then splitmix64; a missing value is the text 0x00. It is the same on
+    every machine and in every version.
+    """
 
     kind: ClassVar[str] = "cross"
     reads = "columns"
@@ -226,7 +229,7 @@ class Cross(RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(_Condition, RowSteps):
-    """Only the rows in which ``column`` is one of ``values`` or matches ``pattern``."""
+    """Keep only the rows in which ``column`` is one of ``values`` or matches ``pattern``."""
 
     kind: ClassVar[str] = "keep"
 
@@ -240,9 +243,9 @@ class Keep(_Condition, RowSteps):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(RowSteps):
-    """A row for each piece of a list: ``columns`` side by side become ``names``, and ``rank`` counts from 1.
+    """Make a row for each piece of a list: the pieces of ``columns`` become ``names``, and ``rank`` counts from 1.
 
-    The first column decides the length. Another one of a different length has missing values in all rows of the pair.
+    The first column decides the number of rows. A column with another number of pieces is missing in all of them.
     """
 
     kind: ClassVar[str] = "pairs"
@@ -250,9 +253,9 @@ class Pairs(RowSteps):
     columns: tuple[str, ...]  # e.g. impressions, prices: "12|7|33", "80|65|120"
     names: tuple[str, ...]  # e.g. item, price
     separator: str = "|"
-    rank: str = "rank"  # name of the place in the list
-    most: int = 25  # pieces looked at
-    least: int = 1  # shorter lists make no row
+    rank: str = "rank"  # name of the column with the place in the list
+    most: int = 25  # further pieces are ignored
+    least: int = 1  # shorter lists give no row
 
     def check(self) -> None:
         texts(self.where, "columns", self.columns)
@@ -271,7 +274,7 @@ class Pairs(RowSteps):
             return pl.col(column).cast(pl.String).str.split(self.separator).list.head(self.most)
 
         size = pl.col(self.names[0]).list.len()
-        # Texts for the lists of another length only: a row takes what it says, and nothing where all lengths agree.
+        # Only rows whose lists differ in length repeat a missing text; the others keep their list.
         others = {}
         for name in self.names[1:]:
             same = (pl.col(name).list.len() == size).fill_null(False)

@@ -1,5 +1,4 @@
-"""What features learned and the state of window features, in files: a Parquet table for each and ``features.json``,
-all with sha256."""
+"""Files of fitted features and states of window features: a Parquet table for each and ``features.json``."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _INDEX = "features.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTable:
-    """What a feature learned, or its state, as a file that :func:`write_table` wrote."""
+    """The table of a fitted feature, or a state, as a file that :func:`write_table` wrote."""
 
     path: Path
     entry: Mapping[str, Any]  # its size and sha256
@@ -31,7 +30,7 @@ class StoredTable:
 
 
 def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
-    """Write a learned table, the same bytes for the same rows; returns size and sha256."""
+    """Write a table, the same bytes for the same rows; return its size and sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file, full_disk():
         table.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
@@ -50,9 +49,9 @@ def save_features(directory: Path, features: Sequence[Derivation], learned: Mapp
 def store_features(
     directory: Path, features: Sequence[Derivation], tables: Mapping[str, StoredTable], *, extend: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Put tables that are in files into the directory, then the index; return the entries of these files.
+    """Link or copy the files of tables into the directory, then write the index; return the entries of these files.
 
-    ``extend``: keep what an index that is there says of other tables.
+    With ``extend``, keep the entries of other tables that an existing index has.
     """
     directory.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {"features": [feature.to_dict() for feature in features], "facts": {}, "files": {}}
@@ -73,10 +72,10 @@ def store_features(
 
 
 def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, LearnedTable]]:
-    """Features and their tables: what learned ones were fitted to, and the state of window features, if it is there.
+    """Load features, their fitted tables and the stored states of window features.
 
     Raises:
-        DataError: a file that is missing or altered, with what was expected and found.
+        DataError: a file is missing or altered.
     """
     path = directory / _INDEX
     try:
@@ -97,7 +96,7 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
 
 
 def _read_table(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
-    """A learned table whose bytes are those that were written. Raises :class:`DataError`."""
+    """Read a table. Raise :class:`DataError` if its bytes are not those that were written."""
     remedy = "Restore it from a copy, or prepare or fit again: the same input gives the same bytes."
     try:
         found = describe_file(path)

@@ -1,4 +1,4 @@
-"""Tables from files, every line checked: what metadata is read by; and frames that are joined from blocks."""
+"""Read tables of metadata from files, checking every line; join frames from blocks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["joined", "open_table", "read_table"]
 
-_BLOCK_BYTES = 2**22  # read at a time by each thread
+_BLOCK_BYTES = 2**22  # that a thread reads at a time
 _TYPES = {"hex": "UInt64", "int": "Int64", "float": "Float64", "string": "String"}  # of Polars
 
 
 def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None) -> Source:
-    """Open the file and check that it has the columns. Arguments and errors as of :func:`read_table`."""
+    """Open the file and check that it has the columns. Arguments and errors are those of :func:`read_table`."""
     from stoker.prep.parse.frames import Field
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
@@ -39,25 +39,24 @@ def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFo
 def read_table(
     path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None, threads: int = 2
 ) -> pl.DataFrame:
-    """Read some columns of a file of any format that :func:`stoker.prepare` reads into memory.
+    """Read columns of a file into memory, in any format that :func:`stoker.prepare` reads.
 
     Args:
         path: delimited text, Parquet or JSON lines; text also as .gz or .zst.
-        columns: column -> hex, int, float or string; they come as UInt64, Int64, Float64 and String.
+        columns: column -> hex, int, float or string; the results are UInt64, Int64, Float64 and String.
         format: of the file; None: by its name.
-        threads: that read blocks of it.
+        threads: number of threads.
 
     Raises:
-        DataError: no such file or column, or the first line that cannot be read, with its number and reason.
+        DataError: the file or a column does not exist, or a line cannot be read.
     """
-
     path = Path(path)
     source = open_table(path, columns, format=format)
 
     def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
         block = job[2]()
         frame = block.frame(list(columns))
-        # The next block of this thread takes the memory that this one's numbers are in: keep a copy.
+        # The next block of this thread reuses the memory of this block's numbers: keep a copy.
         return frame.select(pl.all().gather(pl.int_range(pl.len()))), block
 
     # Blocks of a small file are small, so that every thread has some.
@@ -67,14 +66,14 @@ def read_table(
     for frame, block in ordered_map(work, source.blocks(size), threads):
         if block.bad:
             bad = block.bad[0]
-            raise DataError(f"{path}:{lines + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
+            raise DataError(f"{path}:{lines + bad.line + 1}: {bad.reason}. Fix the line or remove it.")
         frames.append(frame)
         lines += block.lines
     return joined(frames)
 
 
 def joined(blocks: list[pl.DataFrame]) -> pl.DataFrame:
-    """Return the rows of blocks, each column in one piece; ``blocks`` are emptied, so that a column is there twice."""
+    """Join the rows of blocks, column by column. ``blocks`` is emptied, so that at most one column exists twice."""
     if len(blocks) == 1:
         return blocks[0].rechunk()
     columns = [block.get_columns() for block in blocks]

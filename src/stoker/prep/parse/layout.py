@@ -42,7 +42,7 @@ class Layout:
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
         self.schema = schema
-        # What labels, times and splits need is read before features are worked out, the rest after.
+        # What labels, times and splits need is read before features are computed, the rest after.
         self.columns = () if keys_only else schema.dense
         self.features = () if keys_only else schema.features
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]

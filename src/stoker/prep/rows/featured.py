@@ -1,7 +1,7 @@
 """Rows with derived features: typed rows, their splits, the features in passes, then parts as of any other log.
 
 One row's way: a line, or a row that a recipe derives, is typed and gets the features of the row itself (``rows``); its
-label, time and split are read (``keys``); the other features are worked out over all rows (``passes``), learned ones
+label, time and split are read (``keys``); the other features are computed over all rows (``passes``), learned ones
 fitted on training rows; last, all columns side by side become a part, and vocabularies, statistics and shards know
 nothing of features. In memory are a block of rows, the learned tables and, for window features, a partition of the
 groups. Every step is in the journal, so that an interrupted run goes on from there.
@@ -217,7 +217,7 @@ class FeaturePasses:
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
 
     Learned features of a dataset that the rows are prepared like are as it stores them. Window features of rows that
-    go on from it are worked out with the state that it stores in front of the rows; the state after these rows is
+    go on from it are computed with the state that it stores in front of the rows; the state after these rows is
     stored in its place.
     """
 

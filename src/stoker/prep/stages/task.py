@@ -34,7 +34,7 @@ __all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Step", "Task"]
 
 WORK_VERSION = 12  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
-KEPT = "__keep."  # before the name of a kept column of rows whose features are worked out
+KEPT = "__keep."  # before the name of a kept column of rows whose features are computed
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
@@ -94,7 +94,7 @@ class Task:
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
     names: Mapping[Path, str] = field(default_factory=dict)  # of inputs, in messages and the quarantine
     splitting: Schema = field(init=False)  # by which rows are split
-    inner: Schema = field(init=False)  # of the rows whose features are worked out
+    inner: Schema = field(init=False)  # of the rows whose features are computed
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
     temporary: bool = field(init=False)  # whether the dataset goes with this process
