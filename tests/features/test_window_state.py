@@ -379,7 +379,7 @@ def test_settings_of_histories(given: dict[str, Any], said: str | None) -> None:
 def test_a_history_of_lists_is_refused() -> None:
     rows = pl.DataFrame({"u": ["a"], "t": [1], "l": [["x"]], "y": [0]})
     feature = f.History(name="h", by="u", order="t", column="l")
-    with pytest.raises(DataError, match=r"'h' \(history\) reads column 'l' of List\(String\), and wants single values"):
+    with pytest.raises(DataError, match=r"'h' \(history\) reads column 'l' of List\(String\), but needs single values"):
         f.fit([feature], rows, label="y").apply(rows)
 
 
