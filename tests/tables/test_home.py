@@ -32,9 +32,11 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import PAGE, FileHome, Layout, _sweep
 from stoker.tables.stores.home import Home, Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome
+from stoker.tables.stores.ram_tier import RamTier
 
 KINDS = ["memory", "file", "direct", "log", "direct log", "plain memory", "plain file", "plain direct", "plain log"]
 FILES = [kind for kind in KINDS if "memory" not in kind]
+KINDS += ["ram, memory", "ram, file", "ram, log", "ram, ram, direct", "plain ram, file"]
 ADAGRAD = {"sum": "scalar"}
 BOTH = {"exp_avg": "row", "sum": "scalar"}
 ADAM = {"exp_avg": "row", "exp_avg_sq": "row"}
@@ -56,6 +58,11 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
     with pytest.MonkeyPatch.context() as patch:
         if "plain" in kind:
             patch.setattr(home_module, "HAVE_NUMBA", False)
+        if "ram" in kind:
+            with home_of(kind.replace("ram, ", "", 1), initial, state, directory) as inner:
+                yield (home := ram_over(inner, frames=7 if "ram, ram" in kind else 3))
+                home.close()
+            return
         if "memory" in kind:
             home: Home = MemoryHome(initial, state)
         else:
@@ -71,6 +78,13 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
         yield home
     finally:
         home.close()
+
+
+def ram_over(inner: Home, frames: int, block_rows: int | None = None) -> RamTier:
+    """A RAM tier of so many frames at most."""
+    inner.block_rows = block_rows or inner.block_rows
+    blocks = -(-inner.num_rows // inner.block_rows)
+    return RamTier(inner, memory=4 * blocks + frames * (inner.block_rows * inner.row_bytes + 11))
 
 
 def tables_of(rows: list[int], dim: int, dtype: str) -> list[TableConfig]:
@@ -309,7 +323,8 @@ def test_a_closed_home_says_so(kind):
 def test_a_home_shows_its_size(kind):
     with home_of(kind, one_table(1_000_000, 64), ADAGRAD) as home:
         assert "1,000,000 rows x 64 float32 + sum, 248.0 MiB" in repr(home)
-        assert home.kind == ("memory" if "memory" in kind else "file")
+        kinds = ["memory" if part.endswith(("ram", "memory")) else "file" for part in kind.split(", ")]
+        assert home.kind == " over ".join(kinds)
 
 
 def test_unknown_state_and_missing_gpu_are_config_errors():

@@ -17,6 +17,7 @@ from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome
+from stoker.tables.stores.ram_tier import RamTier
 
 STATE = {"exp_avg": "row", "sum": "scalar"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -40,6 +41,8 @@ STORAGES = {
     "SlottedRows, memory": slotted(MemoryHome, DirectLink),
     "SlottedRows, file": slotted(FileHome, QueuedLink),
     "SlottedRows, log": slotted(LogHome, QueuedLink),
+    "SlottedRows, RAM tier, file": slotted(lambda *of: RamTier(FileHome(*of), memory=3 * 4096), QueuedLink),
+    "SlottedRows, RAM tier, log": slotted(lambda *of: RamTier(LogHome(*of), memory=5500), QueuedLink),
     "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
     "SlottedRows, hot and cold": slotted(MemoryHome, QueuedLink, transient=True, hot=0.15),
     "SlottedRows, hot, file": slotted(FileHome, DirectLink, hot=0.1),

@@ -145,6 +145,7 @@ class FileHome(Home):
         self.direct = direct
         self.concurrent_reads = concurrent_reads
         self.layout = self._lay_out()
+        self.block_rows = self.layout.per_block
         self._nowhere = self.layout.num_records  # the position of a row that was never stored
         self.path, self._fd = _make_file(directory, direct)
         self.directory = self.path.parent

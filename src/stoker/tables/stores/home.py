@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,8 +128,9 @@ class Home(ABC):
         state: name of each state tensor -> "row" ([N, D] float32) or "scalar" ([N] float32); it starts at zero.
     """
 
-    kind: ClassVar[str]  # "memory" or "file"
-    is_blocking: ClassVar[bool] = False  # whether a fetch or store waits for a device
+    kind: str  # what it is, such as "memory" or "file", for messages
+    is_blocking = False  # whether a fetch or store waits for a device
+    block_rows = 1  # consecutive rows that it moves at the cost of one: blocks of a RAM tier over it
     directory: Path | None = None  # of its file
     pinned = False  # whether a GPU can read the rows in place
     threads: int | None = None  # threads of kernels; None means as many as torch uses
@@ -149,9 +150,9 @@ class Home(ABC):
         self._open = True
 
     @classmethod
-    @abstractmethod
     def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
         """Make a store as ``strategy`` says; ``gpu``: for slots on a GPU."""
+        return cls(initial, state)
 
     @staticmethod
     def index_bytes(num_rows: int) -> int:

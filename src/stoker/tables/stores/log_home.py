@@ -61,6 +61,7 @@ class LogHome(FileHome):
                 "which this machine does not give. Choose writes='in-place'."
             ) from error
         super().__init__(initial, state, **options)
+        self.block_rows = 1
         self.held = _Indexed(self.index)
         self._live = np.zeros(self.layout.num_records // self._per_segment, np.int64)  # rows of each segment
         self._stored = 0  # rows in the file

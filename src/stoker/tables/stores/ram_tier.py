@@ -1,0 +1,204 @@
+"""A RAM tier: main memory that caches blocks of rows of another store, such as a file.
+
+A *block* is as many consecutive rows as the inner store moves at the cost of one (:attr:`Home.block_rows`). A *frame*
+is the memory of one block. The tier takes any inner store, so tiers nest: slots on a GPU over a RAM tier over a file.
+
+Legend: F frames, R rows of a block, n rows of one call, m blocks of one call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size
+from stoker.tables.storage import Rows
+from stoker.tables.stores.home import Home, Initial, MemoryHome
+
+__all__ = ["RamTier"]
+
+_ENTRY = 4  # bytes of the page table a block
+_FRAME = 11  # bytes of bookkeeping a frame
+_STEP = 64  # frames that the hand of the clock looks at first
+_WRITTEN = 2**20  # rows written to the inner store at a time
+
+
+class RamTier(Home):
+    """Blocks of rows of ``inner`` in at most ``memory`` bytes of main memory, page table included.
+
+    A row that is stored stays here until the frame of its block is needed for another block; then the block is written
+    to ``inner``, before anything else comes into the frame. The clock algorithm (Corbato 1968) chooses the frame: the
+    next one that nobody has used since the hand last passed. A call that wants more blocks than there are frames, and a
+    :meth:`read` or :meth:`write` of a whole range, move the rows of other blocks directly to and from ``inner``.
+
+    Raises:
+        ConfigError: the memory does not hold one block.
+
+    >>> from stoker import TableConfig
+    >>> from stoker.tables.stores.file_home import FileHome
+    >>> from stoker.tables.stores.home import Initial
+    >>> table = TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)
+    >>> home = RamTier(FileHome(Initial.of([table], seed=0), {"sum": "scalar"}), memory=2**20)
+    >>> home.kind, home.block_rows, home.num_frames
+    ('memory over file', 60, 190)
+    >>> home.close()
+    """
+
+    def __init__(self, inner: Home, *, memory: int) -> None:
+        super().__init__(inner.initial, inner.state)
+        self.inner, self.block_rows = inner, inner.block_rows
+        self.kind = f"memory over {inner.kind}"
+        self.is_blocking, self.directory = inner.is_blocking, inner.directory
+        blocks, frame = -(-self.num_rows // self.block_rows), self.block_rows * self.row_bytes + _FRAME
+        self.num_frames = min(blocks, (memory - _ENTRY * blocks) // frame)
+        if self.num_frames < 1:
+            raise ConfigError(
+                f"host_memory {format_size(memory)} is too little for a RAM tier over {inner!r}: its page table and "
+                f"one block of {self.block_rows:,} rows take {format_size(_ENTRY * blocks + frame)}. Give at least "
+                "that much, or leave host_memory out."
+            )
+        rows = self.num_frames * self.block_rows
+        self.frames = MemoryHome(
+            Initial(
+                keys=np.zeros(1, np.int64), scales=np.zeros(1, np.float32), first_row=np.array([0, rows]),
+                dim=self.dim, dtype=self.dtype,
+            ),
+            self.state,
+        )  # fmt: skip
+        self.frames.held.words[:] = -1
+        # A frame belongs to a block if each names the other. So an interrupt between two lines leaves no frame that
+        # two blocks take for theirs.
+        self._frame_of = np.zeros(blocks, np.int32)  # frame + 1 of each block; 0: in none
+        self._block_in = np.full(self.num_frames, -1, np.int64)
+        self._dirty = np.zeros(self.num_frames, bool)  # newer than the inner store
+        self._used = np.zeros(self.num_frames, bool)  # since the hand passed
+        self._busy = np.zeros(self.num_frames, bool)  # in the call that is under way
+        self._hand = 0
+        self._scanning = False
+        self._lock = threading.RLock()
+
+    def read(self, start: int, stop: int) -> Rows:
+        with self._scan():
+            return super().read(start, stop)
+
+    def write(self, start: int, rows: Rows) -> None:
+        with self._scan():
+            super().write(start, rows)
+
+    def flush(self) -> None:
+        """Write every changed block to the inner store, and flush that."""
+        with self._lock:
+            self._write_back(np.flatnonzero(self._dirty))
+            self.inner.flush()
+
+    def close(self) -> None:
+        super().close()
+        self.frames.close()
+        self.inner.close()
+
+    @contextmanager
+    def _scan(self) -> Iterator[None]:
+        """Admit no blocks: a checkpoint must not empty the cache."""
+        with self._lock:
+            self._scanning = True
+            try:
+                yield
+            finally:
+                self._scanning = False
+
+    def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
+        places = np.arange(len(rows)) if places is None else places
+        held = self.held.of(rows)
+        if not held.all():  # nobody has stored them: they need no frame
+            self._compute(rows[~held], target, places[~held])
+            rows, places = rows[held], places[held]
+        with self._lock:
+            self._move(rows, target, places, storing=False)
+
+    def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
+        places = np.arange(len(rows)) if places is None else places
+        with self._lock:
+            self._move(rows, source, places, storing=True)
+        self.held.mark(rows)
+
+    def _move(self, rows: np.ndarray, side: Rows, places: np.ndarray, *, storing: bool) -> None:
+        """Copy rows from their frames to ``side`` or back, admitting the blocks that are in no frame."""
+        blocks, which = np.unique(rows // self.block_rows, return_inverse=True)
+        frames = self._frame_of[blocks].astype(np.int64) - 1
+        missing = frames < 0
+        if missing.any() and (self._scanning or len(blocks) > self.num_frames):
+            away = missing[which]
+            move = self.inner.store if storing else self.inner.fetch
+            move(rows[away], side, places[away])
+            rows, places, which, missing = rows[~away], places[~away], which[~away], missing & False
+        new = blocks[missing]
+        try:
+            self._busy[frames[frames >= 0]] = True
+            if len(new):
+                frames[missing] = self._free(len(new))
+                wanted, at = self._rows_of(new, frames[missing])
+                if storing:
+                    rest = ~np.isin(wanted, rows)  # the others are overwritten
+                    wanted, at = wanted[rest], at[rest]
+                self.inner.fetch(wanted, self.frames.arrays, at)
+            at = frames[which] * self.block_rows + rows % self.block_rows
+            if storing:
+                self._dirty[frames[frames >= 0]] = True  # before the rows change, lest an interrupt leaves them clean
+                self.frames.store(at, side, places)
+            else:
+                self.frames.fetch(at, side, places)
+            self._block_in[frames[missing]] = new
+            self._frame_of[new] = frames[missing] + 1
+            self._used[frames[frames >= 0]] = True
+        finally:
+            self._busy[:] = False
+
+    def _free(self, count: int) -> np.ndarray:
+        """Return frames [count] for other blocks; those that held changed blocks were written to the inner store."""
+        found, size = np.empty(0, np.int64), max(_STEP, count)
+        while len(found) < count:
+            passed = (self._hand + np.arange(min(size, self.num_frames))) % self.num_frames
+            idle = passed[~(self._used[passed] | self._busy[passed])][: count - len(found)]
+            if len(found) + len(idle) == count:
+                passed = passed[: np.flatnonzero(passed == idle[-1])[0] + 1]
+            self._used[passed] = False
+            self._hand = int(passed[-1] + 1) % self.num_frames
+            self._busy[idle] = True
+            found, size = np.concatenate([found, idle]), 2 * size
+        self._write_back(found[self._dirty[found]])
+        own = found[self._owned(found)]
+        self._frame_of[self._block_in[own]] = 0
+        self._block_in[found] = -1
+        return found
+
+    def _owned(self, frames: np.ndarray) -> np.ndarray:
+        """Return whether each of ``frames`` belongs to the block that it names."""
+        blocks = self._block_in[frames]
+        owned: np.ndarray = (blocks >= 0) & (self._frame_of[blocks] == frames + 1)
+        return owned
+
+    def _write_back(self, frames: np.ndarray) -> None:
+        """Store the blocks of changed ``frames`` in the inner store."""
+        step = max(1, _WRITTEN // self.block_rows)
+        for begin in range(0, len(frames), step):
+            some = frames[begin : begin + step]
+            own = some[self._owned(some)]
+            rows, at = self._rows_of(self._block_in[own], own)
+            self.inner.store(rows, self.frames.arrays, at)
+            self._dirty[some] = False
+
+    def _rows_of(self, blocks: np.ndarray, frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of ``blocks`` [m], and the rows of the frames where they are."""
+        inside = np.arange(self.block_rows)
+        rows = (blocks[:, None] * self.block_rows + inside).reshape(-1)
+        at = (frames[:, None] * self.block_rows + inside).reshape(-1)
+        there = rows < self.num_rows  # the last block may be short
+        return rows[there], at[there]
+
+    def _details(self) -> str:
+        held = format_size(self.num_frames * self.block_rows * self.row_bytes)
+        return f", {held} in memory over {self.inner!r}"
