@@ -19,10 +19,10 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_000, "ops": 5_100, "dataset": 2_900, "optim": 560, "tables": 7_850, "models": 1_470, "placement": 2_700,
+    "base": 2_000, "ops": 5_100, "dataset": 2_900, "optim": 560, "tables": 8_250, "models": 1_470, "placement": 2_700,
     "training": 7_000, "rewrite": 1_850, "prep": 11_350, "synthetic": 1_650, "cli": 2_660,
 }  # fmt: skip
-ALL_LINES = 47_100
+ALL_LINES = 47_500
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
