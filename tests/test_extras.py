@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import stoker
 from stoker.base.errors import EXTRAS, DependencyError
 from stoker.cli import main
 from stoker.testing import make_dataset
+from stoker.training.files import logs
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -148,6 +150,11 @@ def test_a_logger_gets_the_figures_of_every_record_and_is_closed(data: stoker.Da
         assert values == numbers
     assert {name.split("/")[0] for _, values in mine.seen for name in values} == {"train", "valid", "test"}
     assert mine.closed == 1
+
+
+def test_the_example_of_a_logger_runs() -> None:
+    found = doctest.testmod(logs)
+    assert (found.failed, found.attempted) == (0, 4)
 
 
 def test_a_logger_that_fails_ends_the_run_and_all_are_closed(data: stoker.Dataset, tmp_path: Path) -> None:

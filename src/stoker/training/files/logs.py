@@ -17,14 +17,15 @@ from stoker.training.files.rundir import RunDirectory
 class Logger(Protocol):
     """What :func:`stoker.train` takes as ``loggers``: any object with these two methods.
 
+    >>> import stoker
     >>> class Printer:
-    ...     def log(self, step: int, values: Mapping[str, float]) -> None:
+    ...     def log(self, step, values):
     ...         print(step, values["train/loss"])
     ...
-    ...     def close(self) -> None:
+    ...     def close(self):
     ...         print("closed")
     >>> logger: stoker.Logger = Printer()
-    >>> logger.log(50, {"train/loss": 0.52})
+    >>> logger.log(50, {"train/loss": 0.52})  # as stoker.train(data, out="run", loggers=[logger]) does
     50 0.52
     """
 
