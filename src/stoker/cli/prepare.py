@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.base import remote
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file, refuse_url
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.options import printed, say, show_rows, show_table, with_options
+from stoker.dataset.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from stoker.prep.draft import Draft
@@ -64,7 +70,7 @@ def init(
     _show_draft(draft, out, command)
 
 
-def _show_draft(draft: Draft, out: Path, command: str) -> None:
+def _show_columns(draft: Draft) -> None:
     from rich.text import Text
 
     rows = []
@@ -74,6 +80,10 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
         rows.append([column.name, draft.role(column), f"{column.distinct:,}", missing, example])
     headings = ["column", "kind", "values", "missing", "example"]
     show_table(f"{plural(draft.rows, 'row')} looked at", headings, rows, left=(0, 1, 4), whole=(4,))
+
+
+def _show_draft(draft: Draft, out: Path, command: str) -> None:
+    _show_columns(draft)
     doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")
     if draft.label is None:
@@ -115,7 +125,7 @@ def schema(
 
 
 def prepare(
-    recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
+    recipe: Annotated[str | None, typer.Argument(help="Recipe name, schema file, or auto.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
     out: Path | None = typer.Option(None, "--out", "-o", help="Directory to make."),
     like: Path | None = typer.Option(
@@ -153,7 +163,8 @@ def prepare(
     """Prepare raw click logs for training.
 
     RECIPE is the name of a known log (stoker prepare --list shows them) or
-    your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
+    your own schema file (.toml, .yaml); auto drafts one, as stoker init does, and
+    takes it as it is. FILES are delimited text, Parquet or
     JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
     order of their numbers, day_2 before day_10; other files are read as given.
 
@@ -179,6 +190,7 @@ def prepare(
     leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
 
     \b
+    stoker prepare auto clicks.csv --out data
     stoker prepare criteo 'day_*.gz' --out data/criteo
     stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
     stoker prepare shop.toml 'logs/*.parquet' --out data/shop
@@ -200,36 +212,105 @@ def prepare(
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
-    from stoker.prep.inputs import files_of
-    from stoker.prep.prepare import run_prepare
-
     if like is not None and min_count is not None:
         raise ConfigError("--min-count shapes vocabularies, and --like takes those of the dataset. Leave it out.")
     if like is not None and feature:
         raise ConfigError(
             "--feature adds a column, and --like takes those of the dataset. Leave it out, or prepare both anew."
         )
-    chosen, preset = (None, preset) if recipe is None else _changed(recipe, preset, min_count, feature or [])
+    chosen: str | Recipe | Schema | None = recipe
+    if recipe == "auto":
+        chosen = _drafted(files, quiet=as_json)
+    chosen, preset = (None, preset) if chosen is None else _changed(chosen, preset, min_count, feature or [])
+    report = _prepare(
+        chosen, files, out, quiet=as_json, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
+        overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads,
+    )  # fmt: skip
+    path = remote.url_of(out) or str(report.path)
+    if not printed({**vars(report), "path": path}, as_json):
+        _show_report(report, path)
+
+
+def _prepare(
+    chosen: str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, **given: Any
+) -> PrepareReport:
+    """Prepare with a bar for each stage."""
+    from stoker.prep.inputs import files_of
+    from stoker.prep.prepare import run_prepare
+
+    overwrite = bool(given.get("overwrite"))
     try:
         with (
             files_of(files) as inputs,
             remote.published(out, overwrite=overwrite) as folder,
-            Bars(quiet=as_json, keep=True) as bars,
+            Bars(quiet=quiet, keep=True) as bars,
         ):
 
             def show(progress: Progress) -> None:
                 bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
 
-            report = run_prepare(
-                chosen, inputs, out=folder, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
-                overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads,
-                progress=show,
-            )  # fmt: skip
+            return run_prepare(chosen, inputs, out=folder, progress=show, **given)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
-    path = remote.url_of(out) or str(report.path)
-    if not printed({**vars(report), "path": path}, as_json):
-        _show_report(report, path)
+
+
+def is_log(path: Path | None) -> bool:
+    """Return whether a path is that of a raw log, or a pattern of raw files, and not that of a dataset."""
+    if path is None or remote.url_of(path) is not None or path.is_dir():
+        return False
+    return path.is_file() or has_magic(str(path))
+
+
+def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
+    """Prepare a raw log with a drafted schema, as ``stoker prepare auto`` does, and say what was done.
+
+    Args:
+        log: a file or a pattern.
+        folder: the dataset is made there, with the log's name: ``clicks-data`` for ``clicks.csv``.
+        quiet: print nothing.
+
+    Returns:
+        The dataset. One that was made from the same rows is taken as it is.
+    """
+    out = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '', log.name.split('.')[0]) or 'log'}-data"
+    schema = _drafted([str(log)], quiet=quiet)
+    try:
+        report = _prepare(schema, [str(log)], out, quiet=quiet)
+    except DataError as error:
+        if not (out / MANIFEST).exists():
+            raise
+        command = f"stoker prepare auto {quoted(log)} --out {quoted(out)} --overwrite"
+        raise DataError(
+            f"{out} is there, and it is not what {log} makes today. To replace it: {command}. To train on it as it "
+            f"is: stoker train {quoted(out)}"
+        ) from error
+    if not quiet:
+        _show_report(report, str(out))
+    return out
+
+
+@contextmanager
+def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool) -> Iterator[Path]:
+    """Prepare raw rows like those of a dataset, with columns to keep; delete the result at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
+        out = Path(folder) / "data"
+        report = _prepare(None, [str(log)], out, quiet=quiet, like=dataset, keep=keep)
+        if report.bad and not quiet:
+            say(f"{plural(report.bad, 'bad line')} of {log} left out: stoker prepare shows why", "bold yellow")
+        yield out
+
+
+def _drafted(files: list[str], *, quiet: bool) -> Schema:
+    from stoker.prep.draft import draft_log
+
+    draft = draft_log(files)
+    found = draft.schema()
+    if not quiet:
+        _show_columns(draft)
+        names = " ".join(map(quoted, files))
+        doubts = f" It has {plural(draft.unsure, 'doubt')}." if draft.unsure else ""
+        say(f"label: {draft.label}.{doubts} To change what a column is: stoker init {names}")
+    return found
 
 
 def _known(recipe: str) -> bool:
@@ -239,7 +320,7 @@ def _known(recipe: str) -> bool:
 
 
 def _changed(
-    recipe: str, preset: str | None, min_count: int | None, features: list[str]
+    recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: list[str]
 ) -> tuple[str | Recipe | Schema | None, str | None]:
     """The recipe with another minimum count in every column that has a vocabulary, and with more features."""
     if min_count is None and not features:

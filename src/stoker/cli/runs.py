@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.base.errors import DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, parse_count, plural, quoted
@@ -25,6 +27,7 @@ from stoker.cli.options import (
     show_grids,
     takes,
 )
+from stoker.cli.prepare import is_log, prepared_like
 from stoker.placement.budget import MemoryBudget
 from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import MachineConfig
@@ -40,6 +43,9 @@ _LOOKAHEAD = 64  # batches
 _PLACED = ("device_memory", "host_memory", "home_path")
 
 Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint; or a URL.")]
+RowsToScore = Annotated[
+    Path | None, typer.Option(help="Dataset, or raw rows such as today.csv. (default: the run's dataset)")
+]
 SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
 Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
 BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
@@ -88,8 +94,9 @@ def predict(
             help="File to write, .parquet or .csv: row, label, kept columns, score, and group if there is one."
         ),
     ],
-    data: Data = None,
+    data: RowsToScore = None,
     split: SplitName = "test",
+    keep: list[str] | None = typer.Option(None, "--keep", help="Column of raw rows to write, too. Repeatable."),
     rows: Rows = None,
     batch_size: BatchSize = None,
     *,
@@ -98,17 +105,36 @@ def predict(
 ) -> None:
     """Write a score for every row of a split to a Parquet or CSV file.
 
+    Raw rows, such as today.csv, are prepared first as those of the run's dataset
+    were; they may lack a label.
+
     \b
     stoker predict runs/a --out scores.parquet
+    stoker predict runs/a --data today.csv --keep user_id --out scores.parquet
     stoker predict runs/a --data data/criteo --split valid --out scores.csv
     """
     from stoker.training.scores.evaluation import check_scores_file, write_scores
 
     check_scores_file(out)
-    loaded, chosen, size = _open(run, data, split, batch_size, settings)
-    count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
+    with _data_to_score(run, data, keep or (), quiet=as_json) as data:
+        loaded, chosen, size = _open(run, data, split, batch_size, settings)
+        count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
     if not printed({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
+
+
+@contextmanager
+def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool) -> Iterator[Path | None]:
+    """The dataset of these rows; raw ones are prepared like the run's, for as long as the block."""
+    from stoker.training.files.rundir import find_checkpoint, find_dataset
+
+    if data is not None and is_log(data):
+        with prepared_like(data, find_dataset(find_checkpoint(run)), keep, quiet=quiet) as made:
+            yield made
+    elif keep:
+        raise ConfigError("--keep takes columns of raw rows along. Of a dataset: stoker prepare --keep COLUMN")
+    else:
+        yield data
 
 
 def _open(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -23,6 +23,7 @@ from stoker.cli.options import (
     show_grids,
     takes,
 )
+from stoker.cli.prepare import is_log, prepare_log
 from stoker.placement.budget import MemoryBudget
 from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RowConfig
@@ -37,7 +38,7 @@ _WIDTH = 64  # of a curve: it fits a terminal of 80
 
 @takes(*PARTS)
 def train(
-    dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote.")] = None,
+    dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote, or a raw log.")] = None,
     out: Path | None = option("Run", "Run directory to make, or a URL."),
     resume: Path | None = option("Run", "Run directory or URL to continue, to the bit."),
     batch_size: str | None = option(
@@ -47,11 +48,15 @@ def train(
     settings: dict[str, Any],
     json_lines: Json = False,
 ) -> None:
-    """Train a model on a prepared dataset, or continue a run.
+    """Train a model on a prepared dataset or a raw log, or continue a run.
+
+    A raw log, such as clicks.csv, is prepared first, as stoker prepare auto does,
+    into a directory next to the run: clicks-data.
 
     Ctrl-C and SIGTERM end the run after the step under way and write a checkpoint.
 
     \b
+    stoker train clicks.csv --out run
     stoker train data/criteo --out runs/a
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
@@ -63,6 +68,8 @@ def train(
     if batch_size is not None:
         settings["batch_size"] = _size(batch_size)
 
+    if is_log(dataset):
+        dataset = _prepared(cast(Path, dataset), out, quiet=json_lines)
     from stoker.training import train as run_training
 
     result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
@@ -70,6 +77,16 @@ def train(
     record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
     if not printed({"kind": "result", "run": place, **record}, json_lines):
         _show_result(result, place)
+
+
+def _prepared(log: Path, out: Path | None, *, quiet: bool) -> Path:
+    """Prepare a raw log next to the run that is to be made."""
+    if out is None or url_of(out) is not None:
+        raise ConfigError(f"{log} is a raw log, which is prepared next to the run. Add --out RUN, a directory here.")
+    from stoker.training.files.rundir import RunDirectory
+
+    RunDirectory(out).check_new()  # before the work, not after it
+    return prepare_log(log, out.parent, quiet=quiet)
 
 
 def _show_result(result: TrainResult, run: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any
 
-from stoker.base.errors import ConfigError
-from stoker.base.units import plural
+from stoker.base.errors import ConfigError, SchemaError
+from stoker.base.units import listed, plural
 from stoker.prep.features.base import Derivation
 from stoker.prep.guess import Guess, Sample, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
@@ -19,6 +20,7 @@ from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRul
 from stoker.prep.source_format import SourceFormat
 
 ROWS = 100_000  # to look at by default
+AUTO = "auto"  # in place of a recipe: prepare with the draft as it is
 _USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header
 _GROUP_NAME = re.compile(
@@ -44,6 +46,28 @@ class Draft:
         """Return what the draft makes of a column: label, dense, categorical, sequence, time or left out."""
         return "label" if column.name == self.label else column.kind
 
+    @property
+    def doubts(self) -> str:
+        """What to say to somebody who has not read the draft; empty where it is certain of everything."""
+        if not self.unsure:
+            return ""
+        doubts = plural(self.unsure, "doubt")
+        return f"the drafted schema has {doubts}: stoker init writes it to a file, with a comment at each."
+
+    def schema(self) -> Schema:
+        """Return the drafted schema as it is, without your answers.
+
+        Raises:
+            SchemaError: no column looks like a label, or none like a feature.
+        """
+        lacking = "label" if self.label is None else "feature" if not self.features else None
+        if lacking is not None:
+            raise SchemaError(
+                f"no column of the log looks like a {lacking}: {listed([one.name for one in self.columns])}. "
+                "Draft a schema with stoker init LOG, fill in what is missing, and prepare with that file."
+            )
+        return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
+
 
 def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> str:
     """Draft a schema for a log of your own from its first rows, as TOML text with comments.
@@ -68,10 +92,11 @@ def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | 
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
     with files_of(log, rows=rows + 1) as inputs:
-        return _draft(log, inputs, rows, command)
+        return draft_inputs(inputs, log, rows=rows, command=command)
 
 
-def _draft(log: Any, inputs: Inputs, rows: int, command: str | None) -> Draft:
+def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | None = None) -> Draft:
+    """Draft a schema for local files; ``log`` is what the user named."""
     tables = [name for path, name in inputs.names.items() if path.suffix == FRAME]
     files, _ = expand(inputs.files)
     sample = look(files, rows)

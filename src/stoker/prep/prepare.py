@@ -34,6 +34,7 @@ from stoker.dataset.rebuild import (
     remove_dataset,
     remove_empty,
 )
+from stoker.prep.draft import AUTO, Draft, draft_inputs
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.split_rules import targets_of_files
 from stoker.prep.inputs import Input, Inputs, files_of
@@ -99,8 +100,9 @@ def prepare(
     """Prepare raw logs into a dataset directory, or into memory.
 
     Args:
-        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. With ``like``, only where a
-            recipe of your own derived the rows.
+        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. ``"auto"``: the schema that
+            :func:`stoker.draft_schema` drafts from the first rows, taken as it is. With ``like``, only where a recipe
+            of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
             URLs that fsspec knows (``s3://``, ``https://``, ``hf://`` ...) are downloaded first. Or tables, alone or in
@@ -205,13 +207,16 @@ class Settings:
     ) -> tuple[Task, list[str]]:
         """Return the work to do, and what to warn of."""
         measure: Like | None = None
+        drafted: Draft | None = None
         if self.like is not None:
             measure = _like(Path(self.like), recipe, self.preset, self.history)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
         else:
-            chosen, schema = load_recipe(recipe, self.preset)
+            if recipe == AUTO:
+                drafted = draft_inputs(inputs, inputs.files)
+            chosen, schema = load_recipe(drafted.schema() if drafted else recipe, self.preset)
         if self.split is not None:
             schema = replace(schema, split=split_of(self.split))
         more = [self.keep] if isinstance(self.keep, str) else self.keep
@@ -225,7 +230,8 @@ class Settings:
             report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
             like=measure, names=names,
         )  # fmt: skip
-        noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
+        noted = [drafted.doubts] if drafted and drafted.doubts else []
+        noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
         noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
         return task, noted

@@ -1,0 +1,125 @@
+"""Raw logs where a dataset is expected: ``prepare auto``, ``train clicks.csv``, ``predict --data today.csv``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from typer.testing import CliRunner, Result
+
+import stoker
+from stoker.base.errors import SchemaError, StokerError
+from stoker.cli import app
+
+HEADER = "time,user_id,item_id,price"
+
+
+def lines(first: int, last: int) -> list[str]:
+    """Rows a minute apart."""
+    return [
+        f"2025-08-{1 + i // 1440:02d} {i // 60 % 24:02d}:{i % 60:02d}:00,u{i % 17},i{i % 5},{i % 7}.5"
+        for i in range(first, last)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    labelled = [f"{line},{i * 7 % 3 // 2}" for i, line in enumerate(lines(0, 400))]
+    Path("clicks.csv").write_text("\n".join([f"{HEADER},clicked", *labelled]) + "\n")
+    Path("today.csv").write_text("\n".join([HEADER, *lines(400, 420)]) + "\n")
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0 or isinstance(done.exception, StokerError), done.output
+    return done
+
+
+def refused(*arguments: str) -> str:
+    done = call(*arguments)
+    assert done.exception is not None, done.output
+    return str(done.exception)
+
+
+TRAIN = ("train", "clicks.csv", "--out", "run", "--batch-size", "64", "--dim", "4", "--epochs", "1", "--no-tensorboard")
+
+
+def test_three_commands_from_a_log_to_scores(folder: Path) -> None:
+    done = call(*TRAIN)
+    assert done.exit_code == 0, done.output
+    for part in ("label: clicked.", "stoker init clicks.csv", "Dataset clicks-data", "run: run"):
+        assert part in done.output
+    data = stoker.Dataset("clicks-data")
+    assert [feature.name for feature in data.schema.features] == ["user_id", "item_id"]
+    assert len(data.train) == 320
+    done = call("predict", "run", "--data", "today.csv", "--keep", "user_id", "--out", "scores.parquet")
+    assert done.exit_code == 0, done.output
+    scores = pl.read_parquet("scores.parquet")
+    assert scores["user_id"].to_list() == [f"u{i % 17}" for i in range(400, 420)]
+    assert scores["label"].is_null().all()
+    assert scores["score"].is_between(0, 1).all()
+    # The same scores as from a dataset that was prepared by hand.
+    stoker.prepare(files="today.csv", like="clicks-data", out="today")
+    assert call("predict", "run", "--data", "today", "--out", "other.parquet").exit_code == 0
+    assert pl.read_parquet("other.parquet")["score"].to_list() == scores["score"].to_list()
+    assert sorted(path.name for path in folder.iterdir() if "data" in path.name) == ["clicks-data"]
+
+
+def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
+    assert call(*TRAIN).exit_code == 0
+    manifest = Path("clicks-data/manifest.json").stat().st_mtime_ns
+    again = call("train", "clicks.csv", "--out", "other", *TRAIN[4:])
+    assert again.exit_code == 0, again.output
+    assert "already prepared" in again.output
+    assert Path("clicks-data/manifest.json").stat().st_mtime_ns == manifest
+    Path("clicks.csv").write_text(Path("clicks.csv").read_text() + f"{lines(500, 501)[0]},1\n")
+    changed = refused("train", "clicks.csv", "--out", "third", *TRAIN[4:])
+    assert "stoker prepare auto clicks.csv --out clicks-data --overwrite" in changed
+
+
+def test_json_has_one_result_and_no_tables(folder: Path) -> None:
+    done = call(*TRAIN, "--json")
+    assert done.exit_code == 0, done.output
+    assert {"result"} <= {json.loads(line)["kind"] for line in done.stdout.splitlines()}
+
+
+def test_a_taken_run_directory_is_refused_before_the_log_is_read(folder: Path) -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").write_text("mine")
+    assert "run exists and is not empty" in refused(*TRAIN)
+    assert not Path("clicks-data").exists()
+    assert "--out" in refused("train", "clicks.csv")
+
+
+def test_prepare_auto_in_python_and_on_the_command_line(folder: Path) -> None:
+    done = call("prepare", "auto", "clicks.csv", "--out", "cli", "--min-count", "2")
+    assert done.exit_code == 0, done.output
+    made = stoker.prepare("auto", "clicks.csv", out="python")
+    assert len(made.train) == 320
+    Path("schema.toml").write_text(stoker.draft_schema("clicks.csv"))
+    by_hand = stoker.prepare("schema.toml", "clicks.csv", out="hand")
+    assert by_hand.manifest["schema_hash"] == made.manifest["schema_hash"]
+    frame = pl.read_csv("clicks.csv")
+    assert stoker.prepare("auto", frame).train.labelled == 320
+
+
+def test_a_log_without_a_label_is_refused(folder: Path) -> None:
+    with pytest.raises(SchemaError, match=r"looks like a label.*stoker init"):
+        stoker.prepare("auto", "today.csv", out="out")
+    assert "looks like a label" in refused("train", "today.csv", "--out", "run")
+    assert not Path("out").exists()
+
+
+def test_doubts_of_a_draft_are_said(folder: Path) -> None:
+    Path("odd.csv").write_text("".join(f"{i % 2},x{i % 9},{i % 3}\n" for i in range(300)))  # no header
+    with pytest.warns(UserWarning, match=r"has \d+ doubts?: stoker init"):
+        stoker.prepare("auto", "odd.csv", out="odd")
+
+
+def test_keep_wants_raw_rows(folder: Path) -> None:
+    assert call(*TRAIN).exit_code == 0
+    assert "stoker prepare --keep" in refused("predict", "run", "--keep", "user_id", "--out", "scores.parquet")
