@@ -69,7 +69,7 @@ def test_the_commands_of_the_guide(
 def test_the_python_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_logs(tmp_path)
-    (source,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    *_, source = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     names: dict[str, object] = {}
     exec(source, names)
     scores = names["scores"]

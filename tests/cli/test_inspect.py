@@ -156,7 +156,7 @@ def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: 
     packed = gzip.compress((tmp_path / "log.tsv").read_bytes())
     (tmp_path / "cut.tsv.gz").write_bytes(packed[: len(packed) // 2])
     report = run_prepare("criteo", tmp_path / "cut.tsv.gz", out=tmp_path / "out")
-    assert f"cut.tsv.gz breaks off at line {report.lines:,}" in run(app, "inspect", tmp_path / "out")
+    assert f"cut.tsv.gz ends early at line {report.lines:,}" in run(app, "inspect", tmp_path / "out")
 
 
 def test_damage_is_reported(app: typer.Typer, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_an_evaluation_takes_the_rows_with_labels_only(
     assert found["new"]["rows"] == 300
     assert found["new"] == pytest.approx(found["known"], rel=1e-6)
     code, out, _ = output(capsys, "evaluate", place / "run", "--data", tmp_path / "new")
-    assert "200 of 500 rows of split test have no label: left out" in out
+    assert "200 of 500 rows of split test have no label and are left out" in out
     _, out, _ = output(capsys, "inspect", tmp_path / "new")
     assert "200 rows of test" in out
     _, out, _ = output(capsys, "inspect", tmp_path / "new", "--json")

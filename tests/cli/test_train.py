@@ -125,7 +125,7 @@ def test_our_own_mistakes_say_so(
     monkeypatch.setattr("stoker.training.scores.evaluation.evaluate", broken)
     code, _, err = output(capsys, "evaluate", run)
     assert code == 1
-    assert "a mistake in Stoker" in err
+    assert "an error in Stoker" in err
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:

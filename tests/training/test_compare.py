@@ -182,7 +182,7 @@ def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
     shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")], env={"COLUMNS": "140"})
     assert shown.exit_code == 0, shown.output
-    assert "auc: at most one evaluation of each, so no curve" in shown.output
+    assert "no curves of auc: each run has at most one evaluation" in shown.output
     assert "epoch  " not in shown.output
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     losses, metric = draw_comparison(stoker.compare(tmp_path / "a", tmp_path / "b")).axes

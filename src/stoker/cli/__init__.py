@@ -1,4 +1,4 @@
-"""The ``stoker`` command. Commands load when they are used, so that help is quick and needs few packages."""
+"""The ``stoker`` command. A command loads when it is used, so that help is quick and needs few packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stoker.base.errors import DependencyError, StokerError
 from stoker.base.progress import listening
 from stoker.cli.options import interruption, message_of, say
 
-#: command -> the function that it is, in the order of the help.
+#: Command -> its function, in the order of the help.
 COMMANDS = {
     "init": "stoker.cli.prepare:init",
     "schema": "stoker.cli.prepare:schema",
@@ -43,11 +43,11 @@ COMMANDS = {
     "inspect": "stoker.cli.inspect:inspect",
     "doctor": "stoker.cli.inspect:doctor",
 }
-_HELP_ALONE = ("init", "prepare")  # show their help when they are called without arguments
+_HELP_ALONE = ("init", "prepare")  # show their help if they are called without arguments
 
 
 class _LazyGroup(TyperGroup):
-    """Looks commands up in :data:`COMMANDS` and imports their modules only then."""
+    """A group of commands that imports the module of a command when it is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
@@ -64,7 +64,7 @@ class _LazyGroup(TyperGroup):
             _register_missing(part, cmd_name, (error.name or str(error)).split(".")[0])
         return typer.main.get_command(part)
 
-    # typer would end at a Ctrl-C without a word.
+    # Typer ends at a Ctrl-C without a message.
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         try:
             return super().make_context(*arguments, **settings)
@@ -83,7 +83,7 @@ class _Stopped(Exception):
 
 
 def _register_missing(app: typer.Typer, name: str, package: str) -> None:
-    """A command whose module cannot be imported: it says so when it is called."""
+    """Add a command that names the missing package when it is called."""
 
     def refuse() -> None:
         raise DependencyError(f"stoker {name} needs {package}, which is not installed. Run: pip install {package}")
@@ -112,9 +112,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks. May stand anywhere in the line."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks of errors. Can be anywhere in the command."),
 ) -> None:
-    """Trains recommendation models from raw click logs.
+    """Train recommendation models from raw click logs.
 
     \b
     stoker prepare criteo 'day_*.gz' --out data/criteo
@@ -126,7 +126,7 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit.
 
-    Exit codes: 0 done, 1 a mistake of ours, 2 one of the user's, 128 + n stopped by signal n.
+    Exit codes: 0 success, 1 error in Stoker, 2 error of the user, 128 + n stopped by signal n.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Say warnings of ours in words, without the line of code that gave them."""
+    """Print warnings of this package as a message, without the line of code that raised them."""
     show, ours = warnings.showwarning, str(Path(__file__).parents[1])
 
     def plain(message: Warning | str, category: type[Warning], filename: str, *more: Any, **others: Any) -> None:
@@ -166,8 +166,10 @@ def _plain_warnings() -> Iterator[None]:
 
 @contextmanager
 def _noting_interrupts() -> Iterator[list[int]]:
-    """The list of Ctrl-C that came so far: packages that are being imported may swallow one and fail of what it left
-    undone."""
+    """Collect every Ctrl-C in a list.
+
+    A package that is being imported may swallow a Ctrl-C and then fail because its import is incomplete.
+    """
     seen: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -185,7 +187,7 @@ def _noting_interrupts() -> Iterator[list[int]]:
 
 
 def _options(arguments: list[str]) -> dict[str, str]:
-    """Parameter name -> option, of the command that was called."""
+    """Return the option for each parameter of the called command."""
     name = next((argument for argument in arguments if argument in COMMANDS), None)
     if name is None:
         return {}
@@ -203,10 +205,10 @@ def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
         smaller = [options[name] for name in ("embedding_dim", "dim", "batch_size") if name in options]
         remedy = f"Lower {' or '.join(smaller)}, or free some memory." if smaller else "Free some memory."
         if budget := options.get("device_memory"):
-            remedy = f"Give a smaller {budget}: other rows then lie at home (stoker plan shows where). Or: {remedy}"
+            remedy = f"Give a smaller {budget}: fewer rows are then in fast memory (see stoker plan). Or: {remedy}"
         _fail(f"out of memory: {str(error).rstrip('.')}. {remedy}", 2)
     _fail(
-        f"{type(error).__name__}: {error}\nThis is a mistake in Stoker. Run it again with --debug and "
+        f"{type(error).__name__}: {error}\nThis is an error in Stoker. Run the command again with --debug and "
         "report what it prints.",
         1,
     )

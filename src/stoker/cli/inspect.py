@@ -1,4 +1,4 @@
-"""``stoker inspect``: what a dataset or a checkpoint holds. ``stoker doctor``: what this machine can do."""
+"""``stoker inspect`` shows datasets, checkpoints and runs. ``stoker doctor`` shows this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stoker.cli.options import OneObject, say, show_rows, show_table
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory; or its URL.")],
-    verify: bool = typer.Option(False, "--verify", help="Re-hash every file and check every id."),
+    path: Annotated[Path, typer.Argument(help="Dataset, checkpoint or run directory, or its URL.")],
+    verify: bool = typer.Option(False, "--verify", help="Check the hash of every file, and every id."),
     as_json: OneObject = False,
 ) -> None:
-    """Show what a dataset, a checkpoint or a run holds.
+    """Show what is in a dataset, a checkpoint or a run.
 
-    Of a run all checkpoints are listed and the best is shown, or the newest where none was evaluated.
+    For a run, lists all checkpoints and shows the best one, or the newest if none was evaluated.
 
     \b
     stoker inspect data/criteo --verify
@@ -49,7 +49,9 @@ def inspect(
 def doctor(
     as_json: OneObject = False, measure: bool = typer.Option(True, help="Measure memory bandwidth, about a second.")
 ) -> None:
-    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run.
+    """Show what this machine has, which kernels run, and what is missing.
+
+    The exit code is 0 if training can run.
 
     \b
     stoker doctor
@@ -135,7 +137,7 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _describe_run(path: Path) -> list[dict[str, Any]]:
-    """Every checkpoint of a run by rising step; of one that cannot be read, what is wrong with it."""
+    """Return each checkpoint of a run by rising step; an unreadable one with its error."""
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.rundir import RunDirectory
     from stoker.training.scores.metrics import deciding
@@ -161,7 +163,7 @@ def _describe_run(path: Path) -> list[dict[str, Any]]:
 
 
 def _recipe(recipe: str | dict[str, str] | None) -> str:
-    """Name and preset as people say them; older and generated datasets have a name alone."""
+    """Return name and preset of a recipe in words; older and generated datasets have a name only."""
     if not isinstance(recipe, dict):
         return recipe or "unknown"
     from stoker.prep.recipe import OWN_SCHEMA
@@ -202,7 +204,7 @@ def _show_dataset(found: dict[str, Any]) -> None:
     if found["quarantined"]:
         _line("bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
     for file, line in found["broken_files"].items():
-        _line("cut short", f"{file} breaks off at line {line:,}; what came after it is not here")
+        _line("truncated", f"{file} ends early at line {line:,}; the rest of it is missing")
     splits = [{"name": name, **split} for name, split in found["splits"].items()]
     columns = {
         "split": "{0[name]}", "rows": "{0[rows]:,}", "positives": "{0[positives]:,}", "share": "{0[share]:.1%}",

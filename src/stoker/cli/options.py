@@ -1,7 +1,7 @@
-"""What commands share: options and what their words mean, printed results, and messages in the words of a command.
+"""What commands share: options, printed results, and error messages that name options.
 
-The library names its parameters (``batch_size``), the command line its options (``--batch-size``): messages of
-:class:`stoker.base.errors.StokerError` are put into the words of the command that was called.
+A message of the library names a parameter (``batch_size``). The command line shows it with the option
+(``--batch-size``) instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stoker.training.settings import PARTS, RowOptimizerName
 
 
 def option(panel: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
-    """An option in a panel of the help; ``default`` is that of Typer: ``...`` where it must be given."""
+    """Return an option in a panel of the help; the default ``...`` makes it required, as in Typer."""
     return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
 
 
@@ -35,7 +35,7 @@ def alternatives(names: Sequence[str]) -> str:
 
 
 def import_model(path: str | None) -> str | None:
-    """Import what ``--import`` names; return the name of the model."""
+    """Import the class that ``--import`` names; return the name of the model."""
     if path is None:
         return None
     from stoker.models import import_model as register
@@ -43,40 +43,42 @@ def import_model(path: str | None) -> str | None:
     return register(path).name
 
 
-#: Kinds of row optimizers, for help texts.
+#: Row optimizers, for help texts.
 ROW_OPTIMIZERS = alternatives(get_args(RowOptimizerName))
 
 DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote, or its URL.")]
-RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
+RunArgument = Annotated[Path, typer.Argument(help="Run directory. The command only reads it.")]
 Import = Annotated[
     str | None,
     option(
         "Model",
-        "Model class of your own, as package.module:Class; looked for in the current directory too.",
+        "Your own model class, as package.module:Class. The current directory is searched too.",
         "--import",
         metavar="PATH",
         default=...,
         callback=import_model,
     ),
 ]
-Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
+Data = Annotated[Path | None, typer.Option(help="Dataset. (default: that of the run)")]
 Dim = Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim", default=...)]
-Dtype = Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.", default=...)]
-Optimizer = Annotated[str, option("Rows", f"Its state is with its row: {ROW_OPTIMIZERS}.", default=...)]
-Overwrite = Annotated[bool, option("Results", "Replace a dataset that is there.", "--overwrite", default=...)]
-Plot = Annotated[Path | None, option("Results", "File to write the curve to, as .png (needs matplotlib).", default=...)]
-Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+Dtype = Annotated[str, option("Rows", "Type of the table weights: float32 or bfloat16.", default=...)]
+Optimizer = Annotated[
+    str, option("Rows", f"Row optimizer, whose state needs memory too: {ROW_OPTIMIZERS}.", default=...)
+]
+Overwrite = Annotated[bool, option("Results", "Replace an existing dataset.", "--overwrite", default=...)]
+Plot = Annotated[Path | None, option("Results", "Draw the curve to this .png file (needs matplotlib).", default=...)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Start = Annotated[
     str | None,
     typer.Option(
-        "--from", help="Step of a checkpoint, or start. (default: the newest one with so many steps before it)"
+        "--from", help="Step of a checkpoint, or start. (default: the newest checkpoint with that many steps before it)"
     ),
 ]
 
 
 def begin_at(text: str | None) -> int | Literal["start"] | None:
-    """What ``--from`` means."""
+    """Return the step of ``--from``."""
     if text is None or text == "start":
         return text  # type: ignore[return-value]
     try:
@@ -91,13 +93,14 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 def takes(
     *wanted: type[Settings] | str, of_run: Sequence[type[Settings] | str] = (), without: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for settings; it gets those that were given as ``settings``, in place of which they stand.
-    Where it trains or loads a model, ``--import`` goes with them.
+    """Replace the parameter ``settings`` of a command by an option for each setting.
+
+    The command gets the options that the user gave, as one dict. A command with a model also gets ``--import``.
 
     Args:
-        wanted: classes of settings, or names of single ones. A parameter of the command replaces the one of its name.
-        of_run: settings of a run that is there already, whose values are their defaults.
-        without: names of settings that are left out.
+        wanted: classes of settings, or names of settings. A parameter of the command wins over a setting of its name.
+        of_run: settings whose default is the value in the run.
+        without: settings to leave out.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -119,7 +122,7 @@ def takes(
             settings = {name: given.pop(name) for name in made}
             function(**given, settings=read_settings(settings))
 
-        # What typer looks at.
+        # Typer reads these.
         command.__doc__ = function.__doc__
         command.__signature__ = inspect.Signature([each.replace(kind=_KEYWORD) for each in parameters])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -129,21 +132,21 @@ def takes(
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters by name, their annotations as types."""
+    """Return the parameters by name, with types for annotations."""
     hints = get_type_hints(function, include_extras=True)
     found = inspect.signature(function).parameters
     return {name: each.replace(annotation=hints[name]) for name, each in found.items()}
 
 
 def _declared(several: Sequence[type[Settings] | str]) -> Iterator[tuple[type[Settings], Field[Any]]]:
-    """Yield settings with the classes that declare them."""
+    """Yield each setting with the class that declares it."""
     known = {item.name: (part, item) for part in PARTS for item in fields(part)}
     for each in several:
         yield from [known[each]] if isinstance(each, str) else [(each, item) for item in fields(each)]
 
 
 def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:
-    """Yield the options for a setting, one but for those of the model."""
+    """Yield the options for a setting: one, but several for ``model_options``."""
     if item.name == "model_options":
         yield from _parameters(own_options).values()
         return
@@ -154,7 +157,7 @@ def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[i
     text = _help(part, item, default)
     if get_origin(hint) is Mapping:
         kind = list[str]
-        text = f"{text.removesuffix('.')}; may be repeated."
+        text = f"{text.removesuffix('.')}. Repeatable."
     made = option(part.panel, text, *names, metavar=_METAVARS.get(item.name))
     yield inspect.Parameter(item.name, _KEYWORD, default=made, annotation=kind | None)
 
@@ -173,7 +176,7 @@ def _help(part: Any, item: Field[Any], default: str | None) -> str:
 
 
 def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were given, as the library takes them."""
+    """Return the given settings, as the library takes them."""
     found = {name: value for name, value in given.items() if value not in (None, [])}
     if (own := found.pop("imported", None)) is not None and "model" in given:
         found.setdefault("model", own)
@@ -183,12 +186,14 @@ def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_options(
-    bottom: str | None = option("Model", "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place."),
-    top: str | None = option("Model", "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)"),
-    hidden: str | None = option("Model", "DeepFM, DCN, DIN, tabular: layers of the MLP."),
-    model_option: list[str] | None = option("Model", "Any other option of the model, as name=value; may be repeated."),
+    bottom: str | None = option(
+        "Model", "Bottom layers of DLRM (default: 512-256-64), or of TBSM for the position of a step."
+    ),
+    top: str | None = option("Model", "Top layers of DLRM (default: 512-256), or last layers of TBSM (default: 60)."),
+    hidden: str | None = option("Model", "Layers of the MLP of DeepFM, DCN, DIN and tabular."),
+    model_option: list[str] | None = option("Model", "Any other option of the model, as name=value. Repeatable."),
 ) -> dict[str, Any]:
-    """Return ``model_options`` from the options that stand for it."""
+    """Return ``model_options`` from the options of the command line."""
     sizes = {"bottom": bottom, "top": top, "hidden": hidden}
     chosen: dict[str, Any] = {name: _sizes(text) for name, text in sizes.items() if isinstance(text, str)}
     return chosen | dict(map(_name_value, model_option if isinstance(model_option, list) else []))
@@ -235,7 +240,7 @@ def _name_value(text: str) -> tuple[str, Any]:
 
 
 def check_new_files(*paths: Path | None, plot: Path | None = None) -> list[Path]:
-    """Return the files that are wanted; refuse those that exist or cannot be made, before the work for them."""
+    """Return the files to write. Refuse, before any work, a file that exists or cannot be made."""
     from stoker.base.files import check_target
     from stoker.base.picture import check_plot
 
@@ -250,14 +255,14 @@ def check_new_files(*paths: Path | None, plot: Path | None = None) -> list[Path]
 
 
 def printed(record: Any, as_json: bool) -> bool:
-    """Print a record as JSON if that is asked for; return whether it is."""
+    """Print a record as JSON if the user asked for it; return True if so."""
     if as_json:
         print(json.dumps(record))
     return as_json
 
 
 def say(text: str, style: str = "", *, error: bool = False) -> None:
-    """Print a line as it is, however long; on standard error if it is an ``error``."""
+    """Print a line without wrapping it; an ``error`` goes to standard error."""
     from rich.console import Console
     from rich.text import Text
 
@@ -265,7 +270,7 @@ def say(text: str, style: str = "", *, error: bool = False) -> None:
 
 
 class _Cells(Formatter):
-    """Formats cells: None as "-"; sizes by ``{0[bytes]:size}`` or ``:MiB``, counts by ``{0[rows]:count}``."""
+    """Format cells: None as "-", sizes by ``{0[bytes]:size}``, counts by ``{0[rows]:count}``."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -281,8 +286,10 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 
 
 def show_rows(title: str | None, columns: Mapping[str, str], rows: Iterable[Any], **looks: Any) -> None:
-    """Print a table; ``columns`` has the format of each heading's cells, such as "{0[share]:.1%}" or, of the second
-    value of a tuple, "{1:,}"."""
+    """Print a table; ``columns`` maps each heading to the format of its cells.
+
+    A format is, for example, "{0[share]:.1%}", or "{1:,}" for the second value of a tuple.
+    """
     cells = (
         [_Cells().format(form, *(row if isinstance(row, tuple) else (row,))) for form in columns.values()]
         for row in rows
@@ -299,7 +306,7 @@ def show_table(
     whole: Iterable[int] = (),
     **looks: Any,
 ) -> None:
-    """Print a table; columns ``left`` are aligned to the left, and columns ``whole`` are never wrapped."""
+    """Print a table; align columns ``left`` to the left, and never wrap columns ``whole``."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -320,12 +327,12 @@ def show_grids(grids: Iterable[Grid]) -> None:
 
 
 def with_options(message: str, options: Mapping[str, str], settings: Iterable[str] = ()) -> str:
-    """The message with options in place of parameter names.
+    """Return a message with options in place of parameter names.
 
     Args:
-        message: what the library says.
-        options: parameter name -> option, of the command that was called.
-        settings: names to replace besides those with an underscore, which are no words of English.
+        message: the message of the library.
+        options: parameter name -> option of the called command.
+        settings: names to replace besides those with an underscore, which are never English words.
     """
     names = [name for name in options if "_" in name or name in set(settings)]
     if not names:
@@ -336,15 +343,17 @@ def with_options(message: str, options: Mapping[str, str], settings: Iterable[st
 
 
 def message_of(error: StokerError, options: Mapping[str, str]) -> str:
-    """An error in the words of the command line. Files have columns and keys of their own, so only the parameters
-    that an error about a file carries are replaced there."""
+    """Return the message of an error, with options in place of parameter names.
+
+    A file may have a column of the same name. So an error about a file is changed only for the settings it carries.
+    """
     if isinstance(error, DataError | SchemaError):
         options = {name: option for name, option in options.items() if name in error.settings}
     return with_options(str(error), options, error.settings)
 
 
 def interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The Ctrl-C behind an error, however often wrapped: packages turn it into errors of theirs while imported."""
+    """Return the Ctrl-C that caused an error, or None: packages wrap it in their own errors during import."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:

@@ -1,4 +1,4 @@
-"""``stoker plan`` and ``stoker replay``: where rows would be and what that costs, without training."""
+"""``stoker plan`` and ``stoker replay``: predict the place of rows and its cost, without training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stoker.training import TrainConfig
     from stoker.training.step_time import StepTime
 
-_TT_RANK = 32  # of tensor trains that are proposed
+_TT_RANK = 32  # of the proposed tensor trains
 _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
 _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 
@@ -40,20 +40,20 @@ _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 def plan(
     dataset: DataArgument,
     device_memory: str | None = option(
-        "Memory", "For rows and their optimizer state, such as 4GiB. (default: 80% of what is free)"
+        "Memory", "Memory for rows and their optimizer state, such as 4GiB. (default: 80% of what is free)"
     ),
     *,
     settings: dict[str, Any],
     allow_compression: bool = option(
-        "Model", "Also propose tensor trains, which change the model.", "--allow-compression", default=False
+        "Model", "Also propose tensor trains. They change the model.", "--allow-compression", default=False
     ),
     as_json: OneObject = False,
 ) -> None:
-    """Show where the tables of a model would lie, and what to expect, without training it.
+    """Predict where rows would be, and the time of a step.
 
-    Reads how often each id occurs, measures this machine and a few steps of
-    the model for some seconds, and prints strategy, slots, hit rate, traffic
-    and step time. stoker train --device-memory takes the same decisions.
+    Reads the counts of the ids, and measures this machine and a few steps of
+    the model for some seconds. Prints the strategy of each table, slots, hit
+    rate, traffic and the time of a step. stoker train makes the same decisions.
 
     \b
     stoker plan data/criteo --device-memory 1GiB
@@ -93,13 +93,17 @@ def plan(
     _show_placement(f"{dataset}, {config.model}", placement, step)
     if proposal:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in proposal[0].items())
-        _show_placement(f"\nwith {flags}, which is another model:", *proposal[1:])
+        _show_placement(f"\nwith {flags} (another model):", *proposal[1:])
     elif allow_compression:
-        print("\nTensor trains would save nothing here: the rows fit as they are, or no table gets smaller.")
+        print("\nTensor trains would save nothing: all rows fit already, or no table would be smaller.")
 
 
 def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
-    """The largest tables as tensor trains, as many as let the others lie on the device: the settings for that."""
+    """Return settings that compress the fewest largest tables so that all rows fit the device.
+
+    Returns:
+        The settings, the placement and the time of a step with them; None if compression saves nothing.
+    """
     from stoker.optim import Constant
     from stoker.placement.planner import rows_to_compress
     from stoker.tables import TensorTrain
@@ -138,9 +142,7 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
         fast, beside = (
             sum(getattr(group, name) for group in placement.groups) for name in ("slot_bytes", "beside_bytes")
         )
-        say(
-            f"rows in fast memory: {format_size(fast)}; finding and planning them: {format_size(beside)} of main memory"
-        )
+        say(f"rows in fast memory: {format_size(fast)}; bookkeeping: {format_size(beside)} of main memory")
     parts = f"{format_duration(step.slotted)} model, {format_duration(step.read)} reading"
     if placement.resident:
         say(f"expected step: {format_duration(step.resident)} ({parts})")
@@ -152,28 +154,26 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
 
 def replay(
     dataset: DataArgument,
-    fraction: str | None = option(_SLOTS, "Share of all rows, 0.1 or 10%. (default: 10%)"),
-    slots: str | None = option(_SLOTS, "Rows, such as 50k."),
-    device_memory: str | None = option(_SLOTS, "Bytes for rows and their state, such as 1GiB."),
-    lookahead: str = option(None, "Batches whose ids are known ahead, several windows.", default="1,4,16,64,256"),
-    in_flight: int = option(None, "Batches whose rows may not leave, the current one included.", default=1),
-    batch_size: int = option(_TRACE, "Examples.", default=2048),
-    steps: int | None = option(_TRACE, "Batches in all. (default: one epoch)"),
-    order: str = option(_TRACE, "shuffled, as in training, or file.", default="shuffled"),
-    seed: int = option(_TRACE, "Of the shuffled order.", default=0),
+    fraction: str | None = option(_SLOTS, "Slots as a share of all rows, 0.1 or 10%. (default: 10%)"),
+    slots: str | None = option(_SLOTS, "Slots, such as 50k. Each holds one row."),
+    device_memory: str | None = option(_SLOTS, "Memory for rows and their optimizer state, such as 1GiB."),
+    lookahead: str = option(None, "Windows of the lookahead, in batches.", default="1,4,16,64,256"),
+    in_flight: int = option(None, "Batches in flight, whose rows may not be evicted.", default=1),
+    batch_size: int = option(_TRACE, "Examples per batch.", default=2048),
+    steps: int | None = option(_TRACE, "Batches to replay. (default: one epoch)"),
+    order: str = option(_TRACE, "Order of the rows: shuffled, as in training, or file.", default="shuffled"),
+    seed: int = option(_TRACE, "Seed of the shuffled order.", default=0),
     dim: Dim = 16,
     dtype: Dtype = "float32",
     optimizer: Optimizer = "rowwise_adagrad",
     as_json: OneObject = False,
 ) -> None:
-    """Replay the ids of a dataset through cache strategies, without training.
+    """Compare cache strategies on the ids of a dataset.
 
-    Shows how often a row that a batch needs already lies in fast memory, and
-    what has to travel: for least recently used (lru), least frequently used
-    (lfu), Stoker's lookahead with several windows, the most used rows kept
-    for ever (hot-cold), no cache at all (host-pipelined), and the optimum
-    that knows all batches (belady), which is what stoker train --foresight
-    does.
+    Prints hit rates and traffic without training: for least recently used
+    (lru), least frequently used (lfu), lookahead with several windows, the
+    most used rows pinned (hot-cold), no cache (host-pipelined), and the
+    optimum that knows all batches (belady, as stoker train --foresight).
 
     \b
     stoker replay data/criteo
@@ -207,13 +207,13 @@ def _show_replay(dataset: Path, order: str, found: Replay) -> None:
     )
     say(
         f"fast memory: {found.slots:,} slots of {found.row_bytes} bytes, {format_size(found.slots * found.row_bytes)}, "
-        f"for {found.num_rows:,} rows ({found.slots / found.num_rows:.1%}); the least that works: "
+        f"for {found.num_rows:,} rows ({found.slots / found.num_rows:.1%}); the minimum is "
         f"{found.least_slots:,} slots"
     )
     show_grids(found.grids())
     first = found.strategies[0].compulsory
     say(
-        "Hit rate: the share of each batch's distinct rows that already lay in a slot. Every miss fetches a row and "
-        f"its state; {first:,} are first uses, which no strategy avoids. belady knows all batches, as training with "
-        "--foresight does: none misses less."
+        "Hit rate: the share of the distinct rows of each batch that are in a slot already. Every miss fetches a row "
+        f"and its state. {first:,} misses are first uses, which no strategy avoids. belady knows all batches, as "
+        "training with --foresight does, and has the fewest misses."
     )

@@ -39,15 +39,15 @@ _STAGES = {
 def init(
     log: Annotated[list[str], typer.Argument(help="Raw files or patterns of your log.")],
     out: Path = typer.Option(Path("schema.toml"), "--out", "-o", help="Schema file to write, .toml."),
-    rows: int = typer.Option(100_000, help="Rows to look at, in all files together.", min=1),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a file that is there."),
+    rows: int = typer.Option(100_000, help="Rows to read, in all files together.", min=1),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing file."),
 ) -> None:
-    """Draft a schema for a log of your own.
+    """Draft a schema for your own log.
 
-    Looks at the first rows of delimited text, JSON lines (text may be .gz or
-    .zst) or Parquet, and writes a schema with comments: the format, the type
-    of each column, the label, the time, a split. What is uncertain has a
-    comment that begins with "unsure:". Read the file before you prepare.
+    Reads the first rows of delimited text, JSON lines or Parquet (text may be
+    .gz or .zst), and writes a schema: the format, the type of each column, the
+    label, the time, a split. A comment with "unsure:" marks what may be wrong.
+    Read the file before you prepare.
 
     \b
     stoker init log.csv
@@ -79,7 +79,7 @@ def _show_columns(draft: Draft) -> None:
         example = Text(column.example, overflow="ellipsis", no_wrap=True)
         rows.append([column.name, draft.role(column), f"{column.distinct:,}", missing, example])
     headings = ["column", "kind", "values", "missing", "example"]
-    show_table(f"{plural(draft.rows, 'row')} looked at", headings, rows, left=(0, 1, 4), whole=(4,))
+    show_table(f"{plural(draft.rows, 'row')} read", headings, rows, left=(0, 1, 4), whole=(4,))
 
 
 def _show_draft(draft: Draft, out: Path, command: str) -> None:
@@ -87,7 +87,7 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
     doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")
     if draft.label is None:
-        say(f"no column looks like a label: fill in [label] of {out}, then:")
+        say(f"no column looks like a label: fill in [label] in {out}, then:")
     elif not draft.features:
         say(f"no column looks like a feature: add one to {out}, then:")
     else:
@@ -102,8 +102,8 @@ def schema(
     """Print the schema of a recipe as TOML.
 
     Save it, change it, and prepare with the file in place of the recipe. Keys
-    that are left out have their defaults. Where a recipe also derives rows in
-    Python, the first lines say what the file does not hold.
+    that are not in the file have their defaults. If the recipe also derives
+    rows in Python, comments at the top say so.
 
     \b
     stoker schema criteo > my_criteo.toml
@@ -127,67 +127,64 @@ def schema(
 def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, schema file, or auto.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
-    out: Path | None = typer.Option(None, "--out", "-o", help="Directory to make."),
+    out: Path | None = typer.Option(None, "--out", "-o", help="New dataset directory."),
     like: Path | None = typer.Option(
-        None, "--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."
+        None, "--like", help="Dataset whose schema, vocabularies and fitted features to use, without a RECIPE."
     ),
     history: str = typer.Option(
-        "auto", help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."
+        "auto", help="With --like: window features continue from that dataset (auto), or see new rows only (ignore)."
     ),
     preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
     strict: bool = typer.Option(False, "--strict", help="Stop at the first bad line."),
     max_bad: str | None = typer.Option(
-        None, help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)"
+        None, help="Allowed share of bad lines, such as 0.1%. (default: 1%, from 10 bad lines on)"
     ),
     min_count: int | None = typer.Option(
-        None, help="Training occurrences a value needs to get an id, for all columns.", min=1
+        None, help="Training occurrences that a value needs for an id, in all columns.", min=1
     ),
     feature: list[str] | None = typer.Option(
-        None, "--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."
+        None, "--feature", help="Add a feature, such as 'mean_target by=city,item'. Repeatable."
     ),
     split: str | None = typer.Option(
-        None, help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."
+        None, help="Split rule in place of that of the recipe: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."
     ),
     keep: list[str] | None = typer.Option(
-        None, "--keep", help="Raw column that stoker predict writes, too. Repeatable."
+        None, "--keep", help="Raw column that stoker predict writes next to the scores. Repeatable."
     ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a dataset that is there."),
-    resume: bool = typer.Option(True, help="Go on where an interrupted run stopped."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing dataset."),
+    resume: bool = typer.Option(True, help="Continue an interrupted run."),
     reorder: bool = typer.Option(
-        False, "--reorder", help="Make ids that are used together neighbours, as stoker reorder does."
+        False, "--reorder", help="Renumber ids so that ids used together are neighbours, as stoker reorder does."
     ),
-    threads: int | None = typer.Option(None, help="Threads; one per core if left out.", min=1),
+    threads: int | None = typer.Option(None, help="CPU threads. (default: one per core)", min=1),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
     list_recipes: bool = typer.Option(False, "--list", help="List the recipes and their presets."),
 ) -> None:
     """Prepare raw click logs for training.
 
-    RECIPE is the name of a known log (stoker prepare --list shows them) or
-    your own schema file (.toml, .yaml); auto drafts one, as stoker init does, and
-    takes it as it is. FILES are delimited text, Parquet or
-    JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
-    order of their numbers, day_2 before day_10; other files are read as given.
+    RECIPE is the name of a known log (see stoker prepare --list) or your own
+    schema file (.toml, .yaml). With auto, a schema is drafted as by stoker init and
+    used without a change. FILES are delimited text, Parquet or JSON lines. Text may
+    be .gz or .zst. A quoted pattern is expanded in the order of the numbers in the
+    names: day_2 before day_10.
 
-    An interrupted run goes on where it stopped when the same command is given
-    again; after a finished one there is nothing to do. Bad lines are set aside in
-    OUT/quarantine.jsonl with file, line and reason, and summed up at the end.
-    More than 1 % of them stop the run, or the share that --max-bad names. A label
-    that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
-    share of lines may be damaged. A compressed file that breaks off is named in
-    the summary; with --max-bad or --strict it stops the run.
+    To continue an interrupted run, give the same command again.
 
-    FILES, --like and --out may be URLs, such as s3://, gs://, https:// or hf://
-    (docs/remote.md). Inputs are downloaded to a cache first; a dataset is made
-    there and then uploaded.
+    Bad lines go to OUT/quarantine.jsonl with file, line and reason. The run stops
+    if they are more than 1 %, or the share in --max-bad. A label other than 0 and
+    1 stops the run, unless --max-bad is given. The summary names a truncated
+    compressed file. With --max-bad or --strict such a file stops the run.
 
-    With --like, rows may lack a label: a field that is empty, or the whole column,
-    in all files. They are for stoker predict. Features that look at rows before go
-    on from the dataset, so the new rows must follow; --history ignore begins anew,
-    as for the same rows once more.
+    FILES, --like and --out may be URLs: s3://, gs://, https://, hf://. Inputs are
+    downloaded to a cache first. See docs/remote.md.
+
+    With --like, the label may be empty or absent, for stoker predict. Window
+    features continue from that dataset, so the new rows must come later. With
+    --history ignore they see the new rows only.
 
     --split takes random:0.8,0.1 (shares of train and valid; the rest is test),
     time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
-    leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
+    leave_last_out:COLUMN, runs:7 and column:COLUMN (which contains train, valid, ...).
 
     \b
     stoker prepare auto clicks.csv --out data
@@ -322,7 +319,7 @@ def _known(recipe: str) -> bool:
 def _changed(
     recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: list[str]
 ) -> tuple[str | Recipe | Schema | None, str | None]:
-    """The recipe with another minimum count in every column that has a vocabulary, and with more features."""
+    """Return the recipe with another minimum count in each column with a vocabulary, and with more features."""
     if min_count is None and not features:
         return recipe, preset
     from dataclasses import replace
@@ -366,7 +363,7 @@ def _show_report(report: PrepareReport, path: str) -> None:
     if report.dropped:
         parts.append(f"{plural(report.dropped, 'row')} left out by split, sampling or oov rule")
     if report.already:
-        parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it anew"]
+        parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it again"]
     say("; ".join(parts))
     if report.bad:
         share, place = f"{report.bad / max(report.lines, 1):.3%}", f"{path}/quarantine.jsonl"
@@ -396,30 +393,32 @@ def _list_recipes(as_json: bool) -> None:
 
 
 def synthetic(
-    recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
-    rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
-    out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
-    seed: int = typer.Option(0, help="Another seed, other rows; 0 or more."),
-    universe: int | None = typer.Option(None, help="Seed of ids and hidden weights; default: --seed."),
-    alpha: float = typer.Option(1.05, help="Exponent of Zipf's law for ids, without --curve; 0 to 10."),
+    recipe: Annotated[str, typer.Argument(help="Log to imitate: criteo, avazu, taobao, trivago, movielens, ...")],
+    rows: Annotated[str, typer.Option(help="Lines of the log, such as 10M. For some logs: ratings or impressions.")],
+    out: Annotated[
+        Path, typer.Option(help="File to write (.gz and .zst compress), or directory if there are several.")
+    ],
+    seed: int = typer.Option(0, help="Seed of the rows, 0 or more."),
+    universe: int | None = typer.Option(None, help="Seed of ids and hidden weights. (default: --seed)"),
+    alpha: float = typer.Option(1.05, help="Exponent of Zipf's law for ids, 0 to 10. --curve replaces it."),
     curve: str | None = typer.Option(
-        None, help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."
+        None, help="Measured skew of ids: globo-articles, book-crossing-books, or a JSON file of a curve."
     ),
-    drift: float = typer.Option(0.0, help="Share of the frequency ranks that change hands over the log, 0 to 1."),
+    drift: float = typer.Option(0.0, help="Share of the ids whose frequency changes over the log, 0 to 1."),
     bad: str = typer.Option("0", help="Share of lines to spoil, such as 0.1%."),
-    scale: float = typer.Option(1.0, help="Factor on the number of distinct ids, up to 100."),
-    base_rate: float | None = typer.Option(None, help="Share of positives; default: that of the real log."),
-    signal: float = typer.Option(1.3, help="Spread of the true logit, 0 to 5; 0 plants nothing."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a log that is there."),
+    scale: float = typer.Option(1.0, help="Factor for the number of distinct ids, up to 100."),
+    base_rate: float | None = typer.Option(None, help="Share of positives. (default: that of the real log)"),
+    signal: float = typer.Option(1.3, help="Standard deviation of the true logit, 0 to 5. With 0 labels are random."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing log."),
     metadata: Path | None = typer.Option(
-        None, help="trivago: also write the items' properties here, as item_metadata.csv."
+        None, help="For trivago: write the properties of the items to this file, as item_metadata.csv."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the planted truth as JSON."),
 ) -> None:
-    """Write a generated log with a planted truth.
+    """Write a generated log whose best reachable AUC is known.
 
-    The best reachable AUC and log loss are printed and written to OUT.truth.json. Figures from such logs must
-    be called synthetic.
+    Prints the best AUC and log loss that a model can reach, and writes them to
+    OUT.truth.json. Call results on such logs synthetic.
 
     \b
     stoker synthetic criteo --rows 10M --out day_0.tsv.gz
@@ -429,7 +428,7 @@ def synthetic(
     stoker synthetic trivago --rows 100k --out train.csv --metadata item_metadata.csv
     """
     if str(out) == "-":
-        raise ConfigError("--out - names no file, and a log is not written to standard output. Name a file for it.")
+        raise ConfigError("--out is -, but a log is not written to standard output. Name a file.")
     from stoker.synthetic import write
 
     start = time.perf_counter()

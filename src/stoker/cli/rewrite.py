@@ -1,4 +1,4 @@
-"""``stoker profile``, ``stoker classify`` and ``stoker reorder``: hot rows, and datasets made anew from datasets."""
+"""``stoker profile``, ``stoker classify`` and ``stoker reorder``: find hot rows, and rewrite datasets."""
 
 from __future__ import annotations
 
@@ -36,29 +36,31 @@ _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 def profile(
     dataset: DataArgument,
-    budget: str = option("Memory", "For hot rows and their optimizer state.", "--device-memory", default="512MiB"),
+    budget: str = option(
+        "Memory", "Memory for hot rows and their optimizer state.", "--device-memory", default="512MiB"
+    ),
     dim: Dim = 16,
     dtype: Dtype = "float32",
     optimizer: Optimizer = "rowwise_adagrad",
     exact: bool = option(
-        "Sample", "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
+        "Sample", "Use the counts of all training rows. This is the default.", "--exact", default=False
     ),
     sample: str | None = option(
-        "Sample", "Estimate from this share of the training rows, as published (5%), and compare with the counts."
+        "Sample", "Estimate from this share of the training rows (5% in the paper), and compare with the counts."
     ),
-    confidence: str | None = option("Sample", "Of the estimate's intervals. (default: 99.9%)"),
-    seed: int = option("Sample", "Of the rows that are drawn; 0 or more.", default=0),
-    out: Path | None = option("Results", "File to write the profile to, as JSON, for stoker classify."),
+    confidence: str | None = option("Sample", "Confidence of the intervals. (default: 99.9%)"),
+    seed: int = option("Sample", "Seed of the sample, 0 or more.", default=0),
+    out: Path | None = option("Results", "Write the profile to this JSON file, for stoker classify."),
     plot: Plot = None,
     as_json: OneObject = False,
 ) -> None:
-    """Find the rows that are accessed most, as many as fit a budget, and what they would serve.
+    """Find the most used rows that fit a memory budget.
 
-    A row is hot if it has at least a threshold's share of its table's
-    accesses; the threshold is as low as the budget allows. An input is hot if
-    all its ids are. Tables under 1 MB are hot as a whole. Accesses are the
-    vocabulary's counts; with --sample they are estimated as published (FAE),
-    and the counts are shown as the truth.
+    A row is hot if its share of the accesses to its table reaches a threshold.
+    The threshold is as low as the budget allows. Tables under 1 MB are hot as
+    a whole. An input is hot if all its ids are. Accesses are the counts of the
+    vocabulary. With --sample they are estimated as in the paper (FAE, 2022)
+    and compared with the counts.
 
     \b
     stoker profile data/criteo --device-memory 512MiB
@@ -67,9 +69,9 @@ def profile(
     stoker profile data/globo --device-memory 4MiB --sample 5%
     """
     if exact and sample is not None:
-        raise ConfigError("--exact takes the counts of all rows. Leave out --exact, or --sample.")
+        raise ConfigError("--exact uses the counts of all rows, --sample an estimate. Leave out one of them.")
     if sample is None and confidence is not None:
-        raise ConfigError("--confidence is of an estimate. Give --sample, such as 5%, or leave out --confidence.")
+        raise ConfigError("--confidence needs an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
     from stoker.dataset.dataset import Dataset
     from stoker.rewrite import popularity
@@ -111,7 +113,7 @@ def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | N
         say(f"truth: rows that reach the threshold by the counts of all rows; {100 * settings.confidence:g}% intervals")
     if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
         named = ", ".join(others)
-        warning = f"ids of {named} do not follow the count (hash_buckets? reordered?): their first ids were taken"
+        warning = f"ids of {named} are not sorted by count (hash_buckets? reordered?): the first ids were taken"
         say(warning, "yellow")
     _show_curve(found)
     for path in written:
@@ -138,7 +140,7 @@ def _show_dense(columns: dict[str, str], rows: Iterable[tuple[Any, ...]]) -> Non
 
 
 def _show_estimates(found: HotProfile, truth: Mapping[str, int]) -> None:
-    """Print how near the published estimate comes to the counts of all rows."""
+    """Print the published estimate next to the counts of all rows."""
     columns = {
         "table": "{0.name}", "estimate": "{0.estimate:,}", "interval": "{0.low:,}-{0.high:,}", "truth": "{1:,}",
         "off": "{2:+.1%}",
@@ -152,7 +154,7 @@ def _show_estimates(found: HotProfile, truth: Mapping[str, int]) -> None:
 
 
 def _show_curve(found: HotProfile) -> None:
-    """Print Figure 5 of the paper: what serves what, by threshold."""
+    """Print Figure 5 of the paper: what hot rows serve, by threshold."""
     from rich.text import Text
 
     lines = [(f"{p.threshold:.2g}", p.hot_bytes, p.access_share, p.input_share, "") for p in found.curve]
@@ -174,22 +176,24 @@ def _bar(share: float) -> str:
 
 def classify(
     dataset: DataArgument,
-    out: Path = option("Results", "Directory to make.", default=...),
-    profile: Path | None = option("Profile", "File that stoker profile wrote. (default: a profile is made first)"),
+    out: Path = option("Results", "New dataset directory.", default=...),
+    profile: Path | None = option("Profile", "File that stoker profile wrote. (default: a new profile)"),
     budget: str | None = option(
-        "Profile", "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
+        "Profile", "Memory for hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
     ),
     dim: int | None = option("Profile", "Columns of every table. (default: 16)", "--dim"),
-    dtype: str | None = option("Profile", "Of the tables: float32 or bfloat16. (default: float32)"),
-    optimizer: str | None = option("Profile", "Of the rows; its state lies with them. (default: rowwise_adagrad)"),
+    dtype: str | None = option("Profile", "Type of the table weights: float32 or bfloat16. (default: float32)"),
+    optimizer: str | None = option(
+        "Profile", "Row optimizer, whose state needs memory too. (default: rowwise_adagrad)"
+    ),
     overwrite: Overwrite = False,
     as_json: OneObject = False,
 ) -> None:
-    """Write a dataset whose training rows are classified: hot ones first, then cold ones.
+    """Write a dataset with hot and cold training rows apart.
 
-    A row is hot if all its ids are hot rows of their tables. Everything else
-    of the dataset is linked, not copied. stoker train then trains on batches
-    that are all hot or all cold, in the order of a schedule.
+    A training row is hot if all its ids are hot rows of their tables. stoker
+    train then trains on batches that are all hot or all cold, in the order of
+    a schedule. The rest of the dataset is linked, not copied.
 
     \b
     stoker classify data/criteo --device-memory 512MiB --out data/criteo-hot
@@ -227,21 +231,21 @@ def classify(
 @takes(Reordering)
 def reorder(
     dataset: DataArgument,
-    out: Path = option("Results", "Directory to make.", default=...),
+    out: Path = option("Results", "New dataset directory.", default=...),
     tables: list[str] | None = option(
-        "Order", "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"
+        "Order", "Table to reorder. Repeatable. (default: all with a vocabulary and 1,000 rows)", "--table"
     ),
     overwrite: Overwrite = False,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
-    """Number ids anew, so that those used together are neighbours.
+    """Renumber ids so that ids used together are neighbours.
 
-    Batches in the order of the log then touch fewer blocks of neighbouring
-    rows: less work in tensor-train tables, fewer pages of a file. Shuffled
-    batches hardly change. Examples, values and vocabularies stay; models have
-    to be trained on the new dataset.
+    Batches in the order of the log then touch fewer blocks of rows: less work
+    in tensor-train tables, fewer pages of a file. Shuffled batches hardly
+    change. Examples, values and vocabularies remain the same. Train a new model
+    on the new dataset: ids have other rows.
 
     \b
     stoker reorder data/criteo --out data/criteo-ordered
@@ -257,7 +261,7 @@ def reorder(
         return
     what = "already reordered" if report.reused else f"reordered in {format_duration(report.seconds)}"
     say(f"{out}: {what}")
-    say(f"blocks of {BLOCK_IDS} ids that {report.window:,} rows touch, by count and now:")
+    say(f"blocks of {BLOCK_IDS} ids that {report.window:,} rows touch, before and after:")
     for name, one in report.tables.items():
         log = _change(one.log_before, one.log_after)
         shuffled = _change(one.shuffled_before, one.shuffled_after)

@@ -1,4 +1,4 @@
-"""Commands on trained runs: evaluate, predict, verify, trace, compare; and baselines for them."""
+"""Commands on trained runs: evaluate, predict, verify, trace, compare; and the command for baselines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from stoker.cli.options import (
 )
 from stoker.cli.prepare import is_log, prepared_like
 from stoker.placement.budget import MemoryBudget
-from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import MachineConfig
 
 if TYPE_CHECKING:
@@ -42,13 +41,13 @@ if TYPE_CHECKING:
 _LOOKAHEAD = 64  # batches
 _PLACED = ("device_memory", "host_memory", "home_path")
 
-Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint; or a URL.")]
+Run = Annotated[Path, typer.Argument(help="Run directory (the best checkpoint), checkpoint, or URL.")]
 RowsToScore = Annotated[
-    Path | None, typer.Option(help="Dataset, or raw rows such as today.csv. (default: the run's dataset)")
+    Path | None, typer.Option(help="Dataset, or raw rows such as today.csv. (default: the dataset of the run)")
 ]
-SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
-Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
-BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
+SplitName = Annotated[str, typer.Option(help="Split: train, valid or test.")]
+Rows = Annotated[int | None, typer.Option(help="Score this many rows only, the first ones.", min=1)]
+BatchSize = Annotated[int | None, typer.Option(help="Examples per batch. (default: 8192, or what fits)", min=1)]
 
 
 @takes(MachineConfig, of_run=_PLACED)
@@ -57,15 +56,13 @@ def evaluate(
     data: Data = None,
     split: SplitName = "test",
     rows: Rows = None,
-    k: int | None = typer.Option(
-        None, "--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1
-    ),
+    k: int | None = typer.Option(None, "--k", help="k of nDCG@k and hit rate@k. (default: that of the run)", min=1),
     batch_size: BatchSize = None,
     *,
     settings: dict[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Evaluate a trained model, with its rows where the run had them.
+    """Evaluate a trained model on a split.
 
     \b
     stoker evaluate runs/a
@@ -73,6 +70,7 @@ def evaluate(
     """
     from stoker.training.scores.evaluation import evaluate as run_evaluation
     from stoker.training.scores.evaluation import finite
+    from stoker.training.scores.metrics import metric_grid
 
     loaded, chosen, size = _open(run, data, split, batch_size, settings)
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
@@ -80,7 +78,7 @@ def evaluate(
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return
     if absent := len(chosen) - chosen.labelled:
-        say(f"{absent:,} of {len(chosen):,} rows of split {split} have no label: left out")
+        say(f"{absent:,} of {len(chosen):,} rows of split {split} have no label and are left out")
     show_grids([metric_grid({split: metrics}, f"{loaded.model.name} at step {loaded.step:,}")])
     say(f"checkpoint: {loaded.path}")
 
@@ -91,22 +89,24 @@ def predict(
     out: Annotated[
         Path,
         typer.Option(
-            help="File to write, .parquet or .csv: row, label, kept columns, score, and group if there is one."
+            help="File to write, .parquet or .csv. Columns: row, label, kept columns, score, and group if there is one."
         ),
     ],
     data: RowsToScore = None,
     split: SplitName = "test",
-    keep: list[str] | None = typer.Option(None, "--keep", help="Column of raw rows to write, too. Repeatable."),
+    keep: list[str] | None = typer.Option(
+        None, "--keep", help="Column of raw rows to write next to the scores. Repeatable."
+    ),
     rows: Rows = None,
     batch_size: BatchSize = None,
     *,
     settings: dict[str, Any],
     as_json: Json = False,
 ) -> None:
-    """Write a score for every row of a split to a Parquet or CSV file.
+    """Write a score for each row of a split to a file.
 
-    Raw rows, such as today.csv, are prepared first as those of the run's dataset
-    were; they may lack a label.
+    Raw rows, such as today.csv, are first prepared like the dataset of the run.
+    They need no label.
 
     \b
     stoker predict runs/a --out scores.parquet
@@ -144,7 +144,7 @@ def _open(
     batch_size: int | None,
     settings: dict[str, Any],
 ) -> tuple[Any, Split, int]:
-    """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
+    """Load the model, placed as in the run or as the options say; return it, the split and the batch size."""
     from stoker.base.device import resolve_device
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.loading import load, saved_model
@@ -158,7 +158,7 @@ def _open(
         torch.set_num_threads(settings["threads"])
     checkpoint = find_checkpoint(run)
     manifest = read_manifest(checkpoint)
-    saved_model(checkpoint, manifest)  # refuses what no command can build
+    saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
     on = resolve_device(settings.get("device"))
@@ -172,10 +172,10 @@ def _open(
 
 
 def _with_rows(dataset: Dataset, name: str) -> Split:
-    """The split of that name.
+    """Return a split by name.
 
     Raises:
-        DataError: there is no such split, or it is empty.
+        DataError: the split does not exist or is empty.
     """
     split = dataset.split(name)
     if not len(split):
@@ -196,13 +196,13 @@ def verify(
     settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
-    """Check that a run computes the same bits as one with all its rows in fast memory.
+    """Check that a cache changes no bit of a run.
 
-    Replays some steps twice from the same checkpoint, with rows that come and
-    go and with all of them resident, and compares every row that a step
-    touches with its optimizer state, the loss and the dense part, and at the
-    end all rows. A run that had all rows in fast memory is placed with a
-    tenth of their memory. Exits with 1 at a difference.
+    Replays some steps twice from the same checkpoint: with rows in a cache,
+    and with all rows resident. Compares the rows of each batch with their
+    optimizer state, the loss and the dense part in each step, and all rows at
+    the end. If the run had all rows in fast memory, the cache gets a tenth of
+    that memory. The exit code is 1 if there is a difference.
 
     \b
     stoker verify runs/a
@@ -223,7 +223,7 @@ def verify(
 
 def _show_verification(found: Verification) -> None:
     origin = "from its start" if found.checkpoint is None else f"from {found.checkpoint.name}"
-    say(f"{found.run}: {plural(found.steps, 'step')} {origin}, {found.placement}, against all rows resident")
+    say(f"{found.run}: {plural(found.steps, 'step')} {origin}, {found.placement}, compared with all rows resident")
     say(
         f"compared: the loss and the dense part after every step, {found.touched_rows:,} touched rows before and after "
         f"their step, {found.all_rows:,} rows at the end; {format_count(found.values)} values in {found.seconds:.1f} s"
@@ -238,19 +238,18 @@ def _show_verification(found: Verification) -> None:
 def trace(
     run: RunArgument,
     steps: int = typer.Option(30, help="Steps to record."),
-    out: Path = typer.Option(Path("trace.json"), help="File for the timeline; it is replaced if there."),
+    out: Path = typer.Option(Path("trace.json"), help="File for the timeline. An existing file is replaced."),
     start: Start = None,
     data: Data = None,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
-    """Record what every thread does during some steps of a run.
+    """Record what each thread does during some steps of a run.
 
-    Replays steps with the run's placement, prints the time of each stage and
-    how long training waited for it, and writes a timeline that
-    https://ui.perfetto.dev and chrome://tracing open: trace.json in the
-    directory you are in, unless --out names another file.
+    Replays steps with the placement of the run. Prints the time of each stage
+    and how long training waited for it. Writes a timeline for
+    https://ui.perfetto.dev or chrome://tracing.
 
     \b
     stoker trace runs/a
@@ -272,24 +271,24 @@ def _show_trace(found: Trace, replaced: bool) -> None:
     show_grids(found.grids())
     beside = [name for name in found.threads if name != "MainThread"]
     if beside:
-        say(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
-    before = ", in place of the one that was there" if replaced else ""
+        say(f"{', '.join(beside)} works at the same time as training, so the shares may add up to more than 100 %.")
+    before = ", replaced" if replaced else ""
     say(f"timeline: {found.out}{before} (https://ui.perfetto.dev opens it)")
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more; unfinished ones too.")],
+    runs: Annotated[list[Path], typer.Argument(help="Two or more run directories, finished or not.")],
     metric: str | None = typer.Option(
-        None, help="Of the curves: auc, log_loss, mrr, ... (default: what the runs choose by)"
+        None, help="Metric of the curves: auc, log_loss, mrr, ... (default: that of the runs)"
     ),
-    plot: Path | None = typer.Option(None, help="File to draw the curves in, as .png (needs matplotlib)."),
+    plot: Path | None = typer.Option(None, help="Draw the curves to this .png file (needs matplotlib)."),
     as_json: OneObject = False,
 ) -> None:
-    """Show how runs differ: figures, settings, data, curves.
+    """Show how runs differ: metrics, settings, data, curves.
 
-    The best validation figures and the test figures of every run, the settings
-    in which they differ, columns that one dataset has and another has not, and
-    what keeps figures from being comparable.
+    Prints the best validation metrics and the test metrics of each run, the
+    settings that differ, how the datasets differ, and notes on metrics that
+    cannot be compared.
 
     \b
     stoker compare runs/a runs/b
@@ -323,10 +322,10 @@ def _show_curves(found: Comparison) -> None:
 
     points = curves(found)
     if not points:
-        say("no run has validation figures to draw a curve of")
+        say("no curves: no run was evaluated on validation rows")
         return
     if max(map(len, points.values())) < 2:
-        say(f"{found.metric}: at most one evaluation of each, so no curve; --eval-every or more --epochs make one")
+        say(f"no curves of {found.metric}: each run has at most one evaluation. Use --eval-every or more --epochs")
         return
     marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
     legend = "   ".join(f"{marks[name]} {name}" for name in points)
@@ -337,13 +336,14 @@ def _show_curves(found: Comparison) -> None:
 
 def baseline(
     dataset: DataArgument,
-    rows: str = option("Fit", "Training rows to fit on at most.", default="500k"),
+    rows: str = option("Fit", "Largest number of training rows to fit on.", default="500k"),
     as_json: OneObject = False,
 ) -> None:
-    """Fit the average, a logistic regression and, if LightGBM is installed, trees.
+    """Fit simple models that your model should beat.
 
-    The figures are stored with the dataset. Every later run shows them next
-    to its own: so you see what the embeddings bring.
+    Fits the average, a logistic regression and, if LightGBM is installed,
+    boosted trees. Stores their metrics with the dataset. Every later run shows
+    them next to its own, so that you see what the embeddings bring.
 
     \b
     stoker baseline data/criteo
@@ -356,4 +356,4 @@ def baseline(
     if printed({"dataset": str(dataset), **found.to_dict()}, as_json):
         return
     show_grids(found.grids())
-    say(f"stored with the dataset; stoker train {quoted(dataset)} shows them next to its own figures")
+    say(f"stored with the dataset; stoker train {quoted(dataset)} shows them next to its own metrics")

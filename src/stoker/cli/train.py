@@ -1,4 +1,4 @@
-"""``stoker train`` and ``stoker find-lr``, and the options of training, which other commands share."""
+"""``stoker train`` and ``stoker find-lr``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from stoker.cli.options import (
 )
 from stoker.cli.prepare import is_log, prepare_log
 from stoker.placement.budget import MemoryBudget
-from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RowConfig
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ _WIDTH = 64  # of a curve: it fits a terminal of 80
 @takes(*PARTS)
 def train(
     dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote, or a raw log.")] = None,
-    out: Path | None = option("Run", "Run directory to make, or a URL."),
-    resume: Path | None = option("Run", "Run directory or URL to continue, to the bit."),
+    out: Path | None = option("Run", "New run directory, or a URL."),
+    resume: Path | None = option("Run", "Run directory or URL to continue. The result is the same to the bit."),
     batch_size: str | None = option(
         "Optimization", "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"
     ),
@@ -50,10 +49,10 @@ def train(
 ) -> None:
     """Train a model on a prepared dataset or a raw log, or continue a run.
 
-    A raw log, such as clicks.csv, is prepared first, as stoker prepare auto does,
-    into a directory next to the run: clicks-data.
+    A raw log, such as clicks.csv, is first prepared as by stoker prepare auto,
+    to a directory next to the run: clicks-data.
 
-    Ctrl-C and SIGTERM end the run after the step under way and write a checkpoint.
+    Ctrl-C and SIGTERM end the run after the current step and write a checkpoint.
 
     \b
     stoker train clicks.csv --out run
@@ -80,9 +79,9 @@ def train(
 
 
 def _prepared(log: Path, out: Path | None, *, quiet: bool) -> Path:
-    """Prepare a raw log next to the run that is to be made."""
+    """Prepare a raw log to a directory next to the new run."""
     if out is None or url_of(out) is not None:
-        raise ConfigError(f"{log} is a raw log, which is prepared next to the run. Add --out RUN, a directory here.")
+        raise ConfigError(f"{log} is a raw log, which is prepared next to the run. Add --out RUN, a local directory.")
     from stoker.training.files.rundir import RunDirectory
 
     RunDirectory(out).check_new()  # before the work, not after it
@@ -90,6 +89,8 @@ def _prepared(log: Path, out: Path | None, *, quiet: bool) -> Path:
 
 
 def _show_result(result: TrainResult, run: str) -> None:
+    from stoker.training.scores.metrics import metric_grid
+
     columns = {name: metrics for name, metrics in (("valid", result.valid), ("test", result.test)) if metrics}
     if columns:
         step = result.step if result.best_step is None else result.best_step
@@ -112,7 +113,7 @@ def _next(result: TrainResult, run: str) -> list[str]:
 
 
 def _size(text: str) -> int | Literal["auto"]:
-    """Return what ``--batch-size`` means."""
+    """Return the value of ``--batch-size``."""
     if text == "auto":
         return "auto"
     try:
@@ -121,30 +122,30 @@ def _size(text: str) -> int | Literal["auto"]:
         raise ConfigError(f"--batch-size {text!r} is neither a whole number nor auto.") from error
 
 
-# A test without evaluation and checkpoints has no use for the settings of these.
+# The test has no evaluation and no checkpoints, so it does not take their settings.
 @takes(
     ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, "lr_scaling", "base_batch_size",
     "data_memory", MemoryBudget, MachineConfig,
 )  # fmt: skip
 def find_lr(
     dataset: DataArgument,
-    lr_steps: int = option(_TEST, "Batches to train on.", default=200),
-    low: float = option(_TEST, "First factor on the learning rates.", default=1e-3),
+    lr_steps: int = option(_TEST, "Batches of the range test.", default=200),
+    low: float = option(_TEST, "First factor of the learning rates.", default=1e-3),
     high: float = option(_TEST, "Last factor.", default=1e3),
     which: str = option(_TEST, "Rates that rise: both, rows or dense.", default="both"),
-    smoothing: float = option(_TEST, "Weight of the past in the smoothed loss.", default=0.9),
-    trial_steps: int | None = option(_TEST, "Batches of each trial. (default: 5 times lr-steps, an epoch at most)"),
+    smoothing: float = option(_TEST, "Weight of earlier steps in the smoothed loss.", default=0.9),
+    trial_steps: int | None = option(_TEST, "Batches of each trial. (default: 5 times lr-steps, at most an epoch)"),
     plot: Plot = None,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
-    """Find learning rates: raise them from step to step and see where the loss falls.
+    """Find learning rates with a range test.
 
-    Trains a model that is thrown away. Both rates are multiplied by a factor
-    that rises evenly on a logarithmic scale. The rates where the smoothed loss
-    falls fastest, and a tenth of those where it is least, are then tried
-    against those of the settings: suggested is what does better on held-out rows.
+    Trains a model, which is not kept, with learning rates that rise from step
+    to step. Two candidates come from the curve: the rates where the loss falls
+    fastest, and a tenth of the rates where it is lowest. Each is compared with
+    the rates of the settings on held-out rows. The better one is suggested.
 
     \b
     stoker find-lr data/criteo
@@ -173,25 +174,25 @@ def _show_finding(dataset: Path, found: Finding) -> None:
     say(
         f"{dataset}: {len(found.losses)} steps of {found.batch_size:,}, factors {found.factors[0]:g} to "
         f"{found.factors[-1]:.3g} on {', '.join(f'{name} {value:g}' for name, value in base.items())}"
-        + (", ended where the loss left all bounds" if found.diverged else "")
+        + (", stopped because the loss diverged" if found.diverged else "")
     )
     if len(found.smoothed) > 1:
         say(curve(found))
     if not found.candidates:
         if found.diverged:
-            say("the loss left all bounds before it fell: lower --low and --high")
+            say("the loss diverged before it fell: lower --low and --high")
         else:
             say("the loss did not fall: lower --low, raise --high, or give more --lr-steps")
     if found.trials:
         rows = plural(found.held_out, "row")
-        say(f"log loss on {rows} that trials of {plural(found.trial_steps, 'step')} at constant rates had not seen:")
+        say(f"log loss on {rows} held out, after {plural(found.trial_steps, 'step')} at constant rates:")
     for trial in found.trials:
         change = "" if trial.rule == "settings" else f" ({trial.change:+.4f} ± {trial.error:.4f})"
         say(f"{trial.rule:>12}: {_options(found.rates(trial.factor))}  {trial.loss:.4f}{change}")
     if found.suggestions:
         say(f"   suggested: {_options(next(iter(found.suggestions.values())))}")
     elif found.trials:
-        say("   suggested: the rates of the settings; no other did better")
+        say("   suggested: the rates of the settings; no other rates are better")
     for text in found.warnings:
         say(f"note: {text}", "yellow")
 
@@ -201,11 +202,11 @@ def _options(rates: dict[str, float]) -> str:
 
 
 def curve(found: Finding) -> str:
-    """The smoothed loss by step, in characters; steps of the suggestions are marked on the axis."""
+    """Draw the smoothed loss by step in characters, with the candidates marked on the axis."""
     from stoker.training.tools.compare import text_plot
 
     last = len(found.smoothed) - 1
-    # What lies above where it began is cut off: the end of the curve would squeeze its bend.
+    # Cut off losses above the start, so that a diverging end does not squeeze the bend.
     top = max(found.smoothed[: max(1, last // 3)])
     points = [(float(step), min(loss, top)) for step, loss in enumerate(found.smoothed)]
     words = "learning rates, rising; s: steepest, m: minimum"

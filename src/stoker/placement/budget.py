@@ -1,4 +1,4 @@
-"""How much memory the rows of tables may take, and how they move where that is less than all of them need."""
+"""The memory for rows of tables, and how rows move if it does not hold all of them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,39 @@ Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget(Settings, panel="Memory"):
-    """The memory for rows. The numbers a model computes do not depend on it.
+    """The memory for rows. It changes no number that a model computes.
 
     >>> MemoryBudget(device_memory="4GiB", in_flight=3).lookahead
     64
     """
 
     device_memory: str | int | None = setting(
-        None, "For rows and their optimizer state, such as 4GiB; other rows are in main memory.", unset="all", size=True
+        None,
+        "Memory for rows and their optimizer state, such as 4GiB. Other rows are in main memory.",
+        unset="all",
+        size=True,
     )
     host_memory: str | int | None = setting(
-        None, "For rows that do not fit there; beyond, they are in a file.", unset="80% of what is available", size=True
+        None,
+        "Main memory for rows that do not fit on the device. Other rows are in a file.",
+        unset="80% of what is available",
+        size=True,
     )
     home_path: str | os.PathLike[str] | None = setting(
-        None, "Directory of that file.", unset="the temporary one", options=("--home",)
+        None, "Directory of that file.", unset="the temporary directory", options=("--home",)
     )
-    strategy: Choice = setting("auto", "Of tables that do not fit. auto is what moves the fewest bytes.")
-    lookahead: int = setting(64, "Batches whose ids are known, beyond those in flight.", least=0)
-    foresight: bool = setting(False, "Read the ids of an epoch first: every next use is known, the fewest rows move.")
+    strategy: Choice = setting(
+        "auto", "Strategy of tables that do not fit. auto takes the one that moves the fewest bytes."
+    )
+    lookahead: int = setting(64, "Batches whose ids are read ahead, beyond those in flight.", least=0)
+    foresight: bool = setting(
+        False, "Read the ids of an epoch first. Every next use is then known, and the fewest rows move."
+    )
     in_flight: int | None = setting(
-        None, "Batches whose rows are on the device; no more than fit.", unset="adapts", least=1
+        None, "Batches whose rows are on the device at a time, if they fit.", unset="adapts", least=1
     )
     spill: Literal["parts", "refuse"] = setting(
-        "parts", "Work on batches with more rows than fit in parts, or refuse them."
+        "parts", "Train batches with more rows than fit in parts, or refuse them."
     )
 
     def __post_init__(self) -> None:
@@ -49,4 +59,4 @@ class MemoryBudget(Settings, panel="Memory"):
         yield from super().useless()
         if self.device_memory is None:
             names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
-            yield names, "without a limit on device memory all rows are there"
+            yield names, "without a limit on device memory all rows are on the device"

@@ -1,6 +1,6 @@
-"""The settings of a training run, by what they are about. None of this needs torch: the command line's help reads it.
+"""The settings of a training run in groups. :class:`stoker.TrainConfig` combines them.
 
-:class:`stoker.TrainConfig` has them all.
+This module does not import torch, so that the help of the command line is quick.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from stoker.placement.budget import MemoryBudget
 
 RowOptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"]
 
-#: row optimizer -> what it alone takes -> the field that holds it
+#: row optimizer -> its own argument -> field of the settings
 ROW_OPTIONS: dict[str, dict[str, str]] = {
     "momentum_sgd": {"momentum": "row_momentum", "nesterov": "row_nesterov"},
     "ftrl": {"beta": "row_beta", "l1": "row_l1", "l2": "row_l2"},
     "lamb": {"min_trust": "min_trust", "max_trust": "max_trust", "l2": "row_l2"},
 }
-#: optimizer -> learning rate, where none is given
+#: optimizer -> default learning rate
 ROW_LR = {
     "sgd": 0.1, "momentum_sgd": 0.01, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3, "adamw": 1e-3,
     "ftrl": 0.1, "lamb": 0.02,
@@ -35,22 +35,30 @@ def _by_kind(rates: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings, panel="Model"):
-    """What is trained."""
+    """The model.
+
+    >>> ModelConfig(model="dcn", embedding_dim=32).dtype
+    'float32'
+    """
 
     model: str = setting("dlrm", "dlrm, deepfm, dcn, tbsm, din, tabular, or the name of a model of your own.")
     embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
-    pooling: Literal["sum", "mean", "max"] = setting("mean", "Of sequence features.")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "Of the tables.")
-    tt_rank: int | None = setting(None, "Large tables as tensor trains of this rank: another, smaller model.")
-    tt_rows: int = setting(1_000_000, "Rows of a large table; one that would not get smaller stays as it is.", least=1)
-    tt_cores: int = setting(3, "Cores of each, 2 to 4.")
-    tt_own: Mapping[str, int] = setting(dict, "TABLE=K: instead, K numbers for each of its rows and one core for all.")
-    dense_dtype: Literal["float32", "bfloat16"] = setting("float32", "Of the dense part. bfloat16 is autocast.")
-    compile: bool = setting(False, "Compile the dense part.")
+    pooling: Literal["sum", "mean", "max"] = setting("mean", "Pooling of sequence features.")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the table weights.")
+    tt_rank: int | None = setting(None, "Store large tables as tensor trains of this rank. This changes the model.")
+    tt_rows: int = setting(
+        1_000_000, "Tables with this many rows become tensor trains, if that makes them smaller.", least=1
+    )
+    tt_cores: int = setting(3, "Cores of a tensor train, 2 to 4.")
+    tt_own: Mapping[str, int] = setting(
+        dict, "TABLE=K: each row of this table has K numbers of its own, and all rows share one core."
+    )
+    dense_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the dense part. bfloat16 means autocast.")
+    compile: bool = setting(False, "Compile the dense part with torch.compile.")
 
     def __post_init__(self) -> None:
-        # Equal to what comes back from JSON.
+        # As JSON gives them back: a list for a tuple.
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
         self._set("model_options", options)
         self._set("tt_own", dict(self.tt_own))
@@ -64,18 +72,24 @@ class ModelConfig(Settings, panel="Model"):
 
 @dataclass(frozen=True, kw_only=True)
 class OrderConfig(Settings, panel="Optimization"):
-    """Which examples, how many at a time, and in which order."""
+    """The batches: their size, number and order.
 
-    batch_size: int = setting(2048, "Examples.", least=1)
+    >>> OrderConfig(batch_size=512).seed
+    0
+    """
+
+    batch_size: int = setting(2048, "Examples per batch.", least=1)
     epochs: int = setting(1, "Passes over the training rows.", least=1, resumable=True)
-    steps: int | None = setting(None, "Batches in all, instead of epochs.", least=1, resumable=True)
-    shuffle_memory: str = setting("1GiB", "Rows shuffled at a time; part of the order, so of the numbers.", size=True)
-    seed: int = setting(0, "Of initial values, rounding and the order of rows.", least=0)
+    steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
+    shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", size=True)
+    seed: int = setting(0, "Seed of initial weights, rounding and the order of rows.", least=0)
     batch_order: Literal["auto", "shuffled", "hot-cold"] = setting(
-        "auto", "Order of batches. auto is hot-cold on a classified dataset."
+        "auto", "Order of batches. auto takes hot-cold on a classified dataset, else shuffled."
     )
-    swap_rate: float = setting(50.0, "R of the hot-cold schedule at the start, 1 to 100 percent.", least=1, most=100)
-    schedule_rows: int = setting(8192, "First validation rows whose loss drives that schedule.", least=1)
+    swap_rate: float = setting(
+        50.0, "Swap rate R at the start of the hot-cold schedule, 1 to 100 percent.", least=1, most=100
+    )
+    schedule_rows: int = setting(8192, "Validation rows on which the hot-cold schedule measures the loss.", least=1)
 
     def __post_init__(self) -> None:
         self._set("swap_rate", float(self.swap_rate))
@@ -99,15 +113,15 @@ class RowConfig(Settings, panel="Optimization"):
 
     row_optimizer: RowOptimizerName = setting("rowwise_adagrad", "Optimizer of the rows.")
     row_lr: float | None = setting(None, "Learning rate of the rows.", unset=_by_kind(ROW_LR), least=0)
-    row_weight_decay: float = setting(0.0, "L2 of touched rows; of adamw and lamb decoupled from the moments.", least=0)
-    row_momentum: float = setting(0.9, "Of momentum_sgd.")
-    row_nesterov: bool = setting(False, "Of momentum_sgd: Nesterov's momentum.")
-    row_beta: float = setting(1.0, "Of ftrl: smooths the first steps.", least=0)
-    row_l1: float = setting(0.0, "Of ftrl: the larger, the more weights are exactly 0.", least=0)
-    row_l2: float = setting(0.0, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments.", least=0)
-    row_clip_value: float | None = setting(None, "Largest absolute value in a row's gradient.")
-    row_clip_norm: float | None = setting(None, "Largest norm of a row's gradient.")
-    row_cow_clip: tuple[float, float] | None = setting(None, "CowClip of the rows' gradients: r,zeta, such as 1,1e-5.")
+    row_weight_decay: float = setting(0.0, "L2 penalty of touched rows. adamw and lamb decouple it.", least=0)
+    row_momentum: float = setting(0.9, "Momentum of momentum_sgd.")
+    row_nesterov: bool = setting(False, "Nesterov momentum, for momentum_sgd.")
+    row_beta: float = setting(1.0, "beta of ftrl. It smooths the first steps.", least=0)
+    row_l1: float = setting(0.0, "L1 penalty of ftrl. A larger one makes more weights exactly 0.", least=0)
+    row_l2: float = setting(0.0, "L2 penalty of ftrl, or of lamb, where it enters the moments.", least=0)
+    row_clip_value: float | None = setting(None, "Clip each value of a row's gradient to this size.")
+    row_clip_norm: float | None = setting(None, "Clip the gradient of each row to this norm.")
+    row_cow_clip: tuple[float, float] | None = setting(None, "CowClip for row gradients, as r,zeta: 1,1e-5.")
 
     def __post_init__(self) -> None:
         if self.row_cow_clip is not None:
@@ -127,10 +141,10 @@ class DenseConfig(Settings, panel="Optimization"):
 
     dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"] = setting("adam", "Optimizer of the dense part.")
     dense_lr: float | None = setting(None, "Learning rate of the dense part.", unset=_by_kind(DENSE_LR), least=0)
-    dense_weight_decay: float = setting(0.0, "L2 of the dense part; of lamb decoupled from its moments.", least=0)
-    dense_clip_norm: float | None = setting(None, "Largest norm over all dense gradients.", least=0)
-    min_trust: float = setting(0.0, "Of lamb: least trust ratio; above 0 tables that begin small grow as under Adam.")
-    max_trust: float = setting(10.0, "Of lamb: largest trust ratio.")
+    dense_weight_decay: float = setting(0.0, "L2 penalty of the dense part. lamb decouples it.", least=0)
+    dense_clip_norm: float | None = setting(None, "Clip the norm of all dense gradients together.", least=0)
+    min_trust: float = setting(0.0, "Least trust ratio of lamb. Above 0, small tables grow as under Adam.")
+    max_trust: float = setting(10.0, "Largest trust ratio of lamb.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,19 +159,23 @@ class DenseConfig(Settings, panel="Optimization"):
 
 @dataclass(frozen=True, kw_only=True)
 class RateConfig(Settings, panel="Optimization"):
-    """How learning rates follow the batch size, and how both change over the steps."""
+    """How learning rates depend on the batch size and on the step."""
 
     lr_scaling: Literal["none", "sqrt", "linear", "cowclip"] = setting(
-        "none", "Of learning rates with the batch size. With cowclip rows keep theirs."
+        "none", "How learning rates grow with the batch size. cowclip leaves the rate of the rows alone."
     )
-    base_batch_size: int = setting(2048, "Examples that the learning rates are meant for.", least=1)
+    base_batch_size: int = setting(2048, "Batch size for which the learning rates are given.", least=1)
     schedule: Literal["constant", "linear", "cosine", "polynomial", "step", "one-cycle"] = setting(
-        "constant", "Of both learning rates."
+        "constant", "Schedule of both learning rates."
     )
-    cycle_rise: float = setting(0.25, "Share of the steps in which one-cycle rises.")
+    cycle_rise: float = setting(0.25, "Share of the steps in which one-cycle raises the rates.")
     warmup: int = setting(0, "Steps of linear warm-up.", least=0)
-    dense_warmup: int = setting(0, "The same for the dense part alone, on top; CowClip takes an epoch.", least=0)
-    decay_steps: int | None = setting(None, "Steps of decay, or between two drops.", unset="to the end", least=1)
+    dense_warmup: int = setting(
+        0, "More warm-up steps for the dense part only. The CowClip paper takes an epoch.", least=0
+    )
+    decay_steps: int | None = setting(
+        None, "Steps of the decay, or between two drops of step.", unset="to the end", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,37 +200,41 @@ class RunConfig(Settings, panel="Run"):
     """What a run measures, keeps and writes."""
 
     eval_every: int | None = setting(None, "Steps between evaluations.", unset="an epoch", least=1, resumable=True)
-    valid_rows: int | None = setting(None, "First so many validation rows only.", least=1, resumable=True)
-    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"] = setting(
-        "auc", "What decides which checkpoint is best. All but auc and log_loss need a dataset with groups."
+    valid_rows: int | None = setting(
+        None, "Evaluate on this many validation rows, the first ones.", least=1, resumable=True
     )
-    ranking_k: int = setting(10, "Places of a list that ndcg and hr look at.", least=1)
-    patience: int | None = setting(None, "Evaluations without a better metric until it ends.", least=1, resumable=True)
+    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"] = setting(
+        "auc", "Metric that chooses the best checkpoint. All but auc and log_loss need a dataset with groups."
+    )
+    ranking_k: int = setting(10, "k of the metrics nDCG@k and hit rate@k.", least=1)
+    patience: int | None = setting(
+        None, "Stop after this many evaluations without a better metric.", least=1, resumable=True
+    )
     save_every: int | None = setting(None, "Steps between checkpoints.", unset="eval-every", least=1, resumable=True)
-    checkpoint_minutes: float = setting(5.0, "Minutes between checkpoints besides; 0: none.", least=0, resumable=True)
-    keep_last: int = setting(2, "Checkpoints kept beside the best.", least=1, resumable=True)
-    log_every: int = setting(50, "Steps between lines of metrics.jsonl.", least=1, resumable=True)
-    tensorboard: bool | None = setting(None, "Write TensorBoard events.", unset="where it is installed", resumable=True)
+    checkpoint_minutes: float = setting(5.0, "Also save after this many minutes; 0: never.", least=0, resumable=True)
+    keep_last: int = setting(2, "Latest checkpoints to keep, besides the best.", least=1, resumable=True)
+    log_every: int = setting(50, "Steps between training records in metrics.jsonl.", least=1, resumable=True)
+    tensorboard: bool | None = setting(None, "Write TensorBoard events.", unset="if it is installed", resumable=True)
     data_memory: str = setting(
-        "auto", "For a copy of the training rows in fast memory, such as 2GiB; 0: none; auto: half of what is free on "
-        "a GPU whose tables are resident, else none.", size=True, resumable=True,
+        "auto", "Memory for a copy of the training rows, such as 2GiB; 0: no copy; auto: half of the free memory of "
+        "a GPU whose tables are resident, else no copy.", size=True, resumable=True,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig(Settings, panel="Machine"):
-    """What computes. Of a run's numbers only the rounding depends on it."""
+    """The machine. It changes no number of a run but for rounding."""
 
-    device: str = setting("auto", "auto, cpu or cuda; auto takes the GPU where there is one.")
+    device: str = setting("auto", "auto, cpu or cuda. auto takes the GPU if there is one.")
     backend: Literal["auto", "reference", "cpu", "triton"] = setting("auto", "Kernels of the tables.")
-    threads: int | None = setting(None, "CPU threads.", unset="as many as torch takes", least=1)
+    threads: int | None = setting(None, "CPU threads.", unset="as many as torch uses", least=1)
 
 
 #: All settings, in the order of the help.
 PARTS: tuple[type[Settings], ...] = (
     ModelConfig, OrderConfig, RowConfig, DenseConfig, RateConfig, RunConfig, MemoryBudget, MachineConfig,
 )  # fmt: skip
-#: Settings that leave the numbers of a step alone, so that a replay may change them.
+#: Settings that do not change the numbers of a step. A replay may change them.
 MACHINE = frozenset(item.name for part in (MemoryBudget, MachineConfig) for item in fields(part))
 #: Settings that may change when a run is resumed.
 RESUMABLE = MACHINE | {item.name for part in PARTS for item in fields(part) if item.metadata["resumable"]}
