@@ -172,7 +172,7 @@ def test_trace_says_where_it_writes_and_what_it_replaces(
     run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "trace.json in the directory you are in" in say("trace", "--help")[1]
+    assert "trace.json in the current directory" in say("trace", "--help")[1]
     for words in ("timeline: trace.json (https", "timeline: trace.json, replaced (https"):
         assert words in say("trace", run, "--steps", 2)[1]
 

@@ -249,7 +249,8 @@ def trace(
 
     Replays steps with the placement of the run. Prints the time of each stage
     and how long training waited for it. Writes a timeline for
-    https://ui.perfetto.dev or chrome://tracing.
+    https://ui.perfetto.dev or chrome://tracing to trace.json in the current
+    directory, unless --out names another file.
 
     \b
     stoker trace runs/a
