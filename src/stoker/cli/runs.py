@@ -125,7 +125,7 @@ def predict(
 
 @contextmanager
 def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool) -> Iterator[Path | None]:
-    """The dataset of these rows; raw ones are prepared like the run's, for as long as the block."""
+    """Yield the dataset to score; raw rows are prepared like those of the run, to a temporary directory."""
     from stoker.training.files.rundir import find_checkpoint, find_dataset
 
     if data is not None and is_log(data):
