@@ -26,10 +26,8 @@ FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
 #: Public names whose docstrings have no example yet.
 NO_EXAMPLE = {
-    *("Batch", "Cached", "CheckpointError", "ConfigError", "DCN", "DIN", "DLRM", "DataError", "Dataset", "DeepFM"),
-    *("Device", "Feature", "FeatureSpec", "HostPipelined", "HotCold", "RecModel", "Replicas", "SchemaError"),
-    *("SequenceModel", "StokerError", "Strategy", "TBSM", "TTEmbeddingBag", "TableConfig", "Tabular", "TensorTrain"),
-    "tables_for",
+    *("Cached", "Device", "HostPipelined", "HotCold", "Replicas", "Strategy", "TTEmbeddingBag", "TableConfig"),
+    *("TensorTrain", "tables_for"),
     *("HotProfile", "Placement", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "plan", "predict"),
     *("profile", "reorder", "replay", "trace", "train", "verify"),
     *("Schema", "draft_schema", "prepare"),

@@ -1,7 +1,7 @@
 """Stoker trains recommendation models whose embedding tables do not fit the accelerator.
 
-On one machine, with the same numbers as a run that had the memory. Names load when first used, so that importing
-needs no more than torch, numpy and safetensors. They are listed once, in ``__init__.pyi``.
+It does so on one machine, with the same numbers as a run that had the memory. A name loads when it is first used, so
+importing needs only torch, numpy and safetensors. ``__init__.pyi`` lists the names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m stoker`` is the ``stoker`` command."""
+"""Run the ``stoker`` command for ``python -m stoker``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small valid datasets for tests and examples. Needs only torch, numpy and safetensors.
+"""Small valid datasets for tests and examples; they need only torch, numpy and safetensors.
 
 Legend: n rows, F features, L ids in all.
 """
@@ -35,9 +35,13 @@ def make_dataset(
 ) -> Dataset:
     """Write a dataset whose labels can be learnt, and open it.
 
-    Every row of every table carries a hidden weight; so does every dense column. The label is drawn from the
-    logistic function of their sum, so that a model that learns the weights beats the base rate by far (the
-    best reachable AUC is about 0.9). Ids are skewed: low ids are frequent, as the preparation assigns them.
+    Every row of every table and every dense column has a hidden weight. The label is drawn from the logistic function
+    of their sum, so a model that learns the weights is much better than the base rate (the best possible AUC is about
+    0.9). Ids are skewed: low ids are frequent, as the preparation assigns them.
+
+    >>> from stoker.testing import make_dataset
+    >>> make_dataset("data/tiny", rows=1000)
+    Dataset('data/tiny': train 800, valid 100, test 100 rows)
 
     Args:
         path: directory to write, made if missing.
@@ -48,8 +52,8 @@ def make_dataset(
         seed: same seed, same bytes.
         shard_rows: rows per shard.
         id_type: ``"int32"`` or ``"int64"``.
-        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.dataset.split.Split.groups>`) on average, which
-            are scattered over the split; None: a dataset without groups. The rows themselves do not depend on it.
+        group_rows: mean rows of a list to rank (:attr:`Split.groups <stoker.dataset.split.Split.groups>`), scattered
+            over the split; None: a dataset without groups. The rows do not depend on it.
     """
     from stoker.dataset.dataset import Dataset
     from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
@@ -116,7 +120,7 @@ def make_dataset(
 
 
 def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -> dict[str, Any]:
-    """Write the groups of a split, note them in its entry, and give the entry of the file."""
+    """Write the groups of a split, record them in its entry, and return the entry of the file."""
     from safetensors.numpy import load_file
 
     from stoker.dataset.row_files import GroupWriter, group_file, write_group_file
@@ -153,7 +157,7 @@ def _shard(
     starts = np.cumsum(lengths.reshape(-1), dtype=np.int64).reshape(lengths.shape) - lengths
     flat = np.empty(int(lengths.sum()), id_type)
     for place, ids in enumerate(columns):
-        run = np.cumsum(lengths[:, place]) - lengths[:, place]  # where each row's bag starts in its column
+        run = np.cumsum(lengths[:, place]) - lengths[:, place]  # where the bag of each row starts in its column
         shift = np.repeat(starts[:, place] - run, lengths[:, place])
         flat[np.arange(len(ids)) + shift] = ids
     row_offsets = np.concatenate(([0], np.cumsum(lengths.sum(axis=1), dtype=np.int64)))

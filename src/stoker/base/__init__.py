@@ -1,1 +1,1 @@
-"""What every room uses: errors, units, devices, files, threads."""
+"""Helpers for all rooms: errors, units, devices, files, threads."""

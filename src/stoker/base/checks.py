@@ -1,4 +1,4 @@
-"""Build dataclasses from plain values, with errors that name the place and the key and suggest the nearest one."""
+"""Build dataclasses from plain values; errors name the place and the key, and suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stoker.base.errors import SchemaError, install, require
 
 __all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
 
-Build = Callable[[Any, str], Any]  # (plain value, place) -> what it describes
+Build = Callable[[Any, str], Any]  # (plain value, place) -> object
 
 
 def fail(where: str, key: str, problem: str) -> NoReturn:
@@ -25,7 +25,7 @@ def fail(where: str, key: str, problem: str) -> NoReturn:
 
 
 def near(name: object, allowed: Sequence[str]) -> str:
-    """``" Did you mean 'x'?"`` where an allowed name is close, else nothing."""
+    """Return ``" Did you mean 'x'?"`` if an allowed name is close, else nothing."""
     close = get_close_matches(str(name), allowed, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -75,10 +75,9 @@ def _parsed(suffix: str, text: str) -> Any:
 
 
 def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Build] | None = None) -> Any:
-    """Build one dataclass from plain values, and those in it; SchemaError names ``where``.
+    """Build one dataclass and the dataclasses in it from plain values; SchemaError names ``where``.
 
-    Args:
-        special: how to build the parts of some keys; None: those of all keys are built as this one.
+    ``special`` has functions that build the values of some keys.
     """
     allowed = [item.name for item in fields(cls)]
     if not isinstance(values, Mapping):

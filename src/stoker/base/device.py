@@ -1,4 +1,4 @@
-"""What this machine has: devices, memory, cores. A probe answers None where it cannot know."""
+"""Devices, memory and cores of this machine. A probe returns None if it cannot know."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def device_memory(device: torch.device | str) -> tuple[int, int]:
 
 
 def cpu_count() -> int:
-    """Return the cores this process may use: its affinity, and a container's quota where there is one."""
+    """Return the cores this process may use, by its affinity and the quota of a container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min((cores, *_quotas())))
 
@@ -91,7 +91,7 @@ def check_threads(threads: int | None) -> int:
 
 
 def _quotas() -> Iterator[int]:
-    """Yield the whole cores that the quotas of this process's control group, and of those above it, give."""
+    """Yield the whole cores in the quota of this process's control group, and of each group above it."""
     for line in (_read(_GROUPS) or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         group = PurePosixPath(path)
@@ -120,13 +120,13 @@ def available_memory() -> int | None:
 
 
 def resident_memory() -> int | None:
-    """Return the bytes of anonymous memory resident now: what this process holds, without mapped files."""
+    """Return the bytes of resident memory of this process, without mapped files."""
     return _field(Path("/proc/self/status"), "RssAnon")
 
 
 def peak_memory() -> int | None:
     """Return the bytes of the largest resident set of this program so far, mapped files included."""
-    # ``ru_maxrss`` survives exec: started by a large program, a small one would report the large one's peak.
+    # ``ru_maxrss`` survives exec: a small program that a large one started would report the large one's peak.
     if (peak := _field(Path("/proc/self/status"), "VmHWM")) is not None:
         return peak
     if sys.platform == "win32":
@@ -143,19 +143,19 @@ def cpu_model() -> str:
 
 
 def simd_flags() -> tuple[str, ...]:
-    """Return vector instruction sets that matter here, such as ``avx2``; empty where the system does not tell."""
+    """Return the vector instruction sets that matter here, such as ``avx2``; empty if the system does not say."""
     flags = _cpuinfo("flags", "Features").split()
     return tuple(name for name in _SIMD if name in flags)
 
 
 def _cpuinfo(*names: str) -> str:
-    """Return what Linux says under one of these names of the first processor; empty where it says nothing."""
+    """Return Linux's entry under one of these names for the first processor; empty if there is none."""
     lines = (_read(Path("/proc/cpuinfo")) or "").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def has_bf16_products() -> bool:
-    """Return whether the processor multiplies bfloat16 itself; where not, bfloat16 is slower than float32."""
+    """Return True if the processor multiplies bfloat16; if not, bfloat16 is slower than float32."""
     flags = simd_flags()
     return not flags or any(name in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -197,18 +197,20 @@ def _least(*values: int | None) -> int | None:
 
 
 def give_back_memory() -> None:
-    """Ask glibc to return freed memory to the kernel, between two stages of work that need memory for different things:
-    a preparation kept half of its peak so. Elsewhere than on glibc this does nothing."""
+    """Ask glibc to return freed memory to the kernel; elsewhere do nothing.
+
+    Call it between two stages that need memory for different things: it halved the peak of a preparation.
+    """
     if trim := _libc("malloc_trim"):
         trim(0)
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep freed blocks of up to 256 MiB for the next allocation; whether it agreed.
+    """Ask glibc to keep freed blocks of up to 256 MiB for the next allocation; return True if it agreed.
 
     By default it returns large blocks to the kernel at every free, and the next step pays for fresh, zeroed
     pages: a tenth to a third of a training step on the CPU. The process then keeps its highest use of such blocks.
-    Elsewhere than on glibc this does nothing.
+    On systems without glibc this does nothing.
     """
     global _keeps
     _keeps = _set_limits(2**28, 2**30, 2**26)
@@ -217,7 +219,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keep freed memory (:func:`keep_freed_memory`) within; afterwards only if it was kept before."""
+    """Keep freed memory (:func:`keep_freed_memory`) within the block; afterwards only if it was kept before."""
     before = _keeps
     keep_freed_memory()
     try:
@@ -233,8 +235,8 @@ def return_freed_memory() -> None:
     Limits that the environment sets (``MALLOC_MMAP_THRESHOLD_`` and so on) are set again. glibc no longer adapts the
     others: a block of 4 MiB and more is mapped by itself, and 8 MiB and more of free memory are returned.
 
-    For work whose stages need memory for different things: a preparation behind a training in one process took 0.9 GiB
-    more at its peak of 2.2.
+    For work whose stages need memory for different things: a preparation after a training in one process took 0.9 GiB
+    more, at a peak of 2.2 GiB.
     """
     global _keeps
     if _keeps:
@@ -243,7 +245,7 @@ def return_freed_memory() -> None:
 
 
 def _malloc_limit(name: str, default: int) -> int:
-    """Return what the environment sets for this limit of glibc's allocator, in bytes, or ``default``."""
+    """Return this limit of glibc's allocator in bytes, from the environment, or ``default``."""
     tunables = dict(entry.partition("=")[::2] for entry in os.environ.get("GLIBC_TUNABLES", "").split(":"))
     try:
         return int(os.environ.get(f"MALLOC_{name}_") or tunables[f"glibc.malloc.{name.lower()}"], 0)
@@ -252,8 +254,11 @@ def _malloc_limit(name: str, default: int) -> int:
 
 
 def _set_limits(map_above: int, trim_above: int, top: int) -> bool:
-    """Set from how many bytes on a block is mapped by itself, how many free ones are returned, and how many are asked
-    for beyond what is needed; whether the C library did."""
+    """Set three limits of the C library in bytes; return True if it did.
+
+    Larger blocks than the first are mapped separately; more free memory than the second is returned; the third is
+    allocated in advance.
+    """
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
     given = ((mmap_threshold, map_above), (trim_threshold, trim_above), (top_pad, top))
     mallopt = _libc("mallopt")
@@ -261,7 +266,7 @@ def _set_limits(map_above: int, trim_above: int, top: int) -> bool:
 
 
 def _libc(name: str) -> Any:
-    """Return a function of the C library; None where it has no such function."""
+    """Return a function of the C library; None if it has no such function."""
     import ctypes
 
     try:

@@ -1,4 +1,4 @@
-"""Which of Polars' engines works: the streaming one, or the GPU one where it is installed."""
+"""The engine of Polars: the streaming one, or the GPU one if it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINES = ("streaming", "gpu")
 
 
 def check_engine(engine: str) -> None:
-    """Refuse an ``engine`` that cannot work here.
+    """Raise an error for an ``engine`` that cannot work here.
 
     Raises:
         ConfigError: an unknown engine. DependencyError: the GPU engine is not installed.
@@ -33,7 +33,7 @@ def check_engine(engine: str) -> None:
 
 
 def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
-    """Return the frame's rows. Steps that the GPU engine does not know run on the CPU, as Polars decides."""
+    """Return the rows of the frame. Polars runs steps that the GPU engine does not know on the CPU."""
     import polars as pl
 
     if engine == "gpu":
@@ -44,7 +44,7 @@ def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Raise :class:`OSError` where Polars tells of a disk without room, as all else that writes files does."""
+    """Raise :class:`OSError` if Polars reports a full disk, as everything else that writes files does."""
     import polars as pl
 
     try:
@@ -57,5 +57,5 @@ def full_disk() -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what Polars says was wrong, in one line, without the plan that it adds."""
+    """Return the message of a Polars error in one line, without the query plan that it adds."""
     return " ".join(str(error).split("This error occurred")[0].split())[:400].rstrip(".")

@@ -1,4 +1,4 @@
-"""What goes wrong, in words a user can act on: the number, the cause, the remedy."""
+"""Errors, in words a user can act on: the number, the cause, the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 
 class StokerError(ValueError):
-    """Base of every error that a user can mend. The command line prints it without a traceback.
+    """Base of every error that a user can fix. The command line prints it without a traceback.
+
+    >>> try:
+    ...     stoker.TrainConfig(epochs=-1)
+    ... except stoker.StokerError as error:
+    ...     print(type(error).__name__, error)
+    ConfigError epochs is -1; it must be at least 1.
 
     Args:
         message: the number, the cause, the remedy.
@@ -21,23 +27,43 @@ class StokerError(ValueError):
 
 
 class ConfigError(StokerError):
-    """A setting that cannot work, or settings that contradict each other."""
+    """A setting that cannot work, or settings that contradict each other.
+
+    >>> stoker.OneCycle(steps=10, share=2.0)
+    Traceback (most recent call last):
+    stoker.base.errors.ConfigError: OneCycle(share=2.0): the rise must take a share between 0 and 1 of the steps.
+    """
 
 
 class SchemaError(StokerError):
-    """A schema file or recipe that does not describe the data."""
+    """A schema file or recipe that does not describe the data.
+
+    >>> stoker.FeatureSpec.from_sizes(1, [10]).index("price")
+    Traceback (most recent call last):
+    stoker.base.errors.SchemaError: there is no feature 'price'; there are C1.
+    """
 
 
 class DataError(StokerError):
-    """An input file or dataset directory that cannot be read as what it claims to be."""
+    """An input file or dataset directory that does not hold what it should.
+
+    >>> stoker.Dataset("gone")
+    Traceback (most recent call last):
+    stoker.base.errors.DataError: there is no dataset at gone. Make one with: stoker prepare RECIPE FILES --out gone
+    """
 
 
 class CheckpointError(StokerError):
-    """A checkpoint that is damaged, incomplete, or belongs to another model."""
+    """A checkpoint that is damaged, incomplete, or belongs to another model.
+
+    >>> stoker.load("gone")
+    Traceback (most recent call last):
+    stoker.base.errors.CheckpointError: gone does not exist.
+    """
 
 
 class HomeError(StokerError):
-    """A home of rows that fails while in use: its file shrank, its disk is full, its device reports an error."""
+    """A backing store that fails while in use: its file shrank, its disk is full, its device reports an error."""
 
 
 class DependencyError(StokerError, ImportError):
@@ -61,7 +87,7 @@ def require(package: str, what: str, remedy: str | None = None) -> Any:
 
     Args:
         package: to import.
-        what: the beginning of the message, such as ``"the report needs"``.
+        what: first words of the message, such as ``"the report needs"``.
         remedy: what to run; None: what :func:`install` says.
 
     Raises:

@@ -15,19 +15,19 @@ from typing import IO, Any, BinaryIO
 from stoker.base.errors import ConfigError, DataError
 
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
-PASSING: set[Path] = set()  # directories that go with this process
+PASSING: set[Path] = set()  # directories that are deleted when this process ends
 
 
 def passes(path: str | Path) -> bool:
-    """Return whether a file is in a directory that goes with this process, so that it need not survive a power loss."""
-    # A copy, for another thread or the collector of garbage may change the set meanwhile.
+    """Return True if a file is in a directory that ends with this process, so need not survive a power loss."""
+    # A copy: another thread or the garbage collector may change the set meanwhile.
     return any(Path(path).is_relative_to(folder) for folder in PASSING.copy())
 
 
 def url_of(path: object) -> str | None:
-    """Return the URL that a path is, or None for a local path.
+    """Return a path that is a URL as text, or None for a local path.
 
-    ``pathlib`` writes ``s3://bucket/key`` as ``s3:/bucket/key``; this is understood, too.
+    ``pathlib`` shortens ``s3://bucket/key`` to ``s3:/bucket/key``, which counts as a URL, too.
     """
     if not isinstance(path, str | os.PathLike):
         return None
@@ -44,7 +44,7 @@ def url_of(path: object) -> str | None:
 
 
 def refuse_url(path: object, what: str) -> None:
-    """Raise :class:`ConfigError` where a path is a URL; ``what`` is to be written there."""
+    """Raise :class:`ConfigError` if a path is a URL; ``what`` names what is to be written there."""
     if (url := url_of(path)) is not None:
         raise ConfigError(f"{what} cannot be written to a URL ({url}). Name a local path, and copy it from there.")
 
@@ -75,13 +75,13 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
                 "Free some space or choose another directory; nothing half-written was kept."
             ) from error
         if isinstance(error, OSError) and error.filename == str(beside):
-            error.filename = str(path)  # the name that was asked for
+            error.filename = str(path)  # the name that the caller gave
         raise
     sync_folder(path.parent)
 
 
 def check_target(path: str | Path) -> None:
-    """Refuse a file that :func:`atomic_file` could not make, before the work whose result it is to hold.
+    """Raise an error before the work if :func:`atomic_file` could not write its result.
 
     Raises:
         ConfigError: its directory is not writable, or there is a file where a directory would have to be.
@@ -94,7 +94,7 @@ def check_target(path: str | Path) -> None:
 
 
 def sync_folder(path: str | Path) -> None:
-    """Flush a directory's names to disk, so that files renamed into it stay."""
+    """Flush the names in a directory to disk, so that files renamed into it survive a power loss."""
     if os.name != "posix" or passes(path):
         return
     folder = os.open(path, os.O_RDONLY)
@@ -109,10 +109,10 @@ def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
 
     Args:
         file: a file object or descriptor.
-        wait: until another process lets go of it.
+        wait: wait until another process releases it.
 
     Returns:
-        True; False if another process has it; None where the system or the disk has no such locks.
+        True; False if another process has the lock; None if the system or the disk has no such locks.
     """
     try:
         import fcntl
@@ -126,19 +126,20 @@ def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:
-    """Return the size in bytes and the sha256 of a file, read a little at a time."""
+    """Return the size in bytes and the sha256 of a file, which is read in blocks."""
     with Path(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
 def file_identity(file: BinaryIO) -> tuple[int, ...]:
+    """Return numbers that change with the content of a file: device, inode, bytes, time of last change."""
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
-    """Link a file under another name; copy it if asked for, or where the disk knows no hard links, or is another."""
+    """Link a file under another name; copy it if ``copy``, or if hard links are not possible."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if copy:

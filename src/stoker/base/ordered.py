@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-_AHEAD = 32  # jobs given to an executor that does not tell how many workers it has
+_AHEAD = 32  # jobs for an executor that does not say how many workers it has
 
 
 def ordered_map(
@@ -21,14 +21,16 @@ def ordered_map(
     ahead: int | None = None,
     executor: Executor | None = None,
 ) -> Generator[R, None, None]:
-    """Yield the results of ``work`` in the order of ``jobs``, which are drawn as threads come free.
+    """Yield the results of ``work`` in the order of ``jobs``; a thread that is free draws the next job.
 
     Args:
-        work: a function at the top of a module, where the executor has processes.
+        work: a function; a top-level one, if the executor has processes.
+        jobs: its arguments.
+        threads: number of threads, without an executor.
         ahead: results that may wait for an earlier one (None: one more than threads, two for each worker of an
-            executor). Small results of unequal jobs should wait without limit, or a long job keeps others idle.
-        executor: runs the jobs instead of threads made here. It is left open. When the generator ends early, jobs that
-            have not begun are cancelled, and the others awaited.
+            executor). Small results of unequal jobs should wait without limit, or workers idle behind a long job.
+        executor: runs the jobs instead of threads. It remains open. When the generator ends early, jobs that have not
+            begun are cancelled, and the others awaited.
     """
     with ExitStack() as stack:
         if executor is None:

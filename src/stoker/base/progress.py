@@ -1,7 +1,7 @@
-"""Progress on standard error: of work of several stages, and of kernels that are compiled.
+"""Progress on standard error: of work in several stages, and of compiling kernels.
 
-Stages are bars in a terminal, and lines with the time elsewhere. Numba keeps compiled kernels on disk, so that they are
-compiled once for a machine: who compiles calls :func:`compiling`; who shows it, such as the command line, gives a
+Stages are bars in a terminal, and lines with the time elsewhere. Numba keeps compiled kernels on disk, so a machine
+compiles them once. Code that compiles calls :func:`compiling`; code that shows it, such as the command line, gives a
 function to :func:`listening`.
 """
 
@@ -27,9 +27,9 @@ def quiet(what: str, done: int, total: int) -> None:
 
 
 class Bars:
-    """A bar for every stage that goes on after the first two seconds; called with (what, done, total).
+    """A bar for every stage that is still running after two seconds; call it with (what, done, total).
 
-    Where standard error is no terminal, one line every 30 seconds shows the time and the last stage that was reported.
+    If standard error is not a terminal, one line every 30 seconds shows the time and the last stage that was reported.
 
     Args:
         quiet: show nothing.
@@ -49,7 +49,7 @@ class Bars:
         return self
 
     def __call__(self, what: str, done: int, total: int, unit: str = "") -> None:
-        """Note that ``done`` of ``total`` is done of a stage: bytes, or any other unit."""
+        """Note that ``done`` of ``total`` bytes, or other units, of a stage are done."""
         if self._quiet or not total:
             return
         self._begun.setdefault(what, (time.monotonic(), done))
@@ -63,7 +63,7 @@ class Bars:
         self._bar.update(self._tasks[what], completed=done, total=total)
 
     def _start(self) -> bool:
-        """Start the bars, or the lines; whether they are bars."""
+        """Start the bars or the lines; return True for bars."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
         from rich.text import Text
@@ -102,7 +102,7 @@ class Bars:
 
 
 def _amount(done: float, total: float, unit: str, gained: float, seconds: float) -> str:
-    """Return what is done of a stage, and how much of it a second, as a mean: the speed of the moment jumps."""
+    """Return how much of a stage is done, and its mean speed: the speed of the moment jumps."""
     if not unit:
         return f"{done:.0f}/{total:.0f}"
     speed = gained / seconds if seconds > 0.5 else 0.0
@@ -115,10 +115,10 @@ _SOON, _AGAIN = 1.0, 3.0  # seconds of compiling before the first line, and betw
 
 
 class Compiled:
-    """Counts what is compiled, and says so if it takes longer than a second.
+    """Count compiled kernels, and say so if compiling takes longer than a second.
 
     Args:
-        say: gets a line.
+        say: called with each line.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ class Compiled:
                 self.seconds += time.monotonic() - self._began
 
     def summary(self) -> None:
-        """Say how much was compiled, if a line has told of it."""
+        """Say how much was compiled, if a line announced it."""
         if self._said:
             self._say(f"compiled {self.count} kernels in {self.seconds:.0f} s; the next run begins at once")
 
@@ -160,7 +160,7 @@ _listener: Compiled | None = None
 
 @contextmanager
 def listening(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is compiled within the block."""
+    """Report the kernels that are compiled within the block."""
     global _listener
     before, _listener = _listener, Compiled(say)
     mine = _listener

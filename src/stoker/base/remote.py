@@ -1,8 +1,9 @@
-"""Files at URLs such as s3://, gs://, https:// and hf://, by fsspec: what is read is first copied to a local cache, and
-what is written is made locally and then uploaded. The rest of the package works on local paths.
+"""Files at URLs such as s3://, gs://, https:// and hf://, by fsspec.
+
+Input is first copied to a local cache; output is written locally and then uploaded. All else works on local paths.
 
 A folder with a ``manifest.json`` (a dataset, a checkpoint) is sealed: the manifest names its files with their sizes and
-checksums. It is uploaded last and removed first, so that a folder with a manifest is whole.
+checksums. It is uploaded last and removed first, so a folder with a manifest is whole.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _THREADS = 8  # files copied at once
 _CHANGES = (
     *("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created", "generation", "md5Hash"),
     *("content_md5", "Content-MD5", "blob_id"),
-)  # keys by which file systems tell a file from an earlier one of its name
+)  # keys of file systems that change when the content of a file changes
 _MANIFEST = "manifest.json"
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
 _MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
@@ -61,7 +62,7 @@ def expand_url(url: str) -> list[str]:
 
 
 def fetch_file(url: str) -> Path:
-    """Return a local copy of a file, downloaded again only where the file has another size, tag or time.
+    """Return a local copy of a file; download it again only if its size, tag or time has changed.
 
     Raises:
         DataError: no such file, no right to read it, no room. DependencyError: a package is missing.
@@ -76,7 +77,7 @@ def fetch_file(url: str) -> Path:
         with _locked(folder):
             if not target.is_file():
                 remote.download([("", target, info.get("size"), None)])
-                os.utime(target, (946_684_800,) * 2)  # the path says what the file is: the same after a new download
+                os.utime(target, (946_684_800,) * 2)  # the path identifies the file: the same time after a new download
         return target
 
 
@@ -107,7 +108,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
             there = [(name, size) for name, (size, _) in files.items() if (beside / name).is_file()]
             kept = {name for name, size in there if (beside / name).stat().st_size == size}
             remote.download([(name, beside / name, *files[name]) for name in files if name not in kept])
-            if (request := remote.read(".request")) is not None:  # by which a preparation knows its dataset again
+            if (request := remote.read(".request")) is not None:  # by which a preparation recognises its dataset
                 (beside / ".request").write_bytes(request)
             (beside / _MANIFEST).write_bytes(text)
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,7 +117,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
 
 
 def fetch_run(url: str, folder: Path | None = None) -> Path:
-    """Return a local copy of a run or of one of its checkpoints, as it is now at the URL.
+    """Return a local copy of the current state of a run, or of one of its checkpoints.
 
     Args:
         url: of the run, or of a checkpoint.
@@ -136,7 +137,7 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
         if "config.json" not in names and not checkpoints:
             raise DataError(f"{url} is no run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
         loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
-        with _locked(folder):  # logs and settings are small, and may have changed
+        with _locked(folder):  # logs and settings are small and may have changed
             remote.download([(name, folder / name, names[name], None) for name in loose])
         wanted = {step} if run else checkpoints
         for name in sorted(wanted):
@@ -150,21 +151,21 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
 
 
 def local_run(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a run or checkpoint; of a URL, that of a local copy."""
+    """Return the path of a run or checkpoint; for a URL, the path of a local copy."""
     url = url_of(path)
     return Path(path) if url is None else fetch_run(url)
 
 
 def output_folder(url: str) -> Path:
-    """Return the local folder where what goes to a URL is made; it is the same for the same URL."""
+    """Return the local folder where output for a URL is written, the same each time."""
     return cache_folder() / "outputs" / _short(url.rstrip("/")) / (_basename(url) or "data")
 
 
 @contextmanager
 def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """Open a local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
+    """Open a local folder for a dataset; if ``out`` is a URL, upload the dataset when the block ends.
 
-    A dataset that is there already is downloaded first unless it may be overwritten.
+    A dataset that is already there is downloaded first, unless it may be overwritten.
 
     Raises:
         DataError: the URL holds something else, or cannot be written. DependencyError: a package is missing.
@@ -180,7 +181,7 @@ def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterat
         local = fetch_sealed(url) if _MANIFEST in names and not overwrite else output_folder(url)
         fresh = not names
         if fresh:
-            remote.mark()  # before the work: it shows that the URL can be written
+            remote.mark()  # before the work: it proves that the URL can be written
     try:
         yield local
     except BaseException as error:
@@ -192,7 +193,7 @@ def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterat
         raise
     _upload_sealed(local, url)
     kept = _kept(url, (local / _MANIFEST).read_bytes())
-    if kept != local:  # for who reads it here: no download
+    if kept != local:  # so that a reader here needs no download
         shutil.rmtree(kept, ignore_errors=True)
         kept.parent.mkdir(parents=True, exist_ok=True)
         os.replace(local, kept)
@@ -213,7 +214,7 @@ def rename_in(error: BaseException, names: Mapping[str, str]) -> None:
 
 
 def is_empty(url: str) -> bool:
-    """Return whether there is no file below a URL."""
+    """Return True if there is no file below a URL."""
     with _files(url) as remote:
         return not remote.names()
 
@@ -245,14 +246,14 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
 
 
 def _upload_sealed(folder: Path, url: str, *, quiet: bool = False) -> None:
-    """Upload a folder with a manifest; nothing where the same manifest is there."""
+    """Upload a folder with a manifest, unless the same manifest is there."""
     text = (folder / _MANIFEST).read_bytes()
     with _files(url, quiet=quiet) as remote:
         names = remote.names()
         if _MANIFEST in names:
             if _MARK not in names and remote.read(_MANIFEST) == text:
                 return
-            remote.remove([_MANIFEST])  # first: the rest is no longer what it says
+            remote.remove([_MANIFEST])  # first: it is no longer true of the other files
         remote.mark()
         files = [*_sealed_files(url, text), *(name for name in (".request",) if (folder / name).is_file())]
         remote.upload([(name, folder / name) for name in files])
@@ -285,7 +286,7 @@ def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
         raise
     except FileNotFoundError as error:
         cause = error.__cause__
-        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # of a web server
+        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # from a web server
             raise _failure(url, cause) from error
         raise DataError(f"there is nothing at {url}. Check the URL.") from error
     except Exception as error:
@@ -302,7 +303,7 @@ class _Files:
         return f"{self.root}/{name}" if name else self.root
 
     def names(self) -> dict[str, int | None]:
-        """Return every file below, with its size; none where there is no such folder."""
+        """Return every file below, with its size; none if there is no such folder."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.find(self.root, detail=True)
@@ -312,7 +313,7 @@ class _Files:
         return {name[start:]: info.get("size") for name, info in found.items() if len(name) > start}
 
     def read(self, name: str) -> bytes | None:
-        """Return a small file; None where there is no such file."""
+        """Return a small file; None if there is no such file."""
         try:
             return bytes(self.fs.cat_file(self._path(name)))
         except FileNotFoundError:
@@ -384,13 +385,13 @@ class _Files:
                 raise
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files in the order given; those that are gone do not matter."""
+        """Remove files in the given order; files that are gone already are no error."""
         for name in names:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(name))
 
     def mark(self) -> None:
-        """Write the file that says that an upload is under way, which shows that the URL can be written."""
+        """Write the file that marks an unfinished upload; it also proves that the URL can be written."""
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _MARK).write_text("A Stoker upload is under way, or was killed. Run the same command again.\n")
@@ -417,7 +418,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _failure(url: str, error: Exception) -> Exception:
-    """Return the error for a failure of a file system, with what to look at."""
+    """Return the error for a failure of a file system, with a remedy."""
     text = f"{type(error).__name__} {error}"
     scheme = url.split("://", 1)[0]
     remedy = "Check the URL and the network, then run the same command again."
@@ -442,7 +443,7 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time fill a folder; a killed one lets go by itself."""
+    """Let one process at a time fill a folder; the lock of a killed process ends with it."""
     try:
         for parent in (locks := cache_folder() / "locks", folder.parent):
             parent.mkdir(parents=True, exist_ok=True)

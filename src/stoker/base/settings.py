@@ -34,11 +34,11 @@ def setting(
 
     Args:
         default: its default, or a function without arguments that makes it.
-        help: what it means; the values of a ``Literal`` are added to the first sentence.
-        unset: what a default of None stands for, in words.
+        help: its meaning; the values of a ``Literal`` are added to the first sentence.
+        unset: the meaning of a default of None, in words.
         least: least number, finite.
         most: largest number.
-        size: it is a size in bytes such as "4GiB", or the default.
+        size: it is a size in bytes, such as "4GiB".
         resumable: a resumed run may change it.
         options: names of its option; empty: its name with hyphens.
     """
@@ -68,14 +68,14 @@ def hints_of(kind: Any) -> dict[str, Any]:
 
 
 def choices_of(kind: type, name: str) -> tuple[str, ...]:
-    """Return the values of a setting that is one of several, in their order; empty if it is not."""
+    """Return the values that a ``Literal`` setting may have, in their order; empty for other settings."""
     hint = hints_of(kind)[name]
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all settings. Fields are declared with :func:`setting` and checked when an object is made.
+    """Base of all settings; :func:`setting` declares a field, and creating an object checks them.
 
     Raises:
         ConfigError: a value out of its range.
@@ -92,7 +92,7 @@ class Settings:
                 self._check_field(item)
 
     def _check_field(self, item: Field[Any]) -> None:
-        """Refuse a value out of its range."""
+        """Raise ConfigError for a value out of its range."""
         name, value, limits = item.name, getattr(self, item.name), item.metadata
         choices = choices_of(type(self), name)
         if choices and value not in choices:
@@ -119,11 +119,11 @@ class Settings:
         object.__setattr__(self, name, value)
 
     def useless(self) -> Useless:
-        """Yield settings that have no effect beside the others, and why."""
+        """Yield settings that have no effect because of others, and why."""
         yield from ()
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the settings that are not as by default, as people call them: "batch size"."""
+        """Return which of these settings differ from their defaults, as people write them: "batch size"."""
         known = {item.name: item for item in fields(self)}
         given = [known[name] for name in names if getattr(self, name) != default_of(known[name])]
         return [options_of(item)[-1].lstrip("-").replace("-", " ") for item in given]
@@ -146,7 +146,7 @@ class Settings:
         return cls(**values)
 
     def replace(self, **changes: Any) -> Self:
-        """Return the same settings but for ``changes``.
+        """Return the settings with ``changes``.
 
         Raises:
             ConfigError: as for :meth:`from_dict`.

@@ -1,7 +1,7 @@
 """Arrays in unnamed temporary files: too long for memory, written and read in order, or mapped.
 
-The file takes disk as it is written and goes when it is closed and no map of it is left, also after a kill. Beware: on
-some systems the temporary directory is memory.
+The file takes disk as it is written. It is deleted when it is closed and no map of it is left, also after a kill.
+Beware: on some systems the temporary directory is memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CHUNK = 2**20  # values worked on together
+CHUNK = 2**20  # values of a chunk
 
 
 def spans(size: int) -> Iterator[tuple[int, int]]:
@@ -27,7 +27,7 @@ def spans(size: int) -> Iterator[tuple[int, int]]:
 
 
 def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield lists [first, last) of those that begin at ``offsets`` [n + 1], about :data:`CHUNK` values together."""
+    """Yield ranges [first, last) of the lists that begin at ``offsets`` [n + 1], about :data:`CHUNK` values each."""
     first, count = 0, len(offsets) - 1
     while first < count:
         last = int(np.searchsorted(offsets, offsets[first] + CHUNK, side="right")) - 1
@@ -37,11 +37,11 @@ def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 class Spool:
-    """Values of one type in a temporary file; a context manager, which closes it. Any number of threads may use it.
+    """Values of one type in a temporary file, for any number of threads; a context manager, which closes it.
 
     Args:
         dtype: of the values.
-        directory: where the file lies; None means the system's temporary directory.
+        directory: of the file; None means the system's temporary directory.
 
     Raises:
         OSError: the file cannot be made; from every method: the disk is full or fails.
@@ -59,7 +59,7 @@ class Spool:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file. Maps of it stay valid."""
+        """Close the file. Maps of it remain valid."""
         self._file.close()
 
     def add(self, values: npt.NDArray[Any]) -> None:
@@ -84,7 +84,7 @@ class Spool:
             self._file.write(_bytes(values, self._dtype))
 
     def reserve(self, count: int) -> None:
-        """Take disk for ``count`` values, all zero: the first store to a mapped page of a full disk ends a process."""
+        """Allocate disk for ``count`` zeros: on a full disk, a store to a mapped page would kill the process."""
         size = count * self._dtype.itemsize
         if hasattr(os, "posix_fallocate"):
             try:
@@ -96,11 +96,11 @@ class Spool:
         self._file.truncate(size)
 
     def mapped(self) -> npt.NDArray[Any]:
-        """Map all values, to read and to change."""
+        """Map all values for reading and writing."""
         self._file.flush()
         return np.memmap(self._file, dtype=self._dtype, mode="r+").view(np.ndarray)
 
 
 def _bytes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
-    """Return the bytes of values, of records too, which lend no buffer of their own type."""
+    """Return the bytes of values, also of records, whose own type has no buffer."""
     return np.ascontiguousarray(values, dtype).view(np.uint8).data

@@ -1,6 +1,6 @@
-"""Who does what when: spans of named work, recorded from all threads while a :class:`Recorder` is active.
+"""A timeline: spans of named work of all threads, recorded while a :class:`Recorder` is active.
 
-Without one a span costs a look at a global.
+Without a recorder, a span costs one read of a global.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Span(NamedTuple):
-    """A piece of work; times in nanoseconds of ``time.perf_counter_ns``."""
+    """One span of work; times in nanoseconds of ``time.perf_counter_ns``."""
 
     name: str
     thread: int  # position in Recorder.threads
@@ -30,10 +30,10 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects the spans of all threads while its ``with`` block runs; one may be active at a time.
+    """Collect the spans of all threads within a ``with`` block; only one may be active at a time.
 
     Raises:
-        RuntimeError: another one is.
+        RuntimeError: another one is active.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Recorder:
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
         """Note a span of the calling thread."""
         thread = threading.current_thread()
-        key = (thread.ident or 0, thread.name)  # identifiers alone come again when a thread has ended
+        key = (thread.ident or 0, thread.name)  # a new thread may get the identifier of an ended one
         with self._lock:
             number = self._known.setdefault(key, len(self._known))
         self.spans.append(Span(name, number, start, end, step))
@@ -67,7 +67,7 @@ class Recorder:
 
 
 class _Running:
-    """A span under way."""
+    """A span that has not ended."""
 
     __slots__ = ("_name", "_recorder", "_start", "_step")
 
@@ -82,13 +82,13 @@ class _Running:
 
 
 def span(name: str, step: int | None = None) -> AbstractContextManager[None]:
-    """Record the block of ``with span("fetch"):`` under that name, if anything records."""
+    """Record the block of a ``with`` statement under ``name``, if a recorder is active."""
     recorder = _active
     return _NOTHING if recorder is None else _Running(recorder, name, step)
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make every call of the decorated function a span."""
+    """Record every call of the decorated function as a span."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0
 
 
 def _split(text: str, what: str) -> tuple[float, int]:
-    """Return the number in a text and what its unit stands for."""
+    """Return the number in a text and the factor of its unit."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         kind = "a number from 0 to 100 %" if what == "share" else "a number with a unit"
@@ -95,7 +95,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def quoted(path: str | os.PathLike[str]) -> str:
-    """Return a path as a shell takes it, for the commands in messages: ``'my runs/a'``, ``runs/a``."""
+    """Return a path quoted for a shell, for the commands in messages: ``'my runs/a'``, ``runs/a``."""
     return shlex.quote(os.fspath(path))
 
 

@@ -1,3 +1,3 @@
-"""The version of Stoker, as datasets, checkpoints and runs note it."""
+"""The version of Stoker, which datasets, checkpoints and runs record."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Prepared datasets: what they are, how they are checked and replaced."""
+"""Prepared datasets: how they are read, checked and replaced."""

@@ -1,4 +1,4 @@
-"""One batch of examples, as the model sees it.
+"""One batch of examples, as a model takes it.
 
 Legend: B examples, F features (categorical and sequence columns in schema order), L ids in all, T steps.
 """
@@ -16,8 +16,18 @@ from torch import Tensor
 class Batch:
     """Examples in the layout that :class:`stoker.EmbeddingTables` and every model take.
 
-    Ids are rows of each feature's own table (not global addresses). Bags are sample-major: bag ``b * F + f``
-    holds the ids of feature ``f`` in example ``b``.
+    Ids are rows of each feature's own table (not global addresses). Bags are sample-major: bag ``b * F + f`` has the
+    ids of feature ``f`` in example ``b``.
+
+    >>> offsets = torch.tensor([0, 1, 3, 4, 4])
+    >>> batch = stoker.Batch(dense=torch.zeros(2, 1), ids=torch.tensor([7, 3, 5, 9]), offsets=offsets)
+    >>> batch.lengths(1)  # of the second feature: ids 3 and 5, then none
+    tensor([2, 0])
+    >>> batch.padded(1, steps=3)
+    tensor([[0, 3, 5],
+            [0, 0, 0]])
+    >>> batch
+    Batch(step 0: 2 examples; dense [2, 1], ids [4], offsets [5]; cpu)
     """
 
     dense: Tensor  # [B, num_dense] float32
@@ -30,19 +40,23 @@ class Batch:
     def __len__(self) -> int:
         return self.dense.shape[0]
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors().items())
+        return f"Batch(step {self.step}: {len(self):,} examples; {shapes}; {self.ids.device})"
+
     def lengths(self, feature: int) -> Tensor:
-        """Return ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
+        """Count the ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
         if self.offsets is None:
             return torch.ones(len(self), dtype=torch.int64, device=self.ids.device)
         return self._bags(self.offsets.diff())[:, feature]
 
     def mask(self, feature: int, steps: int) -> Tensor:
-        """Which of the last ``steps`` steps a sequence feature has: [B, T] bool; a shorter one stands at the end."""
+        """Return which of the last ``steps`` steps a sequence feature has: [B, T] bool, missing steps first."""
         before_end = torch.arange(steps, 0, -1, device=self.ids.device)
         return self.lengths(feature).unsqueeze(1) >= before_end
 
     def padded(self, feature: int, steps: int, *, fill: int = 0) -> Tensor:
-        """Return the last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
+        """Return the last ``steps`` ids of a sequence feature: [B, T], after ``fill`` if there are fewer.
 
         For ``nn.Embedding`` and the like: :class:`stoker.EmbeddingTables` with ``steps`` needs no padded ids.
         """
@@ -63,7 +77,7 @@ class Batch:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Return the same batch on ``device``; itself where it is there already."""
+        """Return the same batch on ``device``; itself if it is already there."""
         here = self.tensors()
         moved: dict[str, Any] = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in here.items()}
         return self if all(moved[name] is tensor for name, tensor in here.items()) else replace(self, **moved)

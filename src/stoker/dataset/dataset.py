@@ -1,8 +1,8 @@
 """A prepared dataset on disk: a directory with a manifest, vocabularies, counts and shards.
 
-The manifest is written last. Where it is, the dataset is whole; where it is missing, preparing was
-interrupted. Opening reads the manifest and looks at file sizes; shards are mapped when first used. Needs
-torch, numpy and safetensors only.
+The manifest is written last: a dataset with a manifest is whole, without one its preparation was interrupted. Opening
+reads the manifest and checks file sizes; shards are mapped when first used. Only torch, numpy and safetensors are
+needed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,26 @@ from stoker.dataset.split import Split
 class Dataset:
     """A dataset directory, opened for reading; or a dataset in memory, as :func:`stoker.prepare` makes one.
 
+    >>> from stoker.testing import make_dataset
+    >>> _ = make_dataset("data/tiny", rows=1000)
+    >>> data = stoker.Dataset("data/tiny")
+    >>> data
+    Dataset('data/tiny': train 800, valid 100, test 100 rows)
+    >>> batch = next(iter(data.train.batches(128, seed=0)))
+    >>> batch
+    Batch(step 0: 128 examples; dense [128, 4], ids [128, 3], labels [128]; cpu)
+
     Args:
-        path: the directory that ``stoker prepare`` wrote, or its URL; it is then downloaded once, to the cache.
+        path: the directory that ``stoker prepare`` wrote, or its URL, which is downloaded once to the cache.
 
     Raises:
-        DataError: missing, unfinished or newer dataset; a file that is missing or has the wrong size.
+        DataError: the dataset is missing, unfinished or newer; a file is missing or has the wrong size.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.url = remote.url_of(path)  # where it was downloaded from
+        self.url = remote.url_of(path)  # its source, if it was downloaded
         self.path = Path(path) if self.url is None else remote.fetch_sealed(self.url)
-        self._home = home_of(self.path)  # of a dataset in memory, which lasts as long as somebody refers to it
+        self._home = home_of(self.path)  # of a dataset in memory, which lasts until its last reference dies
         self.manifest = read_manifest(self.path)
         try:
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
@@ -61,14 +70,14 @@ class Dataset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it is in temporary files, which go with the last reference to it. :meth:`save` keeps it."""
+        """Whether it is in temporary files, which are deleted with the last reference to it. :meth:`save` keeps it."""
         return self._home is not None
 
     def check_labelled(self, done: str) -> None:
-        """Refuse a dataset with rows without labels.
+        """Raise an error for a dataset that has rows without labels.
 
         Raises:
-            DataError: it has some; ``done`` is what cannot be done with it.
+            DataError: it has such rows; ``done`` is what cannot be done with it.
         """
         for name, split in self.splits.items():
             if split.labelled < len(split):
@@ -80,12 +89,12 @@ class Dataset:
 
     @property
     def schema_hash(self) -> str:
-        """sha256 of the schema the data was prepared by and, where it was reordered, of the order of its ids."""
+        """sha256 of the schema of the data and, if it was reordered, of the order of its ids."""
         return str(self.manifest["schema_hash"])
 
     @property
     def kept_names(self) -> list[str]:
-        """Raw columns that were kept for the scores (``keep`` of the schema). :attr:`Split.kept` has their values."""
+        """Raw columns kept for the scores (``keep`` of the schema). :attr:`Split.kept` has their values."""
         return list(self.manifest.get("schema", {}).get("keep", []))
 
     @property
@@ -95,7 +104,7 @@ class Dataset:
 
     @property
     def train(self) -> Split:
-        """The rows that vocabularies and statistics were fitted on."""
+        """The rows to train on; vocabularies and statistics were fitted on them."""
         return self.split("train")
 
     @property
@@ -110,39 +119,39 @@ class Dataset:
 
     @property
     def hot_cold(self) -> Mapping[str, Any] | None:
-        """Of a dataset that :func:`stoker.classify` wrote, the manifest's record of it, else None.
+        """The manifest's record of a dataset that :func:`stoker.classify` wrote, else None.
 
-        ``hot_rows_of_train`` training rows are hot, in the first ``hot_shards`` shards; ``hot_rows`` tells how many
-        rows of each table are, by the ``profile`` with ``profile_hash``, of data with ``source_data_hash`` that lay at
-        ``source`` then.
+        ``hot_rows_of_train`` training rows are hot, in the first ``hot_shards`` shards. ``hot_rows`` tells how many
+        rows of each table are hot, by the ``profile`` with ``profile_hash``. The source data, with
+        ``source_data_hash``, was then at ``source``.
         """
         return self.manifest.get("hot_cold")
 
     @property
     def groups(self) -> Mapping[str, Any] | None:
-        """Of a dataset prepared with ``group``, the manifest's record of it, else None.
+        """The manifest's record of a dataset prepared with ``group``, else None.
 
-        ``column`` is the raw column, ``count`` the number of groups over all splits and ``cut`` that of groups with
-        rows in more than one. :attr:`Split.groups <stoker.dataset.split.Split.groups>` has the numbers of the rows.
+        ``column`` is the raw column, ``count`` the number of groups over all splits and ``cut`` the number of groups
+        with rows in several. :attr:`Split.groups <stoker.dataset.split.Split.groups>` has the numbers of the rows.
         """
         return self.manifest.get("groups")
 
     @property
     def reordered(self) -> Mapping[str, Any] | None:
-        """Of a dataset whose ids :func:`stoker.reorder` gave another order, the manifest's record of it, else None.
+        """The manifest's record of a dataset whose ids :func:`stoker.reorder` reordered, else None.
 
-        ``tables`` tells for each what was done; ``settings`` how, ``hash`` identifies the order, and
-        ``source_schema_hash`` and ``source_data_hash`` the dataset that it was made of, which lay at ``source`` then
-        (None: it was prepared in that order at once).
+        ``tables`` tells what was done to each table, ``settings`` how; ``hash`` identifies the order.
+        ``source_schema_hash`` and ``source_data_hash`` identify its source, which was then at ``source`` (None: the
+        dataset was prepared in that order).
         """
         return self.manifest.get("reordered")
 
     @cached_property
     def new_ids(self) -> dict[str, Tensor]:
-        """Of a reordered dataset, the id of each id of its source: table -> [num_embeddings] int64.
+        """The new id of each id in the source of a reordered dataset: table -> [num_embeddings] int64.
 
-        A row of a model that was trained on the source belongs at ``new_ids[table][row]``. Tables that kept their ids
-        are not in it.
+        Row ``row`` of a model that was trained on the source becomes row ``new_ids[table][row]``. Tables that kept
+        their ids are not in it.
 
         Raises:
             DataError: the dataset is not reordered, or the file is damaged.
@@ -214,7 +223,7 @@ class Dataset:
 
     @cached_property
     def counts(self) -> dict[str, Tensor]:
-        """Training occurrences by id: table -> [num_embeddings] int64 (id 0 = out of vocabulary)."""
+        """Occurrences of each id in training: table -> [num_embeddings] int64 (id 0 = out of vocabulary)."""
         path, counts = self._load("counts.safetensors", "Prepare")
         for table, rows in self.schema.num_embeddings.items():
             if table not in counts or counts[table].shape != (rows,):
@@ -225,21 +234,21 @@ class Dataset:
         return counts
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Dataset:
-        """Put this dataset in a directory, with the same bytes as if it had been prepared there.
+        """Save this dataset to a directory, with the same bytes as if it had been prepared there.
 
-        Of a dataset in a directory this makes a second one, whose files are hard links to the first where the disk
-        allows. A kill leaves no half-written dataset.
+        If it is in a directory already, the files of the second are hard links to the first, where the disk allows. A
+        kill leaves no half-written dataset.
 
         Args:
             out: directory to make.
-            overwrite: replace a dataset that is there.
+            overwrite: replace a dataset at ``out``.
 
         Returns:
             The dataset at ``out``, opened.
 
         Raises:
-            DataError: ``out`` is taken or cannot be made, or the disk has no room; or ``out``.tmp, in which it is
-                made, holds something else.
+            DataError: ``out`` is taken or cannot be made, the disk has no room, or the working directory ``out``.tmp
+                has other files.
         """
         with rebuilt_from(self, Path(out), overwrite=overwrite) as folder:
             write_manifest(folder, self.manifest)
@@ -252,7 +261,7 @@ class Dataset:
             The number of files checked.
 
         Raises:
-            DataError: naming the first damaged file, what was expected and what was found.
+            DataError: names the first damaged file, the expected and the actual value.
         """
         files = self._files()
         for file, entry in files:
@@ -262,12 +271,12 @@ class Dataset:
         return len(files)
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return what lies in files, and the manifest's entry of each."""
+        """Return every file, and its entry in the manifest."""
         shards = [shard for split in self._splits.values() for shard in split.entry["shards"]]
         return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
 
     def _check(self, file: str, entry: Mapping[str, Any], *, whole: bool = False) -> None:
-        """Compare the size of a file with its entry in the manifest; ``whole``: its checksum, too."""
+        """Compare the size of a file with its entry in the manifest; if ``whole``, its checksum, too."""
         path, digest = self.path / file, entry["sha256"]
         expected, remedy = (
             int(entry["bytes"]),
@@ -286,7 +295,7 @@ class Dataset:
             raise DataError(f"{path} was altered: sha256 {digest[:16]}..., the manifest says {listed}... {remedy}")
 
     def _load(self, file: str, command: str) -> tuple[Path, dict[str, Tensor]]:
-        """Return the path of a file of tensors, and these; ``command`` makes it again."""
+        """Return the path of a file of tensors, and the tensors; ``command`` makes it again."""
         path = self.path / file
         try:
             return path, load_file(path)
@@ -301,10 +310,12 @@ def rebuilt_from(
     """Return a working directory for another dataset at ``out``, which shares all other files with ``data``.
 
     Args:
-        splits: whose shards the block writes.
-        files: other files that it writes.
+        data: the source.
+        out: directory of the new dataset.
+        splits: the block writes their shards.
+        files: other files that the block writes.
         size: bytes of both.
-        overwrite: a dataset at ``out`` may be replaced.
+        overwrite: replace a dataset at ``out``.
 
     Raises:
         DataError: ``out`` is taken, another process writes it, or the disk has no room.

@@ -1,8 +1,8 @@
 """Scattered rows of a split, copied into the tensors of one batch: from mapped shards, or from a resident copy.
 
-Rows of mapped shards are copied by plain NumPy (the definition), or by a Numba kernel where Numba is installed.
-Resident rows are packed into one matrix of 32-bit words, so that a batch is a single gather, and on a GPU no row
-crosses the link again. The order of an epoch is a formula (:mod:`stoker.dataset.order`): shuffling moves no row.
+Plain NumPy copies rows of mapped shards (the definition), or a Numba kernel if Numba is installed. Resident rows are
+packed into one matrix of 32-bit words: so a batch is a single gather, and on a GPU no row crosses the link again. The
+order of an epoch is a formula (:mod:`stoker.dataset.order`): shuffling moves no row.
 
 Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all, W words of a packed row.
 """
@@ -22,13 +22,13 @@ from stoker.dataset.shards import Shard
 
 Int64 = npt.NDArray[np.int64]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
-# Rows of the split [B] in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets.
+# From rows of the split [B] to the tensors of a batch: dense, ids, labels and, with sequences, offsets.
 Gather = Callable[[Int64, Allocate], dict[str, Tensor]]
 _WORD = 4  # bytes
 
 
 def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory of its own for each tensor of a batch: an ``Allocate``."""
+    """Return new memory for each tensor of a batch: an ``Allocate``."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -67,7 +67,7 @@ class NumpyGather:
         return tensors | self._bags(shard, row, allocate) if self._features else tensors
 
     def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """Return the ids of sequences and their offsets, once lengths and offsets of the rows agree."""
+        """Return the ids of sequences and their offsets, after a check that lengths and offsets of the rows agree."""
         lengths = np.empty((len(row), self._features), np.int32)
         begin, end = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
         self._copy_rows(shard, row, {"lengths": lengths, "row_offsets": begin})
@@ -104,7 +104,7 @@ class NumpyGather:
 
 
 class NumbaGather(NumpyGather):
-    """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
+    """The same in Numba, with software prefetch; it releases the interpreter lock while it copies."""
 
     def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> None:
         from stoker.dataset.kernels import copy_rows
@@ -124,10 +124,13 @@ class NumbaGather(NumpyGather):
 
 
 def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
-    """Return the fastest gather from mapped shards that this machine can run; see :class:`NumpyGather`.
+    """Return the fastest gather from mapped shards that this machine can run.
 
     Args:
-        threads: torch's, where they are more than one.
+        shards: see :class:`NumpyGather`.
+        starts: see :class:`NumpyGather`.
+        ids_only: see :class:`NumpyGather`.
+        threads: number of torch's threads to use.
     """
     try:
         return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)
@@ -138,12 +141,12 @@ def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = 
 class ResidentRows:
     """A copy of the first rows of a split in the memory of a device, and batches gathered there.
 
-    What has the same size in every row is packed as [n, W] int32; the tensors of a batch are views of its rows.
+    Values of the same size in every row are packed as [n, W] int32; the tensors of a batch are views of its rows.
 
     Args:
-        shards: whose rows follow each other.
+        shards: their rows are copied in this order.
         rows: n.
-        device: where they are copied, shard by shard.
+        device: they are copied to it, shard by shard.
     """
 
     def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
@@ -156,7 +159,7 @@ class ResidentRows:
         ]
         if shards[0].lengths is not None:
             sizes = [np.diff(shard.row_offsets[: count + 1]) for shard, count in taken if shard.row_offsets is not None]
-            self._sizes = np.concatenate(sizes)  # [n] ids of each row; on the host, so that no batch waits
+            self._sizes = np.concatenate(sizes)  # [n] ids of each row; on the host, so that no batch waits for a device
             ends = np.cumsum(self._sizes)
             self._starts = torch.from_numpy(ends - self._sizes).to(device)  # [n] where each row's ids begin
             self._ids = torch.empty(int(ends[-1]), dtype=_torch_type(shards[0].ids.dtype), device=device)
@@ -175,7 +178,7 @@ class ResidentRows:
 
     @staticmethod
     def bytes(shards: Sequence[Shard], rows: int) -> int:
-        """Return the bytes that a copy of the first ``rows`` rows takes, of sequences about."""
+        """Return the bytes of a copy of the first ``rows`` rows; approximate for sequences."""
         size = rows * _packed_row(shards[0]).itemsize
         if shards[0].lengths is not None:
             ids = sum(shard.ids.nbytes for shard in shards) / max(1, sum(shard.rows for shard in shards))
@@ -183,7 +186,7 @@ class ResidentRows:
         return size
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """Return the tensors of rows [B]; on a GPU, ``allocate`` is not asked."""
+        """Return the tensors of rows [B]; on a GPU, without ``allocate``."""
         chosen = torch.from_numpy(rows)
         if self._device.type == "cpu":
             out = allocate("rows", (len(rows), self._matrix.shape[1]), torch.int32)
@@ -202,7 +205,7 @@ class ResidentRows:
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self._device)
         torch.cumsum(lengths.reshape(-1), 0, out=offsets[1:])
         total = int(self._sizes[rows].sum())
-        # From a row's ids in the batch to those here, repeated for each of its ids.
+        # From the places of a row's ids in the batch to their places here, repeated for each of its ids.
         shift = self._starts.index_select(0, chosen) - offsets[: -1 : lengths.shape[1]]
         places = torch.repeat_interleave(shift, lengths.sum(1), output_size=total)
         places += torch.arange(total, device=self._device)
@@ -210,7 +213,7 @@ class ResidentRows:
 
 
 def _packed_row(shard: Shard) -> np.dtype[Any]:
-    """Return the layout of a packed row: the widest type first, padded so that it is aligned in every row."""
+    """Return the layout of a packed row: the widest type first, padded so that every row is aligned."""
     names = ("ids" if shard.lengths is None else "lengths", "dense", "labels")
     arrays = {name: getattr(shard, name) for name in names}
     return np.dtype([(name, array.dtype, array.shape[1:]) for name, array in arrays.items()], align=True)

@@ -1,6 +1,6 @@
-"""Numba kernels that read a dataset: rows copied from addresses, and the Feistel network of an epoch's order.
+"""Numba kernels that read a dataset: copy rows from addresses, and compute the order of an epoch.
 
-:mod:`stoker.dataset.gather` and :mod:`stoker.dataset.order` define the results in NumPy. Import this module only where
+:mod:`stoker.dataset.gather` and :mod:`stoker.dataset.order` define the results in NumPy. Import this module only if
 Numba is installed.
 """
 
@@ -17,9 +17,9 @@ from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_bytes, row_move
 from stoker.ops.codegen.native import Kernel, arguments
 
-_AHEAD = 8  # rows asked for ahead of the copy
-_BLOCK = 1024  # rows that a thread takes at a time
-# Not inlined by Numba, which would work out the types of every copy: LLVM inlines them, in half the time.
+_AHEAD = 8  # rows to prefetch ahead of the copy
+_BLOCK = 1024  # rows of a work item
+# Numba does not inline it, or it would infer the types of every copy. LLVM inlines them, in half the time.
 _part: Any = numba.njit
 
 
@@ -31,7 +31,7 @@ def _copy_rows(p):
             return
         stop = min(begin + block, len(shard))
         for i in range(begin, stop):
-            if i + _AHEAD < stop:  # the misses of random rows then overlap
+            if i + _AHEAD < stop:  # so that the cache misses of random rows overlap
                 for kind in range(len(widths)):
                     source = sources[kind, shard[i + _AHEAD]] + first[i + _AHEAD] * widths[kind]
                     size = sizes[i + _AHEAD] * widths[kind]
@@ -54,7 +54,7 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
         sources: [K, S] address of each tensor in each shard, int64.
         widths: [K] bytes of a row, an even number, int64.
         targets: [K] addresses to fill, int64.
-        threads: as many as there is work for.
+        threads: at most; no more than there is work for.
     """
     threads, zero = max(1, min(threads, len(slices[0]) // _BLOCK)), _origin.ctypes.data
     cursor = np.zeros(1, np.int64)
@@ -63,7 +63,7 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
 
 @_part
 def _mix(value, key):
-    # Every step is cast back: Numba widens what it computes of 32 bits to 64.
+    # Every step casts back: Numba widens results of 32-bit arithmetic to 64 bits.
     mixed = np.uint32(value ^ key)
     mixed = np.uint32(mixed ^ np.uint32(mixed >> np.uint32(16)))
     mixed = np.uint32(mixed * np.uint32(0x7FEB352D))
@@ -84,13 +84,13 @@ def _once(value, keys, low_bits, low_mask, high_mask):
 
 @jit
 def encrypt(start, words, low_bits, low_mask, high_mask, limit, out):
-    """out[i] = the place of ``start + i`` among the first ``limit``: encrypted until it falls inside."""
+    """Write ``start + i`` encrypted to ``out[i]``, encrypted again until it is below ``limit``."""
     keys = (words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
     found, outside = out.view(np.uint64), np.arange(out.size)
     values = np.uint64(start) + outside.astype(np.uint64)
     left = out.size
     while left > 0:
-        # Without a branch this loop is worked out several rows at a time, and a row stays in registers for all rounds.
+        # Without a branch the compiler vectorizes this loop, and keeps a row in registers for all rounds.
         for k in range(left):
             values[k] = _once(values[k], keys, low_bits, low_mask, high_mask)
         still = 0

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: written last, so that where it is the dataset is whole. Needs neither torch nor Polars."""
+"""The manifest of a dataset, which is written last: a dataset with a manifest is whole. Needs no torch, no Polars."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
-REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again
+REQUEST = ".request"  # in a dataset: a hash of its settings and inputs, by which the same command recognises it
 NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
-BESIDE, LOCK = ".tmp", ".lock"  # end of the name of a dataset that is being made anew, and a file in it
+BESIDE, LOCK = ".tmp", ".lock"  # suffix of a dataset that is being remade, and a file in it
 LEFT_OVER = (
     "stoker classify or stoker reorder leaves where it is killed or still running. Run the same stoker classify "
     "command again, or stoker reorder command: it begins anew and removes this directory."
@@ -32,12 +32,12 @@ _NEEDED = ("format_version", "features", "schema_hash", "splits")
 
 
 def is_left_over(directory: Path) -> bool:
-    """Return whether a directory is what a killed process left of a dataset that it made anew beside its source."""
+    """Return True if a killed process left this directory while it remade a dataset."""
     return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / MANIFEST).exists()
 
 
 def canonical_json(value: Any) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
+    """Return a value as JSON with sorted keys and no spaces, so that equal values have equal hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -61,10 +61,10 @@ def write_counts(directory: str | Path, counts: Mapping[str, Tensor]) -> dict[st
 
 
 def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``manifest.json`` atomically. Call it last: its presence declares the dataset whole.
+    """Write ``manifest.json`` atomically. Call it last: its presence means that the dataset is whole.
 
     Raises:
-        DataError: a manifest without the keys that opening needs, or a full disk.
+        DataError: the manifest lacks keys that opening needs, or the disk is full.
     """
     values = {"kind": "dataset", "format_version": FORMAT_VERSION, **manifest}
     if missing := [key for key in _NEEDED if key not in values]:
@@ -78,7 +78,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     """Return the manifest of a dataset directory.
 
     Raises:
-        DataError: no dataset there, an unfinished or garbled one, or one of a newer format.
+        DataError: there is no dataset, or it is unfinished, garbled or of a newer format.
     """
     directory = Path(directory)
     path = directory / MANIFEST
@@ -114,8 +114,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
 
 
 def note_request(folder: Path, request: str | None) -> None:
-    """Write what a preparation's settings and inputs hash to gave into the directory of the dataset, before its
-    manifest."""
+    """Write the hash of a preparation's settings and inputs to the dataset, before its manifest."""
     if request is not None:
         with atomic_file(folder / REQUEST) as file:
             file.write(request.encode())

@@ -1,8 +1,9 @@
-"""Datasets in memory: in temporary files, which the system keeps in memory as far as it has room, and which go with the
-last reference to the dataset unless it is saved.
+"""Datasets in memory: in temporary files, which the system caches as far as it has memory.
 
-The directory is in the system's temporary one, or in /dev/shm where that one lacks the room. Nothing of it need outlast
-a loss of power, so nothing is flushed to a disk.
+They are deleted with the last reference to the dataset, unless it is saved.
+
+The directory is in the system's temporary one, or in /dev/shm if that one lacks the room. It need not survive a power
+loss, so nothing is flushed to disk.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 
 
 class Home:
-    """A temporary directory for a dataset, which is removed with the last reference to this.
+    """A temporary directory for a dataset, deleted with the last reference to this object.
 
     Args:
-        room: bytes that it is going to take, about.
+        room: bytes that it will take, about.
 
     Raises:
         DataError: no temporary directory can be made.
@@ -50,12 +51,12 @@ class Home:
 
 
 def _places() -> list[Path]:
-    """Directories for temporary files that this process may write to."""
+    """Return the directories for temporary files that this process may write to."""
     return [Path(tempfile.gettempdir()), *([_SHARED] if os.access(_SHARED, os.W_OK | os.X_OK) else [])]
 
 
 def _make(room: int) -> tuple[Path, IO[bytes]]:
-    """Return a temporary directory, and the file beside it, locked until it is closed or the process is gone."""
+    """Return a temporary directory, and a file next to it, locked until it is closed or the process ends."""
     free = {place: shutil.disk_usage(place).free for place in _places()}
     place = next((place for place in free if free[place] >= room), max(free, key=lambda place: free[place]))
     number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK, dir=place)
@@ -67,7 +68,7 @@ def _make(room: int) -> tuple[Path, IO[bytes]]:
 
 
 def _sweep() -> None:
-    """Remove the directories that killed processes left, as their locks tell."""
+    """Remove the directories that killed processes left: nothing holds their locks."""
     for path in (path for place in _places() for path in place.glob(f"{_PREFIX}*{_LOCK}")):
         with suppress(OSError), path.open("r+b") as lock:
             if lock_file(lock):
@@ -78,11 +79,11 @@ def _sweep() -> None:
 def _remove(path: Path, lock: IO[bytes], process: int) -> None:
     PASSING.discard(path)
     lock.close()
-    if os.getpid() == process:  # a forked one has the memory, too, but the directory is not its own
+    if os.getpid() == process:  # a forked process has this object, too, but must not delete the directory
         shutil.rmtree(path, ignore_errors=True)
         path.with_name(path.name + _LOCK).unlink(missing_ok=True)
 
 
 def home_of(path: str | Path) -> Home | None:
-    """Return the home of the dataset at a path, if it is in memory."""
+    """Return the temporary directory of the dataset at a path, if it is in memory."""
     return _homes.get(Path(path).resolve()) if _homes else None

@@ -1,17 +1,16 @@
-"""The order of an epoch as a formula: which row stands at which position, without an array of all rows.
+"""The order of an epoch as a formula: which row is at which position, without an array of all rows.
 
-Positions map to rows through keyed bijections, so that any stretch of any epoch can be computed alone:
-resuming needs no replay, and nothing grows with the split. Two levels keep disk reads long and memory
-bounded:
+Keyed bijections map positions to rows, so any slice of any epoch can be computed alone: resuming needs no replay, and
+no memory grows with the split. Two levels keep disk reads long and memory bounded:
 
-* **blocks** of consecutive rows are permuted over the whole split and dealt into **pools** that fit the
-  memory budget; a split that fits it is one pool, and then the permutation is over all rows;
+* **blocks** of consecutive rows are permuted over the whole split and distributed to **pools** that fit the memory
+  budget; a split that fits is one pool, and then the permutation is over all rows;
 * rows are permuted within their pool.
 
-The bijection is an unbalanced Feistel network on the smallest power of two that holds the range, with
-out-of-range values encrypted again until they fall inside (Black & Rogaway, "Ciphers with arbitrary finite
-domains", 2002, sections 4-5); short ranges are sorted by hash instead, which is exactly uniform. Only integer
-arithmetic: the same order on every machine and under every NumPy.
+The bijection is an unbalanced Feistel network on the smallest power of two that holds the range; a value out of the
+range is encrypted again until it is inside (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sections
+4-5). Short ranges are sorted by hash instead, which is exactly uniform. All arithmetic is on integers: the order is the
+same on every machine and with every NumPy.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from stoker.base.units import format_size
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
-_CHUNK = 2**15  # positions computed at a time
+_CHUNK = 2**15  # positions of a chunk
 _SORTED = 2**14  # ranges up to here are permuted by sorting hashes
 _ROUNDS = 8
-_COMPILED = 2**18  # ranges above this are worth half a second of compiling; NumPy takes 33 ns a row
+_COMPILED = 2**18  # longer ranges are worth half a second of compiling; NumPy takes 33 ns a row
 Words = npt.NDArray[np.uint32]
 
 
@@ -52,13 +51,13 @@ def _mix(values: Words, key: np.uint32) -> Words:
 
 
 def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[int, int], Int64]:
-    """Return a permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
+    """Return a permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a slice of it.
 
     Args:
-        name: what makes it differ from others, such as ``"seed/epoch"``.
+        name: draws another permutation for each text, such as ``"seed/epoch"``.
         size: up to 2**62.
-        fast: by Numba where it is installed; False: by NumPy, which defines the result; None: by Numba if the range is
-            long enough to be worth compiling for.
+        fast: True: in Numba if it is installed; False: in NumPy, which defines the result; None: in Numba if the range
+            is long enough to be worth compiling.
     """
     keys = _keys(name)
     if size <= _SORTED:
@@ -117,7 +116,7 @@ class EpochOrder:
     Args:
         rows: rows of the split.
         pool_rows: rows shuffled together, at least 1; ``rows`` or more gives a permutation of all rows.
-        seed: None keeps the order of the file (pools are then merely stretches of it).
+        seed: None keeps the order of the file (pools are then slices of it).
         epoch: counted from 0.
 
     Raises:
@@ -139,8 +138,8 @@ class EpochOrder:
         else:
             self._blocks = permutation(f"{self._name}/blocks", blocks)(0, blocks)
         self.pools = -(-blocks // self._blocks_per_pool)
-        # The split's last block may be short. Its pool is then short, and it must stand last in it, so that
-        # a position within the pool gives its block by division.
+        # The last block of the split may be short. Then its pool is short, and it must be the last block there, so that
+        # a division finds the block of a position within the pool.
         sizes = np.full(self.pools, self._blocks_per_pool * self.block_rows, np.int64)
         if blocks:
             sizes[-1] = (blocks - (self.pools - 1) * self._blocks_per_pool) * self.block_rows
@@ -159,11 +158,11 @@ class EpochOrder:
         return int(np.searchsorted(self.pool_starts, position, side="right")) - 1
 
     def blocks_of(self, pool: int) -> Int64:
-        """Return blocks of one pool; block b is rows ``b * block_rows`` onwards."""
+        """Return the blocks of one pool; block b has the rows from ``b * block_rows`` on."""
         return self._blocks[pool * self._blocks_per_pool : (pool + 1) * self._blocks_per_pool]
 
     def take(self, start: int, stop: int) -> Int64:
-        """Return rows at positions [start, stop)."""
+        """Return the rows at positions [start, stop)."""
         if self.seed is None:
             return np.arange(start, stop, dtype=np.int64)
         parts = []
@@ -183,7 +182,7 @@ class EpochOrder:
         if pool != self._pool:
             self._within = permutation(f"{self._name}/{pool}", size)
         places = self._within(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size))
-        if self._whole:  # blocks lie in order
+        if self._whole:  # blocks are in order
             self._table = places
         else:
             block, row = np.divmod(places, self.block_rows)
@@ -192,10 +191,10 @@ class EpochOrder:
 
 
 def rows_that_fit(memory: int, bytes_per_row: float) -> int:
-    """Return rows of a pool within ``memory`` bytes.
+    """Return the number of rows in a pool of ``memory`` bytes.
 
     Raises:
-        ConfigError: not even one.
+        ConfigError: not even one row fits.
     """
     rows = int(memory // max(bytes_per_row, 1.0))
     if rows < 1:

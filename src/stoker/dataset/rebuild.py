@@ -1,6 +1,6 @@
-"""How a finished dataset takes its place: made in a directory next to it, and exchanged with what is there.
+"""Replace a dataset: write the new one in a directory next to it, and exchange the two.
 
-A process killed at any moment leaves a whole dataset, the old or the new one, and leftovers that the next one removes.
+A process killed at any moment leaves a whole dataset, old or new, and leftovers that the next process removes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from stoker.base.files import link_or_copy, lock_file, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
-_FREE = 2**20  # bytes of disk left for the manifest and the like
+_FREE = 2**20  # bytes of disk reserved for the manifest and other small files
 
 
 class UnusableInput(DataError):
-    """Input that the same schema can never prepare, so that finished parts are of no use."""
+    """Input that the same schema can never prepare, so that finished steps are useless."""
 
 
 def absent_folders(path: Path) -> list[Path]:
-    """``path`` and its parents that are not there yet, the deepest first."""
+    """Return ``path`` and its parents that do not exist yet, the deepest first."""
     absent = []
     while not path.exists() and path != path.parent:
         absent.append(path)
@@ -35,17 +35,17 @@ def absent_folders(path: Path) -> list[Path]:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those of the directories that are empty, in this order."""
+    """Remove the directories that are empty, in this order."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
-    """Refuse to put another dataset in the place of the one in ``target``.
+    """Raise an error if the dataset in ``target`` must not be replaced.
 
     Raises:
-        DataError: nobody asked for that, or it is none that this version knows.
+        DataError: ``overwrite`` is False, or this version cannot read the dataset.
     """
     if not overwrite:
         raise DataError(
@@ -59,31 +59,33 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 
 def exchange(made: Path, target: Path) -> None:
-    """Put a whole new directory in the place of the old one; a kill leaves what :func:`recover` mends."""
+    """Replace the old directory by a whole new one; :func:`recover` repairs it after a kill."""
     old = _old(target)
     remove_dataset(old)
     try:
         os.replace(target, old)
         os.replace(made, target)
-    except BaseException:  # Ctrl-C in between
+    except BaseException:  # Ctrl-C between the renames
         recover(target)
         raise
     remove_dataset(old)
 
 
 def recover(target: Path) -> None:
-    """Put back the old directory where :func:`exchange` was killed between its two renames."""
+    """Restore the old directory if :func:`exchange` was killed between its two renames."""
     old = _old(target)
     if old.is_dir() and not target.exists():
         if (old / MANIFEST).exists():
             os.replace(old, target)
-        else:  # the killed process was removing it
+        else:  # the killed process was deleting it
             shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_dataset(folder: Path) -> None:
-    """Remove a dataset, if one is there: a kill in between leaves what the next preparation takes for work of its own,
-    which it may remove, and nobody for a dataset."""
+    """Remove a dataset, if there is one.
+
+    If the process is killed here, the next preparation deletes the leftovers, and nothing reads them as a dataset.
+    """
     with contextlib.suppress(OSError):
         work = folder / ".work"
         if folder.is_dir():
@@ -97,7 +99,7 @@ def remove_dataset(folder: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    """Return where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
+    """Return the place of a dataset that is being replaced. Users call their own copies ``target``.old."""
     return target.with_name(f".{target.name}.stoker-old")
 
 
@@ -106,26 +108,26 @@ def rebuilt(
     source: Path, out: Path, *, shared: Mapping[str, int], written: Collection[str], size: int, overwrite: bool,
     copy: bool,
 ) -> Iterator[Path]:  # fmt: skip
-    """Yield a working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
+    """Yield a working directory next to ``out`` that replaces it when the block ends, or is removed if it fails.
 
-    The ``shared`` files are in it, as hard links where the disk allows and as copies where not. The block writes the
-    others and, last, the manifest. A process killed within leaves a directory ``out``.tmp, which is no dataset and is
-    removed by the next one.
+    It has the ``shared`` files, as hard links or, where the disk has none, as copies. The block writes the others and,
+    last, the manifest. If the process is killed within, the directory ``out``.tmp remains. It is not a dataset, and the
+    next process removes it.
 
     Args:
-        source: directory of the dataset that the new one is made from.
-        out: where the dataset is to be.
-        shared: files of the source that stay as they are, with their sizes in bytes.
+        source: directory of the source dataset.
+        out: directory of the new dataset.
+        shared: files of the source that do not change, with their sizes in bytes.
         written: files and directories that the block writes.
         size: bytes of them.
-        overwrite: a dataset at ``out`` may be replaced.
-        copy: never link: the files of the source were not made to last.
+        overwrite: replace a dataset at ``out``.
+        copy: never link, because the files of the source are temporary.
 
     Raises:
         DataError: ``out`` is taken, another process writes it, or the disk has no room.
     """
     if out.is_symlink():
-        out = out.resolve()  # what it points to is made, as a preparation would
+        out = out.resolve()  # write to its target, as a preparation would
     names = {Path(file).parts[0] for file in (*shared, *written)}
     folder, made = _folder(source, out, names, overwrite=overwrite)
     with (folder / LOCK).open("w") as lock:
@@ -159,7 +161,7 @@ def rebuilt(
 
 
 def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tuple[Path, list[Path]]:
-    """Return the directory next to ``out`` in which ``names`` are made, and those that were made for it."""
+    """Return the directory next to ``out`` for ``names``, and the directories that were created for it."""
     inside, outside = out.resolve(), source.resolve()
     if outside.is_relative_to(inside) or inside.is_relative_to(outside):
         raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
@@ -167,7 +169,7 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
         raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
     check_out(out, overwrite=overwrite)
     folder = out.with_name(out.name + BESIDE)
-    # Only what a killed process left may be removed: it has its lock, or else only names of ours.
+    # Only leftovers of a killed process may be removed: they have its lock, or only our names.
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= names:
         raise DataError(
@@ -184,7 +186,7 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
 
 
 def _put_in_place(folder: Path, out: Path, places: set[Path]) -> None:
-    """Give a whole new directory, into whose ``places`` files were linked, its name."""
+    """Rename a whole new directory, with files linked into ``places``, to its final name."""
     for place in places | {folder}:
         sync_folder(place)
     if out.exists() and any(out.iterdir()):
@@ -193,16 +195,16 @@ def _put_in_place(folder: Path, out: Path, places: set[Path]) -> None:
         if out.exists():
             out.rmdir()
         os.replace(folder, out)
-    # Last: until it has its place, a whole dataset without the lock would be taken for somebody else's.
+    # Last: before the rename, a whole dataset without the lock would count as somebody else's.
     (out / LOCK).unlink(missing_ok=True)
     sync_folder(out.absolute().parent)
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """Refuse a directory where no dataset may be put, before the work whose result it is to hold.
+    """Raise an error before the work if its dataset may not be put into this directory.
 
     Raises:
-        DataError: it holds something else, or a dataset and ``overwrite`` is False.
+        DataError: it has other files, or a dataset and ``overwrite`` is False.
     """
     refuse_url(out, "this dataset")
     recover(out)

@@ -1,8 +1,8 @@
-"""What only some readers need of each row, in a file of its own next to the shards: groups and kept columns.
+"""Groups and kept columns: data of each row that only some readers need, in files next to the shards.
 
 **Groups**: which list each row belongs to, one number a row. Rows of one list, such as the hotels of one clickout, are
-ranked against each other; only evaluation asks. **Kept columns**: raw columns that travel with the rows to their
-scores, a Parquet file. Shards, batches and training know nothing of either; a dataset without them has no such files.
+ranked against each other; only evaluation reads it. **Kept columns**: raw columns that go with the rows to their
+scores, in a Parquet file. Shards, batches and training use neither; a dataset without them has no such files.
 
 Legend: n rows of a split, G its groups.
 """
@@ -86,11 +86,10 @@ def map_groups(path: Path, expected: Mapping[str, Any], rows: int) -> Int32:
 
 
 class GroupWriter:
-    """Gives groups dense numbers, from 0, in the order in which they are first seen, and sums up what the manifest
-    records of them.
+    """Number groups from 0 in the order in which they first appear, and count them for the manifest.
 
     Args:
-        known: how many groups there may be; each is named by a number below that.
+        known: most groups; the name of a group is a number below that.
     """
 
     def __init__(self, known: int) -> None:
@@ -100,7 +99,7 @@ class GroupWriter:
         self._positive = np.zeros(known, np.bool_)
 
     def add(self, names: npt.NDArray[np.integer], labels: npt.NDArray[np.float32]) -> Int32:
-        """Number the next rows, whose groups go by ``names`` [n]."""
+        """Return the group numbers of the next rows, whose groups have these ``names`` [n]."""
         unseen = names[self._numbers[names] < 0]
         new = unseen[np.sort(np.unique(unseen, return_index=True)[1])]  # by first row
         self._numbers[new] = np.arange(self.count, self.count + len(new))
@@ -112,11 +111,11 @@ class GroupWriter:
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
-        """[known] which names had a row."""
+        """Which names had a row: [known]."""
         return self._numbers >= 0
 
     def summary(self) -> dict[str, int]:
-        """``count`` of groups, rows of the ``largest``, and how many have a row with label 1 (``with_positive``)."""
+        """Return the ``count`` of groups, rows of the ``largest``, and groups ``with_positive`` labels."""
         return {
             "count": self.count,
             "largest": int(self._rows.max(initial=0)),
@@ -130,7 +129,7 @@ def kept_file(split: str) -> str:
 
 
 class KeptColumns:
-    """The kept columns of a split, read from their file as they are asked for.
+    """The kept columns of a split, read from their file on demand.
 
     Args:
         path: the Parquet file.
@@ -175,7 +174,7 @@ class KeptColumns:
 
 
 class KeptWriter:
-    """Writes rows to a Parquet file in row groups of ``KEPT_ROWS``, however they arrive. See :func:`kept_writer`."""
+    """Write rows to a Parquet file in row groups of ``KEPT_ROWS``. See :func:`kept_writer`."""
 
     def __init__(self, writer: Any) -> None:
         self._writer, self._schema = writer, writer.schema
@@ -183,14 +182,14 @@ class KeptWriter:
         self._rows = 0  # in them
 
     def write(self, table: pa.Table) -> None:
-        """Add rows, whose columns are cast to the types of the file."""
+        """Add rows; their columns are cast to the types of the file."""
         self._waiting.append(table.cast(self._schema))
         self._rows += len(table)
         while self._rows >= KEPT_ROWS:
             self.flush(KEPT_ROWS)
 
     def flush(self, rows: int | None = None) -> None:
-        """Write the first ``rows`` of those that wait, None: all, as a row group."""
+        """Write the first ``rows`` waiting rows (None: all) as a row group."""
         import pyarrow as pa
 
         rows = self._rows if rows is None else rows
@@ -203,7 +202,7 @@ class KeptWriter:
 
 @contextmanager
 def kept_writer(path: Path, schema: pa.Schema) -> Iterator[KeptWriter]:
-    """Yield a writer of kept columns, whose file appears when the block ends.
+    """Yield a writer of kept columns; the file appears when the block ends.
 
     Raises:
         DataError: a full disk.

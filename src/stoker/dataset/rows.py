@@ -1,8 +1,8 @@
-"""The rows of one split of a dataset, over several shards, which are checked before their rows are read.
+"""The rows of one split of a dataset, over several shards, each checked before its rows are read.
 
-A check compares the bytes with the manifest and the ids with their tables. A file is hashed once per process, with as
-many threads as torch has: about 1.5 GB/s a core, so 0.1 s for a million rows of Criteo, in files that are then in the
-page cache. What this process wrote was hashed on its way.
+A check compares the bytes with the manifest and the ids with their tables. A file is hashed once per process, on all
+threads of torch: about 1.5 GB/s a core, so 0.1 s for a million rows of Criteo, whose files are then in the page cache.
+Files that this process wrote were hashed then.
 
 Legend: n rows, F features, L ids in all.
 """
@@ -32,14 +32,14 @@ from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
-_IDS = 2**20  # looked at together
+_IDS = 2**20  # ids of a chunk
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
 
-_checked: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables
+_checked: set[Hashable] = set()  # shards that this process has checked: file, checksum, sizes of the tables
 
 
 def made_by(manifest: Mapping[str, Any]) -> str:
-    """Return the command that made a dataset and makes it again: prepare, classify or reorder."""
+    """Return the command that makes a dataset: prepare, classify or reorder."""
     if "hot_cold" in manifest:
         return "classify"
     return "reorder" if (manifest.get("reordered") or {}).get("source") else "prepare"
@@ -52,15 +52,15 @@ class SplitRows:
         self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, manifest: Mapping[str, Any]
     ) -> None:
         self.name = name
-        self.entry = entry  # the manifest's record: rows, positives, shards; labelled, where rows have no label
+        self.entry = entry  # the manifest's record: rows, positives, shards; labelled, if some rows have no label
         self.schema = schema
         self.sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)  # [F] rows of tables
         self.schema_hash = str(manifest["schema_hash"])
         self._made_by = made_by(manifest)
         self._path = path
-        self._home = home_of(path)  # of temporary files, kept as long as somebody may read them
+        self._home = home_of(path)  # keeps temporary files until the last reader is gone
         self._files = dict(manifest.get("files", {}))  # by name
-        # First row of each of the shards, and the number of rows.
+        # First row of each shard, then the number of rows.
         self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
         self.rows = int(entry["rows"])
         if self.starts[-1] != self.rows:
@@ -76,7 +76,7 @@ class SplitRows:
         return f"Split({self.name!r}, rows={self.rows:,}, shards={len(self.entry['shards'])})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps, which a worker process opens for itself, and the lock of a temporary directory."""
+        """Leave out the maps, which a worker process opens itself, and the lock of a temporary directory."""
         maps = ("shards", "groups", "kept")
         return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
 
@@ -87,7 +87,7 @@ class SplitRows:
 
     @property
     def labelled(self) -> int:
-        """Rows that have a label: all of them, but for rows prepared for scoring, whose label may be NaN."""
+        """Rows that have a label: all of them, except in data prepared for scoring, whose labels may be NaN."""
         return int(self.entry.get("labelled", self.rows))
 
     @property
@@ -97,20 +97,20 @@ class SplitRows:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are in temporary files, which go with the last reference to the dataset."""
+        """Whether the rows are in temporary files, which are deleted with the last reference to the dataset."""
         return self._home is not None
 
     @property
     def data_hash(self) -> str:
-        """Identifies the very rows: sha256 over the shards' checksums."""
+        """sha256 over the checksums of the shards, which identifies the rows."""
         return hashlib.sha256("".join(shard["sha256"] for shard in self.entry["shards"]).encode()).hexdigest()
 
     @cached_property
     def groups(self) -> npt.NDArray[np.int32] | None:
-        """[n] the list that each row belongs to: dense numbers from 0 in order of first appearance in the split.
+        """The list of each row [n]: numbers from 0 in order of first appearance in the split.
 
-        Mapped read-only; row i of it is row i of :meth:`batches` without a seed. None where the dataset was prepared
-        without ``group``, and for the hot and cold parts of a classified dataset.
+        Mapped read-only; row i is row i of :meth:`batches` without a seed. None if the dataset was prepared without
+        ``group``, and for the hot and cold rows of a classified dataset.
 
         Raises:
             DataError: the file is damaged.
@@ -122,7 +122,7 @@ class SplitRows:
 
     @cached_property
     def kept(self) -> KeptColumns | None:
-        """The raw columns that the schema's ``keep`` names, row by row; None where it names none.
+        """The raw columns in ``keep`` of the schema, row by row; None if there are none.
 
         Row i of ``kept.read()``, a PyArrow table, is row i of :meth:`batches` without a seed.
 
@@ -133,7 +133,7 @@ class SplitRows:
         return None if entry is None else KeptColumns(*self._listed(entry), int(entry.get("first", 0)), self.rows)
 
     def _listed(self, entry: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-        """Path and manifest entry of the file that an entry of this split names."""
+        """Return path and manifest entry of the file that an entry of this split names."""
         file = str(entry["file"])
         if file not in self._files:
             raise DataError(f"{self._path / 'manifest.json'} does not list {file}. Prepare the dataset again.")
@@ -144,7 +144,7 @@ class SplitRows:
         """The shards, mapped.
 
         Raises:
-            DataError: a shard that does not fit the manifest's features.
+            DataError: a shard does not fit the features in the manifest.
         """
         allow_open_files(len(self.entry["shards"]))
         shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
@@ -164,7 +164,7 @@ class SplitRows:
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         """Return one row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
 
-        For looking at data; training reads :meth:`batches`, which is two orders of magnitude faster.
+        Use it to look at data; training reads :meth:`batches`, which is two orders of magnitude faster.
         """
         if not -self.rows <= row < self.rows:
             raise IndexError(f"row {row:,} of {self.rows:,}")
@@ -175,10 +175,12 @@ class SplitRows:
         return item | {"ids": found["ids"], "lengths": found["offsets"].diff().to(torch.int32)}
 
     def check_rows(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Check the shards that hold rows [start, stop), which are about to be read, unless this process has.
+        """Check the shards with rows [start, stop) before they are read, unless this process has checked them.
 
         Args:
-            progress: called with the bytes checked and those due.
+            start: first row.
+            stop: row after the last.
+            progress: called with the bytes checked and the bytes to check.
 
         Raises:
             DataError: a shard is damaged or holds an id outside its table.
@@ -199,7 +201,7 @@ class SplitRows:
         """Check every id of the split against its table.
 
         Raises:
-            DataError: naming the first shard, row, feature and id outside its table.
+            DataError: names the first shard, row, feature and id outside its table.
         """
         for shard in self.shards:
             _check_ids(shard, self.schema)
@@ -208,7 +210,7 @@ class SplitRows:
         return self.shards[number].identity, self.entry["shards"][number]["sha256"], self.sizes
 
     def _check_shard(self, number: int) -> int:
-        """Check one shard: the bytes against the manifest, the ids against their tables. Returns its bytes."""
+        """Check the bytes of one shard against the manifest, its ids against their tables; return its size."""
         shard, entry = self.shards[number], self.entry["shards"][number]
         affected = f"Rows {self.starts[number]:,} to {self.starts[number + 1] - 1:,} of split {self.name} lie in it."
         again = f"run the dataset's stoker {self._made_by} command again with --overwrite"
@@ -240,7 +242,7 @@ class SplitRows:
 
 
 def note_checked(path: Path, sha256: str, sizes: Sequence[int]) -> None:
-    """Remember that a shard is good: this process has just written it, with ids below ``sizes`` [F]."""
+    """Record that a shard is good: this process has just written it, with ids below ``sizes`` [F]."""
     with path.open("rb") as file:
         _checked.add((file_identity(file), sha256, tuple(sizes)))
 
@@ -249,12 +251,12 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
     """Check every id of a shard against its table.
 
     Raises:
-        DataError: naming the first row, feature and id outside its table, or a row whose lengths are wrong.
+        DataError: names the first row, feature and id outside its table, or a row whose lengths are wrong.
     """
     if not schema.features:
         return
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
-    # Read as unsigned numbers, negative ids are too large as well: one comparison finds both.
+    # As unsigned numbers, negative ids are too large, too: one comparison finds both.
     unsigned = np.dtype(f"u{shard.ids.itemsize}")
     bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
     step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
@@ -266,7 +268,7 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
         else:
             _check_lengths(shard, start, stop)
             ids, lengths = shard.ids[slice(*shard.row_offsets[[start, stop]])], shard.lengths[start:stop].reshape(-1)
-            # Most often no id reaches even the smallest table's size, and nobody needs to know whose it is.
+            # Most often no id reaches even the size of the smallest table, and its feature does not matter.
             outside = ids.view(unsigned) >= bounds.min()
             if outside.any():
                 outside = ids.view(unsigned) >= np.repeat(np.tile(bounds, stop - start), lengths)
@@ -283,7 +285,7 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
 
 
 def _check_lengths(shard: Shard, start: int, stop: int) -> None:
-    """Check that the bags of rows [start, stop) lie one after the other within the ids."""
+    """Check that the bags of rows [start, stop) follow each other within the ids."""
     assert shard.lengths is not None
     assert shard.row_offsets is not None
     lengths, offsets = shard.lengths[start:stop], shard.row_offsets[start : stop + 1]

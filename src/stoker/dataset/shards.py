@@ -1,7 +1,7 @@
 """Shard files: up to 2**20 rows as plain safetensors, written whole or not at all, read through a memory map.
 
-The writer and the header parser are our own because the library copies every array on its way out and in, and
-a split may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
+The writer and the header parser are our own because the library copies every array when it writes or reads, and a split
+may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
 
 Legend: n rows of the shard, F features, L ids in all.
 """
@@ -26,15 +26,15 @@ from stoker.base.files import atomic_file, file_identity
 from stoker.base.units import format_size
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
-_CHUNK = 2**22  # bytes written at a time
+_CHUNK = 2**22  # bytes of a chunk to write
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER = 2**20  # bytes; ours take some hundred
+_MAX_HEADER = 2**20  # bytes; our headers take a few hundred
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardInfo:
-    """What the manifest records of one shard."""
+    """The manifest's record of one shard."""
 
     file: str  # "train/00000.safetensors": the last two parts of its path
     rows: int
@@ -55,12 +55,12 @@ def write_shard(
     lengths: npt.NDArray[np.int32] | None = None,  # [n, F] int32
     row_offsets: npt.NDArray[np.int64] | None = None,  # [n + 1] int64
 ) -> ShardInfo:
-    """Write one shard atomically and say what the manifest must record of it.
+    """Write one shard atomically and return its record for the manifest.
 
     The same arrays give the same bytes on every machine.
 
     Raises:
-        DataError: arrays whose shapes or types do not form a shard, or a full disk.
+        DataError: the shapes or types of the arrays do not form a shard, or the disk is full.
     """
     path = Path(path)
     arrays: dict[str, npt.NDArray[Any]] = {"dense": dense, "ids": ids, "labels": labels}
@@ -78,7 +78,7 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    # Wide types first keeps every tensor aligned without gaps, which the format forbids.
+    # The widest types first: so every tensor is aligned without gaps, which the format forbids.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
     end = 0
@@ -91,7 +91,7 @@ def write_shard(
 
 
 def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) -> tuple[int, str]:
-    """Write a file of safetensors atomically: its header, then the bytes of the tensors, some at a time.
+    """Write a file of safetensors atomically: its header, then the bytes of the tensors in chunks.
 
     Returns:
         Size in bytes and sha256 of the file.
@@ -100,7 +100,7 @@ def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) 
         DataError: a full disk.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
+    text += b" " * (-(len(text) + 8) % 64)  # so the data starts on a cache line
     digest, size = hashlib.sha256(), 0
     with atomic_file(path) as file:
         for piece in chain([len(text).to_bytes(8, "little") + text], pieces):
@@ -110,7 +110,7 @@ def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) 
 
 
 def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
-    """Yield the bytes of a tensor, some at a time."""
+    """Yield the bytes of a tensor in chunks."""
     step = max(1, _CHUNK // max(1, tensor.nbytes // max(1, len(tensor))))
     for start in range(0, len(tensor), step):
         rows = tensor[start : start + step]
@@ -118,7 +118,7 @@ def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
-    """Return why these tensors are no shard; None where they are."""
+    """Return why these tensors are not a shard; None if they are one."""
     sequence = "lengths" in shapes
     expected = {"dense": (["f4"], 2), "labels": (["f4"], 1), "ids": (["i4", "i8"], 1 if sequence else 2)}
     if sequence:
@@ -140,7 +140,7 @@ def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
+    """Read-only views of the tensors of one shard. Pages are read from the file when they are touched."""
 
     path: Path
     rows: int
@@ -149,7 +149,7 @@ class Shard:
     ids: npt.NDArray[np.integer]  # [n, F] or [L]
     lengths: npt.NDArray[np.int32] | None = None  # [n, F]
     row_offsets: npt.NDArray[np.int64] | None = None  # [n + 1]
-    identity: tuple[int, ...] = ()  # of the file's state when it was mapped: device, inode, bytes, time of last change
+    identity: tuple[int, ...] = ()  # of the file when it was mapped: device, inode, bytes, time of last change
     map: mmap.mmap | None = None  # None: the tensors are in memory
     starts: Mapping[str, int] = field(default_factory=dict)  # tensor name -> byte where it starts in the file
 
@@ -175,10 +175,10 @@ class Shard:
                 self.map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def digest(self) -> tuple[int, str]:
-        """Size in bytes and sha256 of the mapped file.
+        """Return the size in bytes and the sha256 of the mapped file.
 
-        Read with system calls, not through the map: a bad sector is then an error, where the map would end the
-        process. What it has read is in the page cache for the map.
+        It reads with system calls, not through the map: a bad sector is then an error, but would kill the process
+        through the map. Afterwards the page cache has the file for the map.
 
         Raises:
             DataError: the file cannot be read, or is no longer the one that was mapped.
@@ -199,16 +199,16 @@ class Shard:
             ) from error
 
     def release(self) -> None:
-        """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
+        """Unmap the pages touched so far; they remain in the page cache and return when touched again."""
         if self.map is not None and hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED)
 
 
 def open_shard(path: str | Path, *, rows: int) -> Shard:
-    """Map one shard. Reads the header only.
+    """Map one shard, and read only its header.
 
     Raises:
-        DataError: not a shard, or one with another number of rows than the manifest says.
+        DataError: it is not a shard, or has another number of rows than the manifest says.
     """
     path = Path(path)
     if sys.byteorder != "little":
@@ -216,7 +216,7 @@ def open_shard(path: str | Path, *, rows: int) -> Shard:
     try:
         with path.open("rb") as file:
             extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            identity = file_identity(file)  # before the map: what changes in between is then noticed
+            identity = file_identity(file)  # before the map, to notice a change in between
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
     except ValueError as error:
         raise DataError(f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again.") from error
@@ -258,9 +258,9 @@ def tensor_views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[s
 
 
 def allow_open_files(count: int) -> None:
-    """Make room for ``count`` more mapped files, where this process may.
+    """Raise the limit of open files by ``count`` mapped files, if this process may.
 
-    Before Python 3.13 every map keeps its file open, and the customary limit is 1,024.
+    Before Python 3.13 every map keeps its file open, and the usual limit is 1,024.
 
     Raises:
         DataError: the limit cannot be raised far enough.
@@ -270,7 +270,7 @@ def allow_open_files(count: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 512  # what else a process keeps open
+    wanted = count + 512  # other open files of a process
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:

@@ -1,6 +1,6 @@
-"""What a model needs to know of a dataset: its dense columns, its features and the sizes of their tables.
+"""The columns of a dataset that a model needs: dense columns, features and the sizes of their tables.
 
-This is the fitted side of a schema. It needs no dataframe library, so training runs where only torch is.
+This is the fitted part of a schema. It needs no dataframe library, so training runs with torch alone.
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ from stoker.base.errors import SchemaError
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One categorical or sequence column and the table its ids address."""
+    """One categorical or sequence column and the table of its ids.
+
+    >>> stoker.Feature(name="past_items", table="items", sequence=True, max_length=20)
+    Feature(name='past_items', table='items', sequence=True, max_length=20)
+    """
 
     name: str
     table: str  # several features may share one table
     sequence: bool = False  # a bag of 0..max_length ids instead of exactly one
-    max_length: int = 1  # ids per bag at most
+    max_length: int = 1  # most ids in a bag
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
     """Dense columns, features in batch order, and ``num_embeddings`` of every table.
 
-    Id 0 of every table is the out-of-vocabulary row; the others follow by falling training frequency, in a reordered
+    Id 0 of every table is the out-of-vocabulary row. The others follow by falling training frequency; in a reordered
     dataset by tiers of it.
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=1, num_embeddings=[100, 50])
+    >>> spec.dense, spec.num_embeddings
+    (('I1',), {'C1': 100, 'C2': 50})
+    >>> spec.index("C2")
+    1
     """
 
     dense: tuple[str, ...]
@@ -75,7 +85,7 @@ class FeatureSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FeatureSpec:
-        """Return what :meth:`to_dict` gave the values of."""
+        """Build the spec from :meth:`to_dict`'s values."""
         return cls(
             dense=tuple(values["dense"]),
             features=tuple(Feature(**feature) for feature in values["features"]),

@@ -1,13 +1,12 @@
 """One split of a dataset, and its batches: whole, and in the order of the epoch.
 
-Rows are copied once, from the mapped shards into the tensors of the batch. What stays resident is the pages
-of one pool (``shuffle_memory`` at most): when a pool is finished its pages are unmapped, and while it is
-consumed the kernel is asked to read the next one. These are clean pages of the page cache; the stream itself
-takes about 1 MB. Where ``data_memory`` has room for the split, its rows are copied there once instead, and batches
-are gathered from the copy (:class:`stoker.dataset.gather.ResidentRows`).
+Rows are copied once, from the mapped shards to the tensors of the batch. Only the pages of one pool are resident (at
+most ``shuffle_memory``): a finished pool is unmapped, and the kernel reads the next pool meanwhile. These are clean
+pages of the page cache; the stream itself takes about 1 MB. If ``data_memory`` has room for the split, its rows are
+copied there once instead, and batches are gathered from the copy (:class:`stoker.dataset.gather.ResidentRows`).
 
-A shard is checked when the first of its rows is due: in file order one after the other, shuffled all of them before
-the first batch.
+A shard is checked before its first row is read: in file order one shard after the other, with a shuffle all of them
+before the first batch.
 
 Legend: B rows of a batch, F features, L ids in all, W ranks.
 """
@@ -36,17 +35,17 @@ from stoker.dataset.order import EpochOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
 T = TypeVar("T")
-_PATIENCE = 5.0  # seconds the interpreter waits at its end for a thread to finish its item
+_PATIENCE = 5.0  # seconds that the interpreter waits when it ends for a thread to finish its item
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 _KIND = "stoker.BatchStream"
 
 
 class _Shares:
-    """Which positions of the epoch make batch k of rank r.
+    """The positions of the epoch in batch k of rank r.
 
-    Batches of W ranks are cut side by side: global batch g is positions ``g * B`` onwards and belongs to rank
-    ``g % W``. What is left at the end is dealt evenly, so every rank has as many batches and every row its
-    place; should fewer than W rows be left, they are dealt together with the last full round.
+    Global batch g has the positions from ``g * B`` on and belongs to rank ``g % W``. The rest at the end is divided
+    evenly, so every rank has the same number of batches and no row is lost; a rest of fewer than W rows is divided
+    together with the last full round.
     """
 
     def __init__(self, rows: int, batch_size: int, world_size: int, *, drop_last: bool) -> None:
@@ -81,7 +80,7 @@ class _Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the rows of a split become batches: the settings of :meth:`Split.batches`."""
+    """The settings of :meth:`Split.batches`: how rows become batches."""
 
     batch_size: int
     seed: int | None = None
@@ -113,21 +112,20 @@ class Reading:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether batches are handed out on a GPU."""
+        """Whether batches are on a GPU."""
         return self.device is not None and torch.device(self.device).type == "cuda"
 
     @property
     def pinned(self) -> bool:
-        """Whether batches are made in page-locked memory."""
+        """Whether batches are in page-locked memory."""
         return self.pin_memory or self.on_gpu
 
 
 class BatchStream:
     """The batches of a split, epoch after epoch. Made by :meth:`Split.batches`.
 
-    Each ``for`` loop over it yields the rest of the current epoch: a whole epoch as a rule, or what remains
-    of one whose loop was left early or which was resumed. The next loop goes on with the next epoch, in
-    another order.
+    Each ``for`` loop over it yields the rest of the current epoch: a whole epoch, or what remains after an early exit
+    or a resume. The next loop yields the next epoch, in another order.
 
     Raises:
         DataError: (while read) a shard is damaged, or holds an id outside its table.
@@ -138,7 +136,7 @@ class BatchStream:
         self.batch_size, self.reuse = reading.batch_size, reading.reuse
         self.rows = len(split) if reading.limit is None else min(reading.limit, len(split))
         self.epoch = 0
-        self.position = 0  # batches of this epoch handed out
+        self.position = 0  # batches of this epoch yielded so far
         world_size = reading.world_size
         self._shares = _Shares(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
         if self.rows and not self._shares.count:
@@ -149,11 +147,11 @@ class BatchStream:
         bytes_per_row = split.bytes / max(len(split), 1)
         self._pool_rows = min(rows_that_fit(parse_size(reading.shuffle_memory), bytes_per_row), max(self.rows, 1))
         room = 0 if reading.data_memory is None else parse_size(reading.data_memory)
-        self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, there
+        self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, resident
         self._resident: ResidentRows | None = None
 
     def __len__(self) -> int:
-        """Return batches per epoch, the same on every rank."""
+        """Return the batches per epoch, the same on every rank."""
         return self._shares.count
 
     def __iter__(self) -> Iterator[Batch]:
@@ -163,13 +161,13 @@ class BatchStream:
             closing(self._copied(made)) as source,
         ):
             for batch in source:
-                self.position += 1  # counted when handed out: a checkpoint made now resumes behind it
+                self.position += 1  # counted before the yield: a checkpoint made now resumes after it
                 yield batch
         self.epoch += 1
         self.position = 0
 
     def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
-        """Yield the batches on the device that was asked for."""
+        """Yield the batches on the chosen device."""
         device = self._reading.device
         if device is not None and self._reading.on_gpu and not self.held:
             yield from copied_ahead(batches, torch.device(device))
@@ -179,25 +177,24 @@ class BatchStream:
 
     @property
     def fresh(self) -> bool:
-        """Whether every batch is in memory of its own."""
+        """Whether every batch has its own memory."""
         return not self.reuse
 
     @property
     def step(self) -> int:
-        """Batches handed out over all epochs; the next batch carries this number."""
+        """Batches yielded over all epochs; the ``step`` of the next batch."""
         return self.epoch * len(self) + self.position
 
     def rest_of_epoch(self, step: int | None = None, *, until: int | None = None, ids_only: bool = False) -> EpochRest:
-        """Return batches of one epoch, to be read beforehand or again: the stream stays where it is.
+        """Return batches of one epoch, to read them ahead or again, without moving the stream.
 
         Args:
-            step: number of the first of them; None means the next one.
-            until: number of the one after the last; None means to the end of the epoch.
-            ids_only: leave out what is not needed to know which rows are used, to save time: no dense columns
-                ([B, 0]) and no labels.
+            step: number of the first batch; None means the next one.
+            until: number after the last batch; None means to the end of the epoch.
+            ids_only: to save time, return no dense columns ([B, 0]) and no labels.
 
         Returns:
-            The batches, equal to those the stream hands out, in new tensors on the CPU; ``len()`` says how many.
+            The batches, equal to those of the stream, in new tensors on the CPU; ``len()`` is their number.
         """
         first = self.step if step is None else step
         epoch = first // max(1, len(self))
@@ -205,14 +202,14 @@ class BatchStream:
         return EpochRest(self, first, max(first, end if until is None else min(until, end)), ids_only)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return where the stream stands and what it reads, in plain JSON values.
+        """Return the position of the stream and what it reads, as plain JSON values.
 
         Args:
-            step: as if so many batches had been handed out over all epochs, whoever has read ahead since.
+            step: the position after this many batches over all epochs; None: the current one, with any read ahead.
         """
         epoch, position = self.epoch, self.position
         if step is not None:
-            # In a loop over the stream, the last batch of an epoch leaves it at that epoch's end.
+            # In a loop, the last batch of an epoch leaves the stream at the end of that epoch.
             epoch = max(0, step - 1) // max(1, len(self))
             position = step - epoch * len(self)
         return {
@@ -231,12 +228,12 @@ class BatchStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch where ``state`` was taken; no earlier batch is read.
+        """Continue after the batch where ``state`` was taken; no earlier batch is read.
 
-        Another number of ranks may continue if ``batch_size * world_size`` is the same.
+        The number of ranks may change if ``batch_size * world_size`` does not.
 
         Raises:
-            CheckpointError: the state belongs to other data or to another way of cutting it into batches.
+            CheckpointError: the state belongs to other data or to other batches.
         """
         if state.get("kind") != _KIND:
             raise CheckpointError("this is not the state of a batch stream: it has no kind 'stoker.BatchStream'.")
@@ -283,7 +280,7 @@ class BatchStream:
     def _produce(
         self, epoch: int, position: int, end: int | None = None, *, again: bool = False, ids_only: bool = False
     ) -> Generator[Batch, None, None]:
-        """Batches ``position`` to ``end`` of an epoch; ``again``: not those handed out, in tensors of their own."""
+        """Yield batches ``position`` to ``end`` of an epoch; ``again``: as copies, in new tensors."""
         end = len(self) if end is None else end
         if position >= end:
             return
@@ -291,7 +288,7 @@ class BatchStream:
         order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
         held = self.held and not again
         if reading.seed is not None or held:
-            split.check_rows(0, self.rows)  # a shuffled batch takes its rows from everywhere
+            split.check_rows(0, self.rows)  # a shuffled batch has rows of all shards
         pages = None if held else _Pages(split, order, self.rows)
         gather: Gather
         if held:
@@ -299,9 +296,9 @@ class BatchStream:
                 self._resident = ResidentRows(split.shards, self.rows, torch.device(reading.device or "cpu"))
             gather = self._resident
         else:
-            threads = 1 if reading.prefetch else torch.get_num_threads()  # one ahead leaves the others to the training
+            threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
             gather = make_gather(split.shards, split.starts, ids_only=ids_only, threads=threads)
-        # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
+        # This generator shares nothing that changes: an abandoned one whose thread is still ending does no harm.
         ring: list[dict[str, Tensor]] = [{} for _ in range(reading.prefetch + 2)]
         for index in range(position, end):
             start, stop = self._shares.span(index, reading.rank)
@@ -325,12 +322,12 @@ class BatchStream:
 
 
 def resident_bytes(split: SplitRows, rows: int) -> int:
-    """Return the bytes that a resident copy of the first ``rows`` rows of a split takes, of sequences about."""
+    """Return the bytes of a resident copy of the first ``rows`` rows of a split; approximate for sequences."""
     return ResidentRows.bytes(split.shards, rows) if split.shards else 0
 
 
 class EpochRest:
-    """Batches of one epoch, apart from those a stream hands out; made by :meth:`BatchStream.rest_of_epoch`."""
+    """Batches of one epoch, read separately from the stream; made by :meth:`BatchStream.rest_of_epoch`."""
 
     def __init__(self, stream: BatchStream, first: int, end: int, ids_only: bool) -> None:
         self._stream, self._first, self._end, self._ids_only = stream, first, end, ids_only
@@ -344,15 +341,15 @@ class EpochRest:
 
 
 class _Pages:
-    """Asks the kernel for the pages of the next pool and lets go of those of the last one."""
+    """Prefetch the pages of the next pool and release those of the last one."""
 
     def __init__(self, split: SplitRows, order: EpochOrder, rows: int) -> None:
         self._split, self._order, self._rows = split, order, rows
         self._pool = -1
-        self._asked = 0  # blocks of the next pool asked for
+        self._asked = 0  # blocks of the next pool that were prefetched
 
     def at(self, position: int) -> None:
-        """Prepare for the reader, which is about to take the rows at ``position``."""
+        """Prefetch and release pages before the rows at ``position`` are read."""
         order = self._order
         pool = order.pool_of(position)
         if pool != self._pool:
@@ -364,10 +361,10 @@ class _Pages:
             elif self._pool < 0 and order.seed is not None:
                 self._ask(pool, 0, len(order.blocks_of(pool)))
             self._pool, self._asked = pool, 0
-        if pool + 1 < order.pools and order.seed is not None:  # in file order the kernel reads ahead by itself
+        if pool + 1 < order.pools and order.seed is not None:  # in file order the kernel reads ahead anyway
             begin, end = int(order.pool_starts[pool]), int(order.pool_starts[pool + 1])
             blocks = len(order.blocks_of(pool + 1))
-            # Evenly over the pool, so that no single batch waits for the asking.
+            # Evenly over the pool, so that no single batch waits for it.
             until = min(blocks, -(-blocks * (position - begin + 1) // max(1, end - begin)) + 1)
             self._ask(pool + 1, self._asked, until)
             self._asked = max(until, self._asked)
@@ -380,7 +377,7 @@ class _Pages:
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads: one still inside torch when the interpreter is torn down would abort the process."""
+    """End the threads: a thread inside torch when the interpreter ends would abort the process."""
     for thread, leave in list(_running.items()):
         leave()
         thread.join(timeout=_PATIENCE)
@@ -392,10 +389,10 @@ class _Failure:
 
 
 def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yield the same items, up to ``depth`` of them made ahead by a thread.
+    """Yield the same items; a thread makes up to ``depth`` of them ahead.
 
-    What the thread raises reaches the consumer at the item where it happened, with its own traceback. Closing
-    the generator, Ctrl-C or leaving the interpreter never waits for more than the item being made.
+    An error in the thread reaches the consumer at its item, with its own traceback. Closing the generator, Ctrl-C or
+    the end of the interpreter waits at most for the item that is being made.
     """
     ready: queue.Queue[T | _Failure | None] = queue.Queue(maxsize=depth)
     left = threading.Event()
@@ -413,11 +410,11 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
     def leave() -> None:
         left.set()
-        with suppress(queue.Empty):  # the thread may wait for a place, and sees afterwards that nobody reads on
+        with suppress(queue.Empty):  # the thread may wait for a place, and then sees that nothing reads on
             while True:
                 ready.get_nowait()
 
-    # A daemon, so that an abandoned stream cannot keep the interpreter from ending.
+    # A daemon: an abandoned stream must not keep the interpreter alive.
     thread = threading.Thread(target=work, name="stoker-reader", daemon=True)
     _running[thread] = leave
     thread.start()
@@ -431,9 +428,9 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
 
 def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
-    """Yield the same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
+    """Yield the same batches on a GPU: the next one is copied on a separate stream while the caller works.
 
-    Page-locked batches need it to overlap with work; two of them are on the device at a time.
+    Copies overlap with work only from page-locked memory; two batches are on the device at a time.
     """
     beside = torch.cuda.Stream(device)
     waiting: tuple[Batch, torch.cuda.Event] | None = None
@@ -448,7 +445,7 @@ def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Ba
 
 
 def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Batch:
-    """Return the batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
+    """Return the batch once the caller's stream may use it; nothing overwrites it before the stream has."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(event)
     for tensor in batch.tensors().values():
@@ -479,22 +476,21 @@ class Split(SplitRows):
 
         Args:
             batch_size: rows per batch and rank. The last batch of an epoch may be smaller.
-            seed: shuffles every epoch anew, the same way for the same seed; None keeps the order of the file.
+            seed: shuffle every epoch in another order, a function of the seed; None keeps the order of the file.
             drop_last: leave out the rows that do not fill a batch on every rank.
-            shuffle_memory: bytes of rows shuffled together and kept resident. A split that fits is permuted
-                as a whole; a larger one in pools of blocks from all over it. It is part of what defines the
-                order.
-            rank: this process among ``world_size``; every row goes to exactly one rank, and every rank gets
-                the same number of batches. The rows left at the end are dealt evenly, in smaller batches.
+            shuffle_memory: bytes of rows that are shuffled together and resident. A split that fits is permuted as a
+                whole; a larger one in pools of blocks from all over it. The order depends on this setting.
+            rank: number of this process among ``world_size``. Every row goes to exactly one rank, and every rank gets
+                the same number of batches. The rest at the end is divided evenly, in smaller batches.
             world_size: number of ranks.
             limit: use only the first ``limit`` rows of the split.
-            prefetch: batches made ahead by a thread; 0 makes them when asked for.
-            reuse: recycle the tensors. A batch is then valid until the next one is asked for, no longer.
+            prefetch: batches that a thread makes ahead; 0 makes each on demand.
+            reuse: recycle the tensors. A batch is then valid only until the next one is drawn.
             pin_memory: page-locked tensors, for asynchronous copies to a GPU.
-            device: hand out batches on this device; on a GPU through page-locked memory, one batch ahead.
-            data_memory: bytes of that device (None: of main memory) for a copy of the rows. Where they fit, the copy is
-                made before the first batch, and batches, equal to the bit, are gathered from it; rows that do not fit,
-                and None, stay in their files.
+            device: copy batches to this device; to a GPU through page-locked memory, one batch ahead.
+            data_memory: bytes of that device (without one, of main memory) for a copy of the rows. If they fit, the
+                copy is made before the first batch, and batches, equal to the bit, are gathered from it. If they do not
+                fit, or for None, rows are read from their files.
 
         Raises:
             ConfigError: settings that leave no batch, or contradict each other.
@@ -509,7 +505,7 @@ class Split(SplitRows):
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every shard against the manifest's checksum and every id against its table, once per process.
 
-        Reading does so too, when a shard is first needed; here the wait can be shown.
+        Reading does the same when it first needs a shard; this method can show progress.
 
         Args:
             progress: called with the bytes checked and the bytes in all.

@@ -1,7 +1,7 @@
-"""What a dataset holds, in numbers: rows and positives, table skew, dense columns, shards.
+"""A dataset in numbers: rows and positives, table skew, dense columns, shards.
 
-Counts come from the manifest and ``counts.safetensors``; only the dense columns are read, and of them at most
-about a million rows spread over the training split.
+Counts come from the manifest and ``counts.safetensors``. Of the shards only the dense columns are read, at most about a
+million rows spread over the training split.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import Split
 
 _SAMPLE_ROWS = 2**20
-_RUN = 4096  # rows read together
-_ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # what is shown of a reordered dataset
+_RUN = 4096  # rows of a chunk
+_ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # the fields shown for a reordered dataset
 
 
 def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
-    """Return plain JSON values describing a dataset.
+    """Describe a dataset in plain JSON values.
 
     Args:
         dataset: an opened dataset.
@@ -50,7 +50,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
         and {
             "hot": _describe_split(dataset.hot),
             "cold": _describe_split(dataset.cold),
-            # The last two are absent where an earlier version wrote them.
+            # The last two are absent in datasets of earlier versions.
             **{name: hot_cold.get(name) for name in ("hot_rows", "profile_hash", "source", "stoker_version")},
         },
         "reordered": reordered and {name: reordered[name] for name in _ORDER},
@@ -68,7 +68,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
-    """Return a key that puts C2 before C10."""
+    """Return a key that sorts C2 before C10."""
     return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
@@ -92,7 +92,7 @@ def _describe_split(split: Split) -> dict[str, Any]:
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
     total = int(counts.sum())
     known = counts[1:]
-    if bool((known[1:] > known[:-1]).any()):  # those of hash_buckets, and reordered ones
+    if bool((known[1:] > known[:-1]).any()):  # tables of hash_buckets, and reordered ones
         known = known.sort(descending=True).values
 
     def hot(share: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What every model shares: tables, loss, prediction, and a configuration to rebuild it from.
+"""The base of all models: tables, loss, prediction, and a configuration to rebuild the model from.
 
 Legend: B examples, F features, D columns of a table.
 """
@@ -63,8 +63,16 @@ class _DensePart(nn.Module):
 class RecModel(nn.Module, ABC):
     """A click model: embedding tables, and a dense part over dense columns and pooled rows.
 
-    A subclass names itself, builds its layers and defines :meth:`dense_part`; :meth:`config` adds its own
-    settings.
+    A subclass has a ``name``, builds its layers and defines :meth:`dense_part`; :meth:`config` adds its own settings.
+
+    >>> class Sum(stoker.RecModel):
+    ...     name = "sum"
+    ...
+    ...     def dense_part(self, dense, embedded):
+    ...         return dense.sum(1) + embedded.sum((1, 2))
+    >>> model = Sum(stoker.FeatureSpec.from_sizes(num_dense=1, num_embeddings=[10]))
+    >>> [table.name for table in model.tables]
+    ['C1']
 
     Args:
         spec: columns and table sizes, from ``Dataset.schema``.
@@ -74,13 +82,13 @@ class RecModel(nn.Module, ABC):
         dense_dtype: "bfloat16" runs the dense part under autocast (weights stay float32).
         optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.05.
         seed: of rows and dense parameters.
-        device: where everything lies.
+        device: of rows and dense parameters.
         backend: kernels of the tables (:class:`stoker.EmbeddingTables`).
-        placement: where the rows lie (:func:`stoker.plan`); None means on the device. No part of the model.
-        tensor_train: tables whose rows are computed from cores (:class:`stoker.TensorTrain`), by name: another model.
-            Those that ``placement`` names so are added.
+        placement: where the rows are (:func:`stoker.plan`); None means on the device. Not a part of the model.
+        tensor_train: tables whose rows are computed from cores (:class:`stoker.TensorTrain`), by name: this changes the
+            model. Tensor trains in ``placement`` are added.
         steps: sequence features that are not pooled (:class:`stoker.EmbeddingTables`), for :class:`SequenceModel`.
-        table_dims: columns of every table in place of ``embedding_dim``, from a subclass with :attr:`mixed_dims`.
+        table_dims: columns of every table instead of ``embedding_dim``, from a subclass with :attr:`mixed_dims`.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -146,25 +154,28 @@ class RecModel(nn.Module, ABC):
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
-        """Columns of every table of the model that :meth:`from_config` would build: ``embedding_dim``, unless a
-        subclass with :attr:`mixed_dims` knows better. Settings that ``config`` leaves out are as by default."""
+        """Return the columns of every table of the model that :meth:`from_config` would build.
+
+        They are ``embedding_dim``, unless a subclass with :attr:`mixed_dims` overrides this. Settings that are not in
+        ``config`` have their defaults.
+        """
         return dict.fromkeys((feature.table for feature in spec.features), int(config.get("embedding_dim", 16)))
 
     @classmethod
     def tables_from(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> tuple[TableConfig, ...]:
-        """The tables of that model, before it is built."""
+        """Return the tables of the model that :meth:`from_config` would build."""
         options = {name: config[name] for name in ("pooling", "dtype") if name in config}
         return tables_for(spec, cls.table_dims(spec, config), **{"pooling": "mean", **options})
 
     @abstractmethod
     def dense_part(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Logits [B] from what :meth:`inputs` gives: dense columns [B, num_dense] and pooled rows [B, F, D].
+        """Return logits [B] from :meth:`inputs`: dense columns [B, num_dense] and pooled rows [B, F, D].
 
         A subclass writes ``dense_part(self, dense, embedded)``.
         """
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What :meth:`dense_part` takes of a batch on the model's device. Looks its rows up."""
+        """Look up the rows of a batch on the model's device; return the arguments of :meth:`dense_part`."""
         return batch.dense, self.embeddings(batch.ids, batch.offsets, batch.weights)
 
     @property
@@ -174,7 +185,7 @@ class RecModel(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the model."""
         return self.embeddings.device
 
     def dense_parameters(self) -> list[nn.Parameter]:
@@ -188,12 +199,12 @@ class RecModel(nn.Module, ABC):
                 yield name, value
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [B] float32."""
+        """Return logits [B] float32."""
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
         inputs = self.inputs(batch)
-        # Evaluation is not compiled: its odd batch sizes would each compile anew, and its numbers should be
-        # those of a model loaded from a checkpoint.
+        # Evaluation is not compiled: each of its batch sizes would compile anew, and its numbers should be those of a
+        # model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part
         return self._logits(score, inputs)
 
@@ -223,8 +234,7 @@ class RecModel(nn.Module, ABC):
     def compile_dense(self, **options: Any) -> None:
         """Compile the dense part with ``torch.compile``; the tables keep their own kernels.
 
-        Static shapes by default: the smaller last batch of an epoch compiles once more instead of making
-        every batch slower.
+        Shapes are static by default: the smaller last batch of an epoch compiles once more, and no batch is slower.
 
         Raises:
             ConfigError: no C++ compiler for a model on the CPU.
@@ -264,7 +274,7 @@ class RecModel(nn.Module, ABC):
         self.eval()
         try:
             inputs = self.inputs(batch.to(self.device))
-            if len(batch) == 1:  # torch.export takes a size of 1 for a constant
+            if len(batch) == 1:  # torch.export treats a size of 1 as a constant
                 inputs = tuple(torch.cat([each, each]) for each in inputs)
             rows = torch.export.Dim("batch", min=1)
             return torch.export.export(_DensePart(self), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),))
@@ -272,7 +282,7 @@ class RecModel(nn.Module, ABC):
             self.train(training)
 
     def config(self) -> dict[str, Any]:
-        """Settings as plain JSON values. Optimizer and device are not part of the model."""
+        """Return the settings as plain JSON values. Optimizer and device are not part of the model."""
         return {
             "model": self.name,
             "embedding_dim": self.embedding_dim,
@@ -285,7 +295,7 @@ class RecModel(nn.Module, ABC):
 
     @classmethod
     def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
-        """Do the inverse of :meth:`config`; ``options`` are ``optimizer``, ``device``, ``backend``, ``placement``."""
+        """Build the model from :meth:`config`; ``options``: ``optimizer``, ``device``, ``backend``, ``placement``."""
         settings: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
         }

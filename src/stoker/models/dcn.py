@@ -19,7 +19,7 @@ from stoker.models.layers import MLP, dense_generator, linear, normal
 
 
 class Cross(nn.Module):
-    """One cross layer: ``x0 * (W x + b) + x`` (Eq. 1), with ``W = U V^T`` of low rank where asked (Eq. 2)."""
+    """One cross layer: ``x0 * (W x + b) + x`` (Eq. 1), with ``W = U V^T`` if ``rank`` is given (Eq. 2)."""
 
     def __init__(self, width: int, rank: int | None, generator: torch.Generator) -> None:
         super().__init__()
@@ -34,7 +34,13 @@ class Cross(nn.Module):
 
 
 class DCN(RecModel):
-    """Cross layers over the concatenated inputs, and an MLP beside ("parallel") or after them ("stacked").
+    """Cross layers over the concatenated inputs, and an MLP next to them ("parallel") or after them ("stacked").
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[100, 50])
+    >>> model = stoker.DCN(spec, embedding_dim=4, rank=2, hidden=(8,))
+    >>> batch = stoker.Batch(dense=torch.zeros(3, 2), ids=torch.tensor([[1, 2], [3, 4], [1, 0]]))
+    >>> model.predict(batch).shape
+    torch.Size([3])
 
     Args:
         spec: columns and table sizes.

@@ -20,8 +20,14 @@ from stoker.models.layers import MLP, dense_generator, normal
 class DeepFM(RecModel):
     """Factorisation machine and MLP over shared embeddings; their logits are summed (Eq. 1 to 4).
 
-    Column 0 of a row is the first-order weight, the other K are the latent factors: one lookup serves both,
-    and a row keeps the width of whole cache lines. A dense column x enters as x times its own learned row.
+    Column 0 of a row is the first-order weight, the other K are the latent factors: one lookup serves both, and a row
+    keeps the width of whole cache lines. A dense column x enters as x times its own learned row.
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[100, 50])
+    >>> model = stoker.DeepFM(spec, embedding_dim=4, hidden=(8,))
+    >>> batch = stoker.Batch(dense=torch.zeros(3, 2), ids=torch.tensor([[1, 2], [3, 4], [1, 0]]))
+    >>> model.predict(batch).shape
+    torch.Size([3])
 
     Args:
         spec: columns and table sizes.

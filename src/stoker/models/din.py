@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, type[PReLU] | type[Dice]] = {"prelu": PReLU, "dice": Dic
 
 
 class _Layers(nn.Module):
-    """Linear layers with an activation after all but the last, single output: [..., inputs] to [...]."""
+    """Linear layers with an activation after all but the last, which has one output: [..., inputs] to [...]."""
 
     def __init__(self, inputs: int, sizes: Sequence[int], activation: str, generator: torch.Generator) -> None:
         super().__init__()
@@ -37,18 +37,27 @@ class _Layers(nn.Module):
         return self.after_first(nn.functional.linear(x, weights[0], biases[0]), mask)
 
     def after_first(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Apply the rest, from the first layer's products on."""
+        """Apply the layers after the first to its products."""
         for activation, layer in zip(self.activations, list(self.layers)[1:], strict=True):
             x = layer(activation(x, mask))
         return x.squeeze(-1)
 
 
 class DIN(SequenceModel):
-    """The history is summed with weights that depend on the target; an MLP takes the sum beside all other features.
+    """The history is summed with weights that depend on the target; an MLP takes the sum and all other features.
 
-    The activation unit gives step h with target t the weight ``MLP([h, t, h - t, h * t])``; the weights are not
-    normalized, so that their sum tells how strong the interest is (section 4.3, Eq. 3). All pairs of the history are
-    weighed together: h and t are the vectors of a step side by side.
+    The activation unit gives step h with target t the weight ``MLP([h, t, h - t, h * t])``. The weights are not
+    normalized: their sum tells how strong the interest is (section 4.3, Eq. 3). One weight serves all pairs of the
+    history: h and t are the concatenated vectors of a step.
+
+    >>> item = stoker.Feature(name="item", table="items")
+    >>> past = stoker.Feature(name="past", table="items", sequence=True, max_length=5)
+    >>> spec = stoker.FeatureSpec(dense=(), features=(item, past), num_embeddings={"items": 100})
+    >>> model = stoker.DIN(spec, embedding_dim=4)
+    >>> offsets = torch.tensor([0, 1, 3, 4, 4])
+    >>> batch = stoker.Batch(dense=torch.zeros(2, 0), ids=torch.tensor([7, 3, 5, 9]), offsets=offsets)
+    >>> model.predict(batch).shape  # 7 after 3 and 5; 9 without a history
+    torch.Size([2])
 
     Args:
         spec: columns and table sizes.
@@ -93,10 +102,10 @@ class DIN(SequenceModel):
         return logits
 
     def _weights(self, past: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-        """The activation unit: [B, T].
+        """Apply the activation unit: [B, T].
 
-        Its first layer over [h, t, h - t, h * t] is linear, so h and t are multiplied by sums of its parts, and t once
-        an example.
+        Its first layer over [h, t, h - t, h * t] is linear, so h and t are multiplied by sums of slices of its weight,
+        and t only once an example.
         """
         (weight, *_), (bias, *_) = parts(self.attention.layers)
         of_past, of_target, of_difference, of_product = weight.chunk(4, dim=1)

@@ -21,11 +21,17 @@ from stoker.ops.mlp import ALIGN
 class DLRM(RecModel):
     """Bottom MLP over the dense columns, pairwise dot products with the pooled rows, top MLP over both.
 
-    Without dense columns a learned vector takes the place of the bottom MLP's output.
+    Without dense columns a learned vector replaces the output of the bottom MLP.
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[100, 50])
+    >>> model = stoker.DLRM(spec, embedding_dim=4, bottom=(8,), top=(8,))
+    >>> batch = stoker.Batch(dense=torch.zeros(3, 2), ids=torch.tensor([[1, 2], [3, 4], [1, 0]]))
+    >>> model.predict(batch).shape
+    torch.Size([3])
 
     Args:
         spec: columns and table sizes.
-        bottom: layer sizes; must end in ``embedding_dim``, which is appended where it is left out.
+        bottom: layer sizes; must end in ``embedding_dim``, which is appended if it is missing.
         top: layer sizes without the last, single output.
         settings: those of :class:`RecModel`.
     """

@@ -1,6 +1,6 @@
 """Dense layers with seeded initial values, drawn on the CPU so that they do not depend on the device.
 
-Legend: B rows of whatever shape, C columns.
+Legend: B rows of any shape, C columns.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class MLP(nn.Module):
     Args:
         inputs: columns of the input.
         sizes: outputs of each layer, at least one.
-        generator: where the initial values come from.
-        last_relu: whether the last layer has a ReLU too.
+        generator: draws the initial values.
+        last_relu: the last layer has a ReLU, too.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class PReLU(nn.Module):
         self.slope = nn.Parameter(torch.full((columns,), 0.25))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``mask`` is not looked at: no row depends on another."""
+        """Apply the slopes; ``mask`` has no effect, because no row depends on another."""
         return torch.where(x > 0, x, self.slope * x)
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` that is safe in a click model: x [B, C] to [B, C], in float32 whatever autocast says.
+    """``nn.BatchNorm1d`` that is safe in a click model: x [B, C] to [B, C], in float32 also under autocast.
 
-    The moments are those of the batch while training; the running ones in evaluation, where no gradient is wanted
-    (``predict`` then changes nothing), and for a batch of one row, which has no variance.
+    In training the moments are those of the batch. The running moments serve in evaluation, without gradients (so
+    ``predict`` changes nothing), and for a batch of one row, which has no variance.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class BatchNorm(nn.BatchNorm1d):
 class Dice(nn.Module):
     """PReLU that bends at the mean of its input instead of at 0 (Zhou et al. 2018, section 5.2).
 
-    The mean and the variance are those of the batch while training, and moving averages otherwise: as with batch
-    normalization an example's training step then depends on the others in its batch.
+    In training the mean and the variance are those of the batch, otherwise moving averages. As with batch
+    normalization, the training step of an example depends on the others in its batch.
     """
 
     running_mean: Tensor
@@ -120,7 +120,7 @@ class Dice(nn.Module):
         self.register_buffer("running_var", torch.ones(columns))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``x`` [..., C]; where ``mask`` [...] is given, the moments are those of the rows where it is true."""
+        """Apply to ``x`` [..., C]; with a ``mask`` [...], only the rows where it is true count for the moments."""
         mean, var = self.running_mean, self.running_var
         if self.training and torch.is_grad_enabled():
             mean, var = self._moments(x, mask)

@@ -1,4 +1,4 @@
-"""Whether a model's own options have the type that its constructor asks for, before anything is built of them."""
+"""Check that a model's own options have the types of its constructor, before anything is built."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from stoker.base.errors import ConfigError
 from stoker.models.base import RecModel
 
-_Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words, and whether a value is that
+_Check = tuple[str, Callable[[Any], bool]]  # the expected type, in words, and a check of a value
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Return a check for the type of a value; true and false are no numbers."""
+    """Return a check for the type of a value; true and false are not numbers."""
     return lambda value: isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
 
 
@@ -43,19 +43,19 @@ _KNOWN: dict[Any, _Check] = {
 
 
 def own_options(model: type[RecModel]) -> list[str]:
-    """Options of a model that not every model has."""
+    """Return the options of a model that not every model has."""
     common = inspect.signature(RecModel.__init__).parameters
     own = inspect.signature(model.__init__).parameters
     return [name for name, found in own.items() if name not in common and found.kind is not found.VAR_KEYWORD]
 
 
 def check_options(model: type[RecModel], options: Mapping[str, Any]) -> None:
-    """Compare options with the annotations of the model's constructor and of those that it passes settings on to.
+    """Compare options with the annotations of the model's constructor and of the constructors that it calls.
 
-    An option without an annotation, or with one that is not known here, may have any value.
+    An option without an annotation, or with an unknown one, may have any value.
 
     Raises:
-        ConfigError: naming the option, its value and what is expected.
+        ConfigError: names the option, its value and the expected type.
     """
     hints: dict[str, Any] = {}
     for kind in reversed(model.__mro__):
@@ -71,7 +71,7 @@ def check_options(model: type[RecModel], options: Mapping[str, Any]) -> None:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function)
-    except (NameError, TypeError):  # names that exist for type checkers only
+    except (NameError, TypeError):  # names that only type checkers import
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Models by name, and by import path such as ``my_models.wide:Wide``, which names a model of one's own."""
+"""Models by name, or by an import path such as ``my_models.wide:Wide`` for a model of your own."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def import_model(path: str) -> type[RecModel]:
     """Import a model class and register it in :data:`stoker.models.MODELS` under its ``name``.
 
     Args:
-        path: ``package.module:Class``; the module is looked for in the current directory too.
+        path: ``package.module:Class``; the module may be in the current directory.
 
     Returns:
         The class.
 
     Raises:
-        ConfigError: it cannot be imported, is no :class:`RecModel`, or has the ``name`` of another model.
+        ConfigError: it cannot be imported, is not a :class:`RecModel`, or has the ``name`` of another model.
 
     >>> stoker.models.import_model("stoker.models.dlrm:DLRM").name
     'dlrm'
@@ -70,12 +70,12 @@ def class_path(kind: type) -> str | None:
     if "<locals>" in kind.__qualname__:
         return None
     module = kind.__module__
-    if module == "__main__":  # it has another name when it is imported
+    if module == "__main__":  # an import would give it another name
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
         if spec is not None:
             module = spec.name
-        elif file is None:  # typed in, or in a notebook
+        elif file is None:  # typed at a prompt, or in a notebook
             return None
         else:
             script = Path(file).resolve().with_suffix("")
@@ -85,7 +85,7 @@ def class_path(kind: type) -> str | None:
 
 
 def _module(name: str) -> Any:
-    """The module, which may be in the current directory."""
+    """Import a module, which may be in the current directory."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

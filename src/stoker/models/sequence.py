@@ -1,4 +1,4 @@
-"""What models over a history share: which sequence goes with which target, and its steps with a mask.
+"""The base of models over a history: pairs of target and sequence, and steps with a mask.
 
 Legend: B examples, N dense columns, G pooled features, T steps, S vectors of a step, D columns of a table.
 """
@@ -20,10 +20,21 @@ from stoker.models.base import ModelSettings, RecModel
 
 
 class SequenceModel(RecModel):
-    """A click model that sees the steps of a history beside the target, with a vector for each step.
+    """A click model that gets a vector for each step of a history, next to the target.
 
-    A step has S vectors, one for each pair of a target feature and the sequence feature that holds its earlier values
-    (an item and its category: S = 2). All other features are pooled as in any :class:`RecModel`.
+    A step has S vectors, one for each pair of a target feature and the sequence feature that has its earlier values (an
+    item and its category: S = 2). All other features are pooled as in any :class:`RecModel`.
+
+    >>> class LastStep(stoker.SequenceModel):
+    ...     name = "last-step"
+    ...
+    ...     def dense_part(self, dense, embedded, steps, mask):
+    ...         return (embedded[:, self.targets] * steps[:, -1]).sum((1, 2))
+    >>> item = stoker.Feature(name="item", table="items")
+    >>> past = stoker.Feature(name="past", table="items", sequence=True, max_length=5)
+    >>> model = LastStep(stoker.FeatureSpec(dense=(), features=(item, past), num_embeddings={"items": 100}))
+    >>> dict(model.history)
+    {'item': 'past'}
 
     Args:
         spec: columns and table sizes.
@@ -32,7 +43,7 @@ class SequenceModel(RecModel):
         settings: those of :class:`RecModel`.
 
     Raises:
-        ConfigError: no pair was found, or pairs that cannot be the steps of one history.
+        ConfigError: there is no pair, or the pairs cannot be the steps of one history.
     """
 
     def __init__(
@@ -41,26 +52,26 @@ class SequenceModel(RecModel):
         pairs = _find_pairs(spec) if history is None else dict(history)
         self.num_steps = _check_pairs(spec, pairs)
         super().__init__(spec, steps=dict.fromkeys(pairs.values(), self.num_steps), **settings)
-        # In the order of the batch: a checkpoint keeps a mapping, but not the order in which it was written.
+        # In the order of the batch: a checkpoint keeps the mapping, but not its order.
         self.history = {target: pairs[target] for target in sorted(pairs, key=spec.index)}
         sequences = set(self.history.values())
         self.pooled = tuple(feature.name for feature in spec.features if feature.name not in sequences)
-        self.targets = tuple(self.pooled.index(name) for name in self.history)  # places of the targets among the pooled
+        self.targets = tuple(self.pooled.index(name) for name in self.history)  # their places among the pooled features
         self._sequences = tuple(spec.index(name) for name in self.history.values())
-        # Vectors of the output by sequence: pooled features between two sequences, under None, are one block.
+        # Vectors of the output by sequence; pooled features between two sequences are one block, under None.
         names = (feature.name if feature.name in sequences else None for feature in spec.features)
         sizes = ((name, len(list(block))) for name, block in groupby(names))
         self._blocks = [(name, size if name is None else self.num_steps) for name, size in sizes]
 
     @abstractmethod
     def dense_part(self, dense: Tensor, embedded: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
-        """Logits [B] of a batch.
+        """Return the logits [B] of a batch.
 
         Args:
             dense: [B, N] dense columns.
             embedded: [B, G, D] one vector for each feature of ``self.pooled``; the targets are at ``self.targets``.
             steps: [B, T, S, D], oldest first; the newest step is the last, and missing ones are zeros.
-            mask: [B, T] bool, whether a step is there.
+            mask: [B, T] bool, True where there is a step.
         """
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -93,7 +104,7 @@ class SequenceModel(RecModel):
 
 
 def _option(target: str, sequence: str) -> str:
-    """Say how a pair is named."""
+    """Return the option that names a pair."""
     return f'model option history={{"{target}": "{sequence}"}}'
 
 
@@ -101,7 +112,7 @@ def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
     """Pair every sequence with the one-id feature that shares its table: target -> sequence.
 
     Raises:
-        ConfigError: there is none, or more than one way to pair them.
+        ConfigError: there is no pair, or more than one way to pair them.
     """
     pairs: dict[str, str] = {}
     for sequence in spec.features:
@@ -130,7 +141,7 @@ def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
     """Check the pairs and return their T.
 
     Raises:
-        ConfigError: a feature that is not there or of the wrong kind, or sequences of different length.
+        ConfigError: a feature is missing or of the wrong kind, or the sequences differ in length.
     """
     features = {feature.name: feature for feature in spec.features}
     if not pairs or len(set(pairs.values())) < len(pairs):

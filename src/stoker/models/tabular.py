@@ -1,5 +1,7 @@
-"""The tabular model of fastai (Howard et al. 2018, ``fastai.tabular`` v1), as used by the RAPIDS team's solution of the
-RecSys Challenge 2019 (Rabhi et al., "Accelerating Recommender System Training 15x with RAPIDS").
+"""The tabular model of fastai (Howard et al. 2018, ``fastai.tabular`` v1).
+
+The RAPIDS team used it in the RecSys Challenge 2019 (Rabhi et al., "Accelerating Recommender System Training 15x with
+RAPIDS").
 
 Legend: B examples, F features, N dense columns, D_f columns of the table of feature f.
 """
@@ -24,26 +26,30 @@ from stoker.ops.reference import derive_key
 
 
 def fastai_columns(rows: int, most: int = 600) -> int:
-    """Columns of an embedding table with so many rows: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""
+    """Return the columns for a table of ``rows``: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""
     return min(most, round(1.6 * math.pow(rows, 0.56)))
 
 
 class Tabular(RecModel):
-    """Embeddings of a size of their own per table, batch-normalised dense columns, and linear layers with ReLU, batch
-    norm and dropout in this order.
+    """Embeddings whose width depends on the table, batch-normalised dense columns, and linear layers.
 
-    While it trains, batch norm takes the moments of the batch, so an example's step depends on the others in its batch;
-    in evaluation, and for a batch of one row, it takes the running ones, which checkpoints keep. Dropout is a function
-    of seed and training step, not of torch's generator: a run that is resumed or replayed drops the same values. On a
-    GPU they are others than on a CPU.
+    Each layer has ReLU, batch norm and dropout, in this order. In training batch norm takes the moments of the batch,
+    so the step of an example depends on the others in its batch. In evaluation, and for a batch of one row, it takes
+    the running moments, which checkpoints keep. Dropout depends on seed and training step, not on torch's generator: a
+    resumed or replayed run drops the same values. A GPU drops other values than a CPU.
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[1000, 50])
+    >>> model = stoker.Tabular(spec, hidden=(8,))
+    >>> {table.name: table.embedding_dim for table in model.tables}
+    {'C1': 77, 'C2': 14}
 
     Args:
         spec: columns and table sizes.
-        hidden: outputs of the layers, without the single one of the last.
-        dims: table -> columns, where they are not to follow fastai's rule. ``embedding_dim`` has no effect.
+        hidden: outputs of the layers, without the single output of the last.
+        dims: table -> columns; other tables follow fastai's rule. ``embedding_dim`` has no effect.
         max_dim: most columns by the rule.
-        dropout: share of values dropped behind every layer, or one share for each layer.
-        embedding_dropout: share of the embeddings' values that is dropped.
+        dropout: share of values dropped after every layer, or one share for each layer.
+        embedding_dropout: share of the values of embeddings that is dropped.
         settings: those of :class:`RecModel`.
 
     Raises:
@@ -97,8 +103,10 @@ class Tabular(RecModel):
         return {table: int(given.get(table, fastai_columns(spec.num_embeddings[table], most))) for table in tables}
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Dense columns [B, N], embeddings [B, sum of D_f] and, while training, what dropout multiplies by: of the
-        embeddings and of each layer, those with a share above 0."""
+        """Return dense columns [B, N], embeddings [B, sum of D_f] and, in training, the factors of dropout.
+
+        There are factors for the embeddings and each layer, if their share is above 0.
+        """
         dense, embedded = super().inputs(batch)
         return dense, embedded.flatten(1), *self._masks(len(batch))
 

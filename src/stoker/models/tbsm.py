@@ -20,7 +20,7 @@ from stoker.models.sequence import SequenceModel
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.mlp import mlp
 
-_LEAST = 1e-4  # length below which a tower's output is not scaled to 1: the gradient of that grows as 1 / length
+_LEAST = 1e-4  # shorter outputs of the tower are not scaled to length 1: the gradient would grow as 1 / length
 
 
 class TBSM(SequenceModel):
@@ -28,9 +28,18 @@ class TBSM(SequenceModel):
 
     The tower is one DLRM for all steps and the target: its dense input is the step's place k / (T + 1), its vectors are
     those of the step (item, category) and those of the context (the user, all other features), which are the same at
-    every step. What it gives is scaled to length 1. The attention weighs step t by ``sigmoid(MLP(h A^T A w))_t`` with
+    every step. Its output is scaled to length 1. The attention weighs step t by ``sigmoid(MLP(h A^T A w))_t`` with
     the target's vector w, and the last MLP takes [weighted sum, w]. The defaults are the layers for Taobao of the
     paper's code, also in FAE (Table 2, RMC1): 1-16, 22-15-15, 20-15-15-20, 30-60-1.
+
+    >>> item = stoker.Feature(name="item", table="items")
+    >>> past = stoker.Feature(name="past", table="items", sequence=True, max_length=5)
+    >>> spec = stoker.FeatureSpec(dense=(), features=(item, past), num_embeddings={"items": 100})
+    >>> model = stoker.TBSM(spec, embedding_dim=4)
+    >>> offsets = torch.tensor([0, 1, 3, 4, 4])
+    >>> batch = stoker.Batch(dense=torch.zeros(2, 0), ids=torch.tensor([7, 3, 5, 9]), offsets=offsets)
+    >>> model.predict(batch).shape  # 7 after 3 and 5; 9 without a history
+    torch.Size([2])
 
     Args:
         spec: columns and table sizes.
@@ -40,8 +49,8 @@ class TBSM(SequenceModel):
         attention: layer sizes of the attention's MLP, without the last one, T. Empty: the products are the weights.
         top: layer sizes of the last MLP without its single output.
         inner: the product of step and target: "definite" (A^T A), "indefinite" (A) or "dot".
-        position: the dense column that is the target's place, if there is one; without it the place is 1. All other
-            dense columns are the target's: they go to its tower, where the steps have zeros, and to the last MLP.
+        position: the dense column with the target's place; without such a column the place is 1. All other dense
+            columns belong to the target: they go to its tower, where the steps have zeros, and to the last MLP.
         settings: those of :class:`RecModel`.
     """
 
@@ -85,7 +94,7 @@ class TBSM(SequenceModel):
         self.attention: MLP | None = None
         if self.attention_sizes:
             self.attention = MLP(self.num_steps, (*self.attention_sizes, self.num_steps), generator)
-            with torch.no_grad():  # the weights begin near 1 / T: their sum is then as long as the target, not T / 2
+            with torch.no_grad():  # weights begin near 1 / T: so their sum is as long as the target, not T / 2
                 self.attention.parts()[1][-1].sub_(math.log(max(1, self.num_steps - 1)))
         self.top = MLP(2 * width + len(self._others), (*self.top_sizes, 1), dense_generator(self.seed, "top"))
         self.to(self.device)
@@ -103,9 +112,9 @@ class TBSM(SequenceModel):
         return logits.squeeze(1)
 
     def _dense_vectors(self, dense: Tensor) -> Tensor:
-        """The bottom MLP over the dense columns of every step, the target last: [B, T + 1, D]."""
+        """Apply the bottom MLP to the dense columns of every step, the target last: [B, T + 1, D]."""
         count = self.num_steps
-        # What steps have does not depend on the example: they go through the layers once a batch.
+        # The inputs of steps do not depend on the example: they go through the layers once a batch.
         places = torch.arange(1, count + 1, device=dense.device, dtype=dense.dtype).unsqueeze(1) / (count + 1)
         past = nn.functional.pad(places, (0, len(self._others)))
         place = dense.new_ones(dense.shape[0], 1) if self._place is None else dense[:, self._place].unsqueeze(1)
@@ -114,9 +123,9 @@ class TBSM(SequenceModel):
         return torch.cat([made[:count].expand(dense.shape[0], -1, -1), made[count:].unsqueeze(1)], dim=1)
 
     def _towers(self, made: Tensor, steps: Tensor, context: list[Tensor]) -> Tensor:
-        """One DLRM over all steps: [B, T + 1, V].
+        """Apply one DLRM to all steps: [B, T + 1, V].
 
-        The products among context features are the same at every step: they, and their part of the first layer, are
+        The products among context features are the same at every step, so they and their slice of the first layer are
         computed once an example. That is the same function within rounding.
         """
         batch, count, _, dim = steps.shape
@@ -140,7 +149,7 @@ class TBSM(SequenceModel):
         return hidden.view(batch, count, -1)
 
     def _weights(self, past: Tensor, last: Tensor) -> Tensor:
-        """The attention's weight of every step: [B, T]. A step that is missing has a zero vector in ``past``."""
+        """Return the attention's weight of every step: [B, T]. A missing step has a zero vector in ``past``."""
         if self.product is not None:
             last = nn.functional.linear(last, self.product)  # A w
             if self.inner == "definite":
