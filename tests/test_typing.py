@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import stoker
+import stoker.dataset.split
+from stoker.base import settings
 from stoker.models.base import ModelSettings
 from stoker.training.settings import MACHINE, PARTS, RESUMABLE
 
@@ -53,6 +56,18 @@ def test_settings_of_models_are_the_arguments_of_the_base() -> None:
     # What subclasses decide: `steps` is for sequence models, `table_dims` for models of mixed widths.
     assert set(names) - {"steps", "table_dims"} == set(ModelSettings.__annotations__)
     assert typing.get_type_hints(ModelSettings) == {name: arguments[name] for name in ModelSettings.__annotations__}
+
+
+def test_arguments_of_a_class_are_those_of_the_function(tmp_path: Path) -> None:
+    assert doctest.testmod(settings).failed == 0
+    shown = inspect.signature(stoker.train).parameters
+    assert [*shown][:3] == ["dataset", "config", "model"]
+    assert set(shown) > {field.name for field in dataclasses.fields(stoker.TrainConfig)}
+    assert [*inspect.signature(stoker.dataset.split.Split.batches).parameters][:3] == ["self", "batch_size", "seed"]
+    with pytest.raises(TypeError, match=r"find_lr takes no argument 'lr_step'. Did you mean 'lr_steps'?"):
+        stoker.find_lr(tmp_path, lr_step=5)
+    with pytest.raises(stoker.ConfigError, match=r"train takes no argument 'epoch'. Did you mean 'epochs'?"):
+        stoker.train(tmp_path, out=tmp_path / "run", epoch=5)
 
 
 # A line that ends in "# wrong: CODE" must be reported with that code, every other line must not.

@@ -35,6 +35,10 @@ class ConfigError(StokerError):
     """
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a function does not take."""
+
+
 class SchemaError(StokerError):
     """A schema file or recipe that does not describe the data.
 

@@ -5,50 +5,113 @@ Checks, the options of the command line, and their help come from the declaratio
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
-from functools import cache
-from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
+from functools import cache, partial, wraps
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from stoker.base.checks import near
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_size
 
 #: names of settings, and why they have no effect
 Useless = Iterator[tuple[tuple[str, ...], str]]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S")
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    unset: str = "",
-    least: float | None = None,
-    most: float | None = None,
-    size: bool = False,
-    resumable: bool = False,
-    options: tuple[str, ...] = (),
-) -> Any:
+
+class _Notes(TypedDict, total=False):
+    unset: str  # what a default of None stands for, in words
+    least: float | None  # least number, finite
+    most: float | None  # largest number
+    size: bool  # it is a size in bytes such as "4GiB", or the default
+    resumable: bool  # a resumed run may change it
+    options: tuple[str, ...]  # names of its option; empty: its name with hyphens
+    panel: str  # of the command line's help; empty: that of the class
+    choices: Callable[[], Iterable[str]]  # names of a registry; other values are not looked up
+
+
+_NOTHING = _Notes(unset="", least=None, most=None, size=False, resumable=False, options=(), panel="", choices=tuple)
+
+
+def setting(default: Any, help: str, **notes: Unpack[_Notes]) -> Any:
     """Declare a field of :class:`Settings`.
 
     Args:
         default: its default, or a function without arguments that makes it.
         help: its meaning; the values of a ``Literal`` are added to the first sentence.
-        unset: the meaning of a default of None, in words.
-        least: least number, finite.
-        most: largest number.
-        size: it is a size in bytes, such as "4GiB".
-        resumable: a resumed run may change it.
-        options: names of its option; empty: its name with hyphens.
+        notes: ``unset``, ``least``, ``most``, ``size``, ``resumable``, ``options``, ``panel`` and ``choices``.
     """
-    metadata = {
-        "help": help, "unset": unset, "least": least, "most": most, "size": size, "resumable": resumable,
-        "options": options,
-    }  # fmt: skip
+    metadata = {"help": help, **_NOTHING, **notes}
+    assert len(metadata) == len(_NOTHING) + 1, f"setting has no argument {sorted(set(notes) - set(_NOTHING))}"
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def with_arguments_of(kind: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Give a function the arguments of a class: people, editors and type checkers see the fields of the class.
+
+    The function gets only the arguments of the call, without the defaults of the class.
+
+    Raises:
+        ArgumentError: a call names another argument; the message names the nearest one.
+
+    >>> @dataclass(kw_only=True)
+    ... class Volume:
+    ...     length: float
+    ...     width: float = 1.0
+    >>> @with_arguments_of(Volume)
+    ... def measure(**given):
+    ...     return Volume(**given)
+    >>> inspect.signature(measure)
+    <Signature (*, length: 'float', width: 'float' = 1.0)>
+    >>> measure(lenth=2.0)
+    Traceback (most recent call last):
+    stoker.base.errors.ArgumentError: measure takes no argument 'lenth'. Did you mean 'length'?
+    """
+    return partial(_with_signature, [*inspect.signature(kind).parameters.values()])
+
+
+def method_with_arguments_of(
+    kind: Callable[_P, object],
+) -> Callable[[Callable[Concatenate[_S, ...], _R]], Callable[Concatenate[_S, _P], _R]]:
+    """Do the same for a method, whose ``self`` comes first."""
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return partial(_with_signature, [itself, *inspect.signature(kind).parameters.values()])
+
+
+def _with_signature(parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
+    known = [each.name for each in parameters]
+
+    @wraps(function)
+    def call(*values: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in known:
+                raise ArgumentError(f"{function.__name__} takes no argument {name!r}.{near(name, known)}")
+        return function(*values, **given)
+
+    returned = inspect.signature(function).return_annotation
+    call.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    return call
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -67,10 +130,11 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def choices_of(kind: type, name: str) -> tuple[str, ...]:
-    """Return the values that a ``Literal`` setting may have, in their order; empty for other settings."""
-    hint = hints_of(kind)[name]
-    return get_args(hint) if get_origin(hint) is Literal else ()
+def choices_of(kind: Any, name: str) -> tuple[str, ...]:
+    """Return the values that a ``Literal`` setting or one with ``choices`` may have, in their order; else nothing."""
+    hint, item = hints_of(kind)[name], kind.__dataclass_fields__[name]
+    named = tuple(item.metadata["choices"]()) if item.metadata else ()
+    return named or (get_args(hint) if get_origin(hint) is Literal else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +159,7 @@ class Settings:
         """Raise ConfigError for a value out of its range."""
         name, value, limits = item.name, getattr(self, item.name), item.metadata
         choices = choices_of(type(self), name)
-        if choices and value not in choices:
+        if choices and isinstance(value, str) and value not in choices:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
         if value is None or value == default_of(item):
             return
@@ -144,6 +208,11 @@ class Settings:
             hint = near(unknown[0], known)
             raise ConfigError(f"settings {unknown} do not exist.{hint} Known are: {', '.join(sorted(known))}.")
         return cls(**values)
+
+    @classmethod
+    def taken_from(cls, values: dict[str, Any]) -> Self:
+        """Return the settings with those of the values that are of this class, and remove them from ``values``."""
+        return cls(**{item.name: values.pop(item.name) for item in fields(cls) if item.name in values})
 
     def replace(self, **changes: Any) -> Self:
         """Return the settings with ``changes``.

@@ -21,7 +21,7 @@ from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
 from stoker.base.picture import Grid
 from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
 from stoker.base.units import format_count, format_size
-from stoker.training.settings import PARTS, RowOptimizerName
+from stoker.training.settings import PARTS
 
 
 def option(panel: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
@@ -43,9 +43,6 @@ def import_model(path: str | None) -> str | None:
     return register(path).name
 
 
-#: Row optimizers, for help texts.
-ROW_OPTIMIZERS = alternatives(get_args(RowOptimizerName))
-
 DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote, or its URL.")]
 RunArgument = Annotated[Path, typer.Argument(help="Run directory. The command only reads it.")]
 Import = Annotated[
@@ -60,11 +57,6 @@ Import = Annotated[
     ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Dataset. (default: that of the run)")]
-Dim = Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim", default=...)]
-Dtype = Annotated[str, option("Rows", "Type of the table weights: float32 or bfloat16.", default=...)]
-Optimizer = Annotated[
-    str, option("Rows", f"Row optimizer, whose state needs memory too: {ROW_OPTIMIZERS}.", default=...)
-]
 Overwrite = Annotated[bool, option("Results", "Replace an existing dataset.", "--overwrite", default=...)]
 Plot = Annotated[Path | None, option("Results", "Draw the curve to this .png file (needs matplotlib).", default=...)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -142,7 +134,7 @@ def _declared(several: Sequence[type[Settings] | str]) -> Iterator[tuple[type[Se
     """Yield each setting with the class that declares it."""
     known = {item.name: (part, item) for part in PARTS for item in fields(part)}
     for each in several:
-        yield from [known[each]] if isinstance(each, str) else [(each, item) for item in fields(each)]
+        yield from [known[each]] if isinstance(each, str) else ((each, item) for item in fields(each) if item.metadata)
 
 
 def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:
@@ -152,13 +144,15 @@ def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[i
         return
     hint, names = hints_of(part)[item.name], options_of(item)
     kind: Any = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
-    if kind is bool:
+    if kind is bool and not item.metadata["options"]:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     text = _help(part, item, default)
+    if any(get_origin(each) is Sequence for each in (hint, *get_args(hint))):
+        kind = list[str]
     if get_origin(hint) is Mapping:
         kind = list[str]
         text = f"{text.removesuffix('.')}. Repeatable."
-    made = option(part.panel, text, *names, metavar=_METAVARS.get(item.name))
+    made = option(item.metadata["panel"] or part.panel or None, text, *names, metavar=_METAVARS.get(item.name))
     yield inspect.Parameter(item.name, _KEYWORD, default=made, annotation=kind | None)
 
 
@@ -210,6 +204,10 @@ def own_numbers(texts: list[str]) -> dict[str, int]:
     return found
 
 
+def _name_values(texts: list[str]) -> dict[str, Any]:
+    return dict(map(_name_value, texts))
+
+
 def _ratio_and_floor(text: str) -> tuple[float, float]:
     try:
         ratio, floor = (float(part) for part in text.split(","))
@@ -218,8 +216,12 @@ def _ratio_and_floor(text: str) -> tuple[float, float]:
     return ratio, floor
 
 
-_READ: dict[str, Callable[[Any], Any]] = {"tt_own": own_numbers, "row_cow_clip": _ratio_and_floor}
-_METAVARS = {"row_cow_clip": "R,ZETA", "tt_own": "TABLE=K"}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "tt_own": own_numbers,
+    "row_cow_clip": _ratio_and_floor,
+    "row_options": _name_values,
+}
+_METAVARS = {"row_cow_clip": "R,ZETA", "row_options": "NAME=VALUE", "tt_own": "TABLE=K"}
 
 
 def _sizes(text: str) -> list[int]:

@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
-from stoker.base.units import format_count, format_duration, format_size, parse_count, parse_size
+from stoker.base.units import format_count, format_duration, format_size, parse_size
 from stoker.cli.options import (
     DataArgument,
-    Dim,
-    Dtype,
     OneObject,
-    Optimizer,
     option,
     printed,
     say,
     show_grids,
     takes,
 )
-from stoker.placement.budget import MemoryBudget
+from stoker.placement.budget import MemoryBudget, ReplaySettings
 from stoker.training.settings import MachineConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 
 _TT_RANK = 32  # of the proposed tensor trains
 _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
-_SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 
 
 @takes(MemoryBudget, ModelConfig, "batch_size", "row_optimizer", MachineConfig, without=("compile",))
@@ -152,20 +148,13 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
     say(f"with all rows on the device: {format_duration(step.resident)}")
 
 
+@takes(ReplaySettings)
 def replay(
     dataset: DataArgument,
-    fraction: str | None = option(_SLOTS, "Slots as a share of all rows, 0.1 or 10%. (default: 10%)"),
-    slots: str | None = option(_SLOTS, "Slots, such as 50k. Each holds one row."),
-    device_memory: str | None = option(_SLOTS, "Memory for rows and their optimizer state, such as 1GiB."),
-    lookahead: str = option(None, "Windows of the lookahead, in batches.", default="1,4,16,64,256"),
-    in_flight: int = option(None, "Batches in flight, whose rows may not be evicted.", default=1),
-    batch_size: int = option(_TRACE, "Examples per batch.", default=2048),
-    steps: int | None = option(_TRACE, "Batches to replay. (default: one epoch)"),
-    order: str = option(_TRACE, "Order of the rows: shuffled, as in training, or file.", default="shuffled"),
-    seed: int = option(_TRACE, "Seed of the shuffled order.", default=0),
-    dim: Dim = 16,
-    dtype: Dtype = "float32",
-    optimizer: Optimizer = "rowwise_adagrad",
+    *,
+    settings: dict[str, Any],
+    lookahead: str = option("Batches", "Windows of the lookahead, in batches.", default="1,4,16,64,256"),
+    order: str = option("Batches", "Order of the rows: shuffled, as in training, or file.", default="shuffled"),
     as_json: OneObject = False,
 ) -> None:
     """Compare cache strategies on the ids of a dataset.
@@ -189,13 +178,11 @@ def replay(
         raise ConfigError(f"--lookahead {lookahead!r} is not a list of numbers. Write for example 16,64.") from error
     from stoker.placement.replay import replay as run_replay
 
+    if order == "file":
+        settings["seed"] = None
+    strategies = ["lru", "lfu", *windows, "hot-cold", "host-pipelined", "belady"]
     with Bars(quiet=as_json) as bars:
-        found = run_replay(
-            dataset, slots=None if slots is None else parse_count(slots), fraction=fraction,
-            device_memory=device_memory, strategies=["lru", "lfu", *windows, "hot-cold", "host-pipelined", "belady"],
-            in_flight=in_flight, batch_size=batch_size, steps=steps, seed=seed if order == "shuffled" else None,
-            dim=dim, dtype=dtype, optimizer=optimizer, progress=bars,
-        )  # fmt: skip
+        found = run_replay(dataset, strategies=strategies, progress=bars, **settings)
     if not printed({"dataset": str(dataset), "order": order, **found.to_dict()}, as_json):
         _show_replay(dataset, order, found)
 

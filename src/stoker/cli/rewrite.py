@@ -12,10 +12,7 @@ from stoker.base.progress import Bars
 from stoker.base.units import format_duration, format_size, quoted
 from stoker.cli.options import (
     DataArgument,
-    Dim,
-    Dtype,
     OneObject,
-    Optimizer,
     Overwrite,
     Plot,
     check_new_files,
@@ -26,6 +23,7 @@ from stoker.cli.options import (
     show_table,
     takes,
 )
+from stoker.rewrite.hot_profile import ProfileOptions
 from stoker.rewrite.id_order import Reordering
 
 if TYPE_CHECKING:
@@ -34,22 +32,14 @@ if TYPE_CHECKING:
 _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 
+@takes(ProfileOptions)
 def profile(
     dataset: DataArgument,
-    budget: str = option(
-        "Memory", "Memory for hot rows and their optimizer state.", "--device-memory", default="512MiB"
-    ),
-    dim: Dim = 16,
-    dtype: Dtype = "float32",
-    optimizer: Optimizer = "rowwise_adagrad",
+    *,
+    settings: dict[str, Any],
     exact: bool = option(
         "Sample", "Use the counts of all training rows. This is the default.", "--exact", default=False
     ),
-    sample: str | None = option(
-        "Sample", "Estimate from this share of the training rows (5% in the paper), and compare with the counts."
-    ),
-    confidence: str | None = option("Sample", "Confidence of the intervals. (default: 99.9%)"),
-    seed: int = option("Sample", "Seed of the sample, 0 or more.", default=0),
     out: Path | None = option("Results", "Write the profile to this JSON file, for stoker classify."),
     plot: Plot = None,
     as_json: OneObject = False,
@@ -68,9 +58,9 @@ def profile(
     stoker profile data/criteo --device-memory 1GiB --plot curve.png
     stoker profile data/globo --device-memory 4MiB --sample 5%
     """
-    if exact and sample is not None:
+    if exact and "sample" in settings:
         raise ConfigError("--exact uses the counts of all rows, --sample an estimate. Leave out one of them.")
-    if sample is None and confidence is not None:
+    if "sample" not in settings and "confidence" in settings:
         raise ConfigError("--confidence needs an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
     from stoker.dataset.dataset import Dataset
@@ -78,16 +68,13 @@ def profile(
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
-        found = popularity.profile(
-            data, budget=budget, embedding_dim=dim, dtype=dtype, optimizer=optimizer, sample=sample,
-            confidence=confidence or "99.9%", seed=seed, progress=bars,
-        )  # fmt: skip
+        found = popularity.profile(data, progress=bars, **settings)
     if out is not None:
         found.save(out)
     if plot is not None:
         found.plot(plot)
     if not printed({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}, as_json):
-        _show_profile(dataset, found, None if sample is None else popularity.true_hot_rows(data, found), written)
+        _show_profile(dataset, found, popularity.true_hot_rows(data, found) if "sample" in settings else None, written)
 
 
 def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, written: list[Path]) -> None:
@@ -174,18 +161,13 @@ def _bar(share: float) -> str:
     return f"{bar:<{_BAR}} {share:6.1%}"
 
 
+@takes(ProfileOptions, without=("sample", "confidence", "seed"))
 def classify(
     dataset: DataArgument,
     out: Path = option("Results", "New dataset directory.", default=...),
     profile: Path | None = option("Profile", "File that stoker profile wrote. (default: a new profile)"),
-    budget: str | None = option(
-        "Profile", "Memory for hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
-    ),
-    dim: int | None = option("Profile", "Columns of every table. (default: 16)", "--dim"),
-    dtype: str | None = option("Profile", "Type of the table weights: float32 or bfloat16. (default: float32)"),
-    optimizer: str | None = option(
-        "Profile", "Row optimizer, whose state needs memory too. (default: rowwise_adagrad)"
-    ),
+    *,
+    settings: dict[str, Any],
     overwrite: Overwrite = False,
     as_json: OneObject = False,
 ) -> None:
@@ -200,9 +182,7 @@ def classify(
     stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/criteo-hot
     stoker classify data/criteo --profile hot.json --out data/criteo-hot --overwrite
     """
-    asked: dict[str, Any] = {"budget": budget, "embedding_dim": dim, "dtype": dtype, "optimizer": optimizer}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if profile is not None and given:
+    if profile is not None and settings:
         raise ConfigError(
             "--profile has its own budget, --dim, --dtype and --optimizer. Leave these out, or make another profile "
             "with stoker profile."
@@ -214,7 +194,7 @@ def classify(
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
-        found = run_profile(data, progress=bars, **given) if profile is None else HotProfile.load(profile)
+        found = run_profile(data, progress=bars, **settings) if profile is None else HotProfile.load(profile)
         report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
     rows = report.hot + report.cold
     values = {name: value for name, value in vars(report).items() if name != "path"}

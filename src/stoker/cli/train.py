@@ -25,13 +25,12 @@ from stoker.cli.options import (
 )
 from stoker.cli.prepare import is_log, prepare_log
 from stoker.placement.budget import MemoryBudget
-from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RowConfig
+from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RangeTest, RowConfig
 
 if TYPE_CHECKING:
     from stoker.training import TrainResult
     from stoker.training.tools.find_lr import Finding
 
-_TEST = "Range test"
 _WIDTH = 64  # of a curve: it fits a terminal of 80
 
 
@@ -124,20 +123,14 @@ def _size(text: str) -> int | Literal["auto"]:
 
 # The test has no evaluation and no checkpoints, so it does not take their settings.
 @takes(
-    ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, "lr_scaling", "base_batch_size",
-    "data_memory", MemoryBudget, MachineConfig,
+    RangeTest, ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, "lr_scaling",
+    "base_batch_size", "data_memory", MemoryBudget, MachineConfig,
 )  # fmt: skip
 def find_lr(
     dataset: DataArgument,
-    lr_steps: int = option(_TEST, "Batches of the range test.", default=200),
-    low: float = option(_TEST, "First factor of the learning rates.", default=1e-3),
-    high: float = option(_TEST, "Last factor.", default=1e3),
-    which: str = option(_TEST, "Rates that rise: both, rows or dense.", default="both"),
-    smoothing: float = option(_TEST, "Weight of earlier steps in the smoothed loss.", default=0.9),
-    trial_steps: int | None = option(_TEST, "Batches of each trial. (default: 5 times lr-steps, at most an epoch)"),
-    plot: Plot = None,
     *,
     settings: dict[str, Any],
+    plot: Plot = None,
     as_json: OneObject = False,
 ) -> None:
     """Find learning rates with a range test.
@@ -156,10 +149,7 @@ def find_lr(
     from stoker.training.tools.find_lr import find_lr as run
 
     with Bars(quiet=as_json) as bars:
-        found = run(
-            dataset, lr_steps=lr_steps, low=low, high=high, which=which, smoothing=smoothing,  # type: ignore[arg-type]
-            trial_steps=trial_steps, progress=lambda done, total: bars("steps", done, total), **settings,
-        )  # fmt: skip
+        found = run(dataset, progress=lambda done, total: bars("steps", done, total), **settings)
     if plot is not None:
         found.plot(plot)
     if printed({"dataset": str(dataset), **found.to_dict()}, as_json):

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.gather import Gather, ResidentRows, make_gather, new_tensor
@@ -78,11 +79,12 @@ class _Shares:
         return self.tail_start + self.tail * part // parts, self.tail_start + self.tail * (part + 1) // parts
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reading:
-    """The settings of :meth:`Split.batches`: how rows become batches."""
+    """The arguments of :meth:`Split.batches`: how rows become batches."""
 
     batch_size: int
+    _: KW_ONLY
     seed: int | None = None
     drop_last: bool = False
     shuffle_memory: str | int = "1GiB"
@@ -456,22 +458,8 @@ def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Bat
 class Split(SplitRows):
     """The rows of one split, and batches of them. ``len(split)`` is their number."""
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        seed: int | None = None,
-        drop_last: bool = False,
-        shuffle_memory: str | int = "1GiB",
-        rank: int = 0,
-        world_size: int = 1,
-        limit: int | None = None,
-        prefetch: int = 0,
-        reuse: bool = False,
-        pin_memory: bool = False,
-        device: torch.device | str | None = None,
-        data_memory: str | int | None = None,
-    ) -> BatchStream:
+    @method_with_arguments_of(Reading)
+    def batches(self, batch_size: int, **reading: Any) -> BatchStream:
         """Return a stream of batches; iterate it once per epoch.
 
         Args:
@@ -495,12 +483,7 @@ class Split(SplitRows):
         Raises:
             ConfigError: settings that leave no batch, or contradict each other.
         """
-        reading = Reading(
-            batch_size=batch_size, seed=seed, drop_last=drop_last, shuffle_memory=shuffle_memory, rank=rank,
-            world_size=world_size, limit=limit, prefetch=prefetch, reuse=reuse, pin_memory=pin_memory, device=device,
-            data_memory=data_memory,
-        )  # fmt: skip
-        return BatchStream(self, reading)
+        return BatchStream(self, Reading(batch_size, **reading))
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every shard against the manifest's checksum and every id against its table, once per process.

@@ -4,15 +4,17 @@ A formula takes arithmetic ``x``, constants ``c`` by name (:class:`Constants`), 
 Python's operators: tensors of rows [U, D] with numbers of rows [U, 1] (:class:`stoker.ops.reference.Tensors`), or
 vectors of one row (:class:`stoker.ops.codegen.llvm.Vectors`). ``x`` has ``sqrt(v)``, ``square_sum(v)`` and ``norm(v)``
 of each row, ``over(number, v)``, rounded once, ``is_zero(v)``, ``where(condition, v, other)`` and ``clamp(v, limit)``.
-Triton reads source text, so :mod:`stoker.ops.gpu.kernels` has the formulas once more.
+Triton reads source text, so :mod:`stoker.ops.gpu.kernels` has the formulas once more; the reference steps for others.
 """
 
 from __future__ import annotations
 
+import marshal
 import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -127,6 +129,7 @@ class Rule(NamedTuple):
         return "scalar" in self.state.values()
 
 
+_OWN = 2**32  # codes from here on are of formulas that other packages bring
 _MOMENTS: dict[str, Literal["row", "scalar"]] = {"exp_avg": "row", "exp_avg_sq": "row"}
 #: by kind
 RULES = {
@@ -139,6 +142,11 @@ RULES = {
     "ftrl": Rule(_ftrl, {"sum": "row", "linear": "row"}, 6),
     "lamb": Rule(_lamb, _MOMENTS, 7, "table"),
 }
+
+
+def add_rule(kind: str, step: Callable[..., Any], state: dict[str, Literal["row", "scalar"]]) -> None:
+    """Add a formula to :data:`RULES`. Kernels on the CPU are made from it; on a GPU the reference steps."""
+    RULES[kind] = Rule(step, state, _OWN | crc32(marshal.dumps(step.__code__)))  # another formula, another kernel
 
 
 class RowRule(NamedTuple):

@@ -7,12 +7,15 @@ once, in :mod:`stoker.ops.rule`; all constants are rounded to float32 before use
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from stoker.base.errors import ConfigError
-from stoker.ops.rule import RULES, RowRule
+from stoker.ops.rule import RULES, RowRule, add_rule
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
+
+_T = TypeVar("_T", bound="RowOptimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,12 @@ class RowOptimizer:
     """
 
     kind: ClassVar[str]
+    #: learning rate of runs that give none
+    default_lr: ClassVar[float]
+    #: option that this kind alone takes -> the setting of a run that holds it; others are in its ``row_options``
+    settings: ClassVar[dict[str, str]] = {}
+    #: formula of its step where none of :data:`stoker.ops.rule.RULES` is that; see there
+    step: ClassVar[Callable[..., Any] | None] = None
     #: name of each state tensor -> "row" ([N, D] float32) or "scalar" ([N] float32)
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = {}
 
@@ -102,6 +111,7 @@ class SGD(RowOptimizer):
     """
 
     kind: ClassVar[str] = "sgd"
+    default_lr: ClassVar[float] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +134,8 @@ class MomentumSGD(RowOptimizer):
     """
 
     kind: ClassVar[str] = "momentum_sgd"
+    default_lr: ClassVar[float] = 0.01
+    settings: ClassVar[dict[str, str]] = {"momentum": "row_momentum", "nesterov": "row_nesterov"}
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["momentum"].state
     momentum: float = 0.9
     nesterov: bool = False
@@ -151,6 +163,7 @@ class Adagrad(RowOptimizer):
     """
 
     kind: ClassVar[str] = "adagrad"
+    default_lr: ClassVar[float] = 0.05
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adagrad"].state
     eps: float = 1e-8
 
@@ -169,6 +182,7 @@ class RowWiseAdagrad(RowOptimizer):
     """
 
     kind: ClassVar[str] = "rowwise_adagrad"
+    default_lr: ClassVar[float] = 0.05
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["rowwise_adagrad"].state
     eps: float = 1e-8
 
@@ -188,6 +202,7 @@ class Adam(RowOptimizer):
     """
 
     kind: ClassVar[str] = "adam"
+    default_lr: ClassVar[float] = 1e-3
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adam"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -261,6 +276,8 @@ class FTRL(RowOptimizer):
     """
 
     kind: ClassVar[str] = "ftrl"
+    default_lr: ClassVar[float] = 0.1
+    settings: ClassVar[dict[str, str]] = {"beta": "row_beta", "l1": "row_l1", "l2": "row_l2"}
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["ftrl"].state
     beta: float = 1.0
     l1: float = 0.0
@@ -294,6 +311,8 @@ class LAMB(RowOptimizer):
     """
 
     kind: ClassVar[str] = "lamb"
+    default_lr: ClassVar[float] = 0.02
+    settings: ClassVar[dict[str, str]] = {"min_trust": "min_trust", "max_trust": "max_trust", "l2": "row_l2"}
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["lamb"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
@@ -316,10 +335,48 @@ class LAMB(RowOptimizer):
         )
 
 
-#: by kind
+#: by kind; :func:`register_row_optimizer` adds others
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     each.kind: each for each in (SGD, MomentumSGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL, LAMB)
 }
+
+#: the same names, for type checkers
+RowOptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"]
+
+
+def register_row_optimizer(made: type[_T]) -> type[_T]:
+    """Make a row optimizer of your own known by its ``kind`` to :func:`stoker.train`, checkpoints and commands.
+
+    If the class has a formula as ``step``, :meth:`RowOptimizer.rule` asks for it by the same ``kind``.
+
+    Raises:
+        ConfigError: the kind is that of another class, or there is no default learning rate.
+
+    >>> import stoker, torch
+    >>> from dataclasses import dataclass
+    >>> @stoker.optim.register_row_optimizer
+    ... @dataclass(frozen=True, kw_only=True)
+    ... class SignSGD(stoker.optim.RowOptimizer):
+    ...     kind, default_lr = "sign_sgd", 0.01
+    ...     @staticmethod
+    ...     def step(x, c, w, g):
+    ...         return (w - x.where(g > 0.0, c.lr, x.where(g < 0.0, -c.lr, g)),)
+    >>> stoker.TrainConfig(row_optimizer="sign_sgd").make_row_optimizer(stoker.Constant()).lr
+    0.01
+    >>> del stoker.optim.ROW_OPTIMIZERS["sign_sgd"]
+    """
+    known = ROW_OPTIMIZERS.get(made.kind)
+    if known is not None and (known.__module__, known.__qualname__) != (made.__module__, made.__qualname__):
+        raise ConfigError(
+            f"{made.__qualname__} has the kind {made.kind!r}, which is that of {known.__module__}:{known.__qualname__}."
+            " Give it another one: checkpoints say which row optimizer they hold by its kind."
+        )
+    if not hasattr(made, "default_lr"):
+        raise ConfigError(f"{made.__qualname__} has no default_lr, the learning rate of runs that give none. Add one.")
+    if made.step is not None:
+        add_rule(made.kind, made.step, made.state)
+    ROW_OPTIMIZERS[made.kind] = made
+    return made
 
 
 def check_not_negative(owner: str, **values: float | None) -> None:

@@ -1,4 +1,7 @@
-"""The memory for rows of tables, and how rows move if it does not hold all of them."""
+"""The memory for rows of tables, and how rows move if it does not hold all of them.
+
+The help of the command line reads this, so none of it needs torch.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from stoker.base.errors import ConfigError
 from stoker.base.settings import Settings, Useless, setting
+from stoker.optim import ROW_OPTIMIZERS
 
 Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
+
+_SLOTS = "Fast memory (one of three)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +67,28 @@ class MemoryBudget(Settings, panel="Memory"):
         if self.device_memory is None:
             names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
             yield names, "without a limit on device memory all rows are on the device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Settings, panel="Batches"):
+    """The fast memory and the batches that :func:`stoker.replay` replays."""
+
+    slots: int | str | None = setting(None, "Slots, such as 50k. Each holds one row.", panel=_SLOTS)
+    fraction: float | str | None = setting(None, "Slots as a share of all rows, 0.1 or 10%.", unset="10%", panel=_SLOTS)
+    device_memory: int | str | None = setting(
+        None, "Memory for rows and their optimizer state, such as 1GiB.", panel=_SLOTS
+    )
+    in_flight: int = setting(1, "Batches in flight, whose rows may not be evicted.", least=1)
+    batch_size: int = setting(2048, "Examples per batch.")
+    steps: int | None = setting(None, "Batches to replay.", unset="one epoch", least=1)
+    seed: int | None = setting(0, "Seed of the shuffled order.")
+    dim: int = setting(16, "Columns of every table.", options=("--dim", "--embedding-dim"), panel="Rows")
+    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.", panel="Rows")
+    optimizer: str = setting(
+        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS, panel="Rows"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if sum(value is not None for value in (self.slots, self.fraction, self.device_memory)) > 1:
+            raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")

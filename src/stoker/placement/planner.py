@@ -12,9 +12,10 @@ Legend: C slots of a group, H hot rows of a table.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from stoker.base.device import available_memory, resolve_device
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import ConfigError
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, parse_size
 from stoker.optim import RowOptimizer
 from stoker.placement.budget import MemoryBudget
@@ -44,20 +46,34 @@ _HOME_SHARE = 0.8  # of the available memory
 _INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part of the memory for rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The arguments of :func:`plan` but for tables and memory settings."""
+
+    optimizer: RowOptimizer | None = None
+    budget: MemoryBudget | None = None
+    batch_size: int = 2048
+    tensor_trains: Mapping[str, TensorTrain] | None = None
+    hot_batches: HotBatches | None = None
+    device: torch.device | str | None = None
+    profile: Profile | None = None
+    ids_per_feature: float | Mapping[str, float] | None = None
+    max_ids: int | Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class PlanArguments(MemoryBudget, _Asked):
+    """The arguments of :func:`plan`."""
+
+    tables: EmbeddingTables | nn.Module | Sequence[TableConfig]
+    counts: Mapping[str, Any] | None = None
+    _: KW_ONLY
+    path: str | os.PathLike[str] | None = None  # home_path
+
+
+@with_arguments_of(PlanArguments)
 def plan(
-    tables: EmbeddingTables | nn.Module | Sequence[TableConfig],
-    counts: Mapping[str, Any] | None = None,
-    *,
-    optimizer: RowOptimizer | None = None,
-    budget: MemoryBudget | None = None,
-    batch_size: int = 2048,
-    tensor_trains: Mapping[str, TensorTrain] | None = None,
-    hot_batches: HotBatches | None = None,
-    device: torch.device | str | None = None,
-    profile: Profile | None = None,
-    ids_per_feature: float | Mapping[str, float] | None = None,
-    max_ids: int | Mapping[str, int] | None = None,
-    **memory: Any,
+    tables: EmbeddingTables | nn.Module | Sequence[TableConfig], counts: Mapping[str, Any] | None = None, **given: Any
 ) -> Placement:
     """Where every table should lie. The numbers a model computes do not depend on it.
 
@@ -87,21 +103,23 @@ def plan(
     Raises:
         ConfigError: a budget that cannot work, with the smallest that does; or a setting out of its range.
     """
-    tables, optimizer = _given(tables, optimizer)
+    asked = _Asked(**{item.name: given.pop(item.name) for item in fields(_Asked) if item.name in given})
+    tables, optimizer = _given(tables, asked.optimizer)
+    batch_size, profile = asked.batch_size, asked.profile
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
-    settings = _memory(budget, memory)
-    chosen = resolve_device(device)
+    settings = _memory(asked.budget, given)
+    chosen = resolve_device(asked.device)
     limit = parse_size(settings.device_memory or 0)
-    mean = {name: _of(ids_per_feature, name, 1.0) for table in tables for name in table.features}
-    most = {name: int(_of(max_ids, name, math.ceil(mean[name]))) for name in mean}
+    mean = {name: _of(asked.ids_per_feature, name, 1.0) for table in tables for name in table.features}
+    most = {name: int(_of(asked.max_ids, name, math.ceil(mean[name]))) for name in mean}
     state = dict(optimizer.state)
     work = Workload(
         uses=_uses(tables, counts or {}, batch_size, mean), state=state, budget=settings, device=chosen,
-        hot_batches=hot_batches,
+        hot_batches=asked.hot_batches,
     )  # fmt: skip
     needs = _Needs(work, most)
-    trains = {name: each for name, each in (tensor_trains or {}).items() if name in work.uses}
+    trains = {name: each for name, each in (asked.tensor_trains or {}).items() if name in work.uses}
     everything, tables = tables, [table for table in tables if table.name not in trains]
     cores = sum(
         table.num_embeddings * row_bytes(table, state)

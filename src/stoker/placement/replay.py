@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,13 @@ from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
+from stoker.base.settings import with_arguments_of
 from stoker.base.spool import Spool
-from stoker.base.units import format_size, parse_share
+from stoker.base.units import format_size, parse_count, parse_share
 from stoker.dataset.dataset import Dataset
 from stoker.ops.space import AddressSpace, make_space
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
+from stoker.placement.budget import ReplaySettings
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables import tables_for
 from stoker.tables.config import DTYPES, Cached, bytes_of_row
@@ -276,23 +278,21 @@ def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "
     return bytes_of_row(dim, dtype, ROW_OPTIMIZERS[kind].state)
 
 
-def replay(
-    source: Dataset | str | Path | Iterable[Any],
-    *,
-    slots: int | None = None,
-    fraction: float | str | None = None,
-    device_memory: int | str | None = None,
-    strategies: Sequence[str] = STRATEGIES,
-    in_flight: int = 1,
-    batch_size: int = 2048,
-    steps: int | None = None,
-    seed: int | None = 0,
-    dim: int = 16,
-    dtype: str = "float32",
-    optimizer: str | RowOptimizer = "rowwise_adagrad",
-    num_embeddings: int | None = None,
-    progress: Progress | None = None,
-) -> Replay:
+@dataclass(frozen=True)
+class ReplayArguments(ReplaySettings):
+    """The arguments of :func:`replay`."""
+
+    source: Dataset | str | Path | Iterable[Any]
+    _: KW_ONLY
+    strategies: Sequence[str] = STRATEGIES
+    num_embeddings: int | None = None
+    progress: Progress | None = None
+    if TYPE_CHECKING:
+        optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
+
+
+@with_arguments_of(ReplayArguments)
+def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay:
     """Replay cache strategies on the ids of a stream, without training: their hit rates and traffic.
 
     Args:
@@ -322,22 +322,20 @@ def replay(
         DataError: no dataset there, or ids that its tables do not have.
         DependencyError: Numba is not installed.
     """
-    chosen = [CacheStrategy.parse(name) for name in dict.fromkeys(strategies)]
+    asked = ReplayArguments(source, **given)
+    in_flight, steps, num_embeddings = asked.in_flight, asked.steps, asked.num_embeddings
+    chosen = [CacheStrategy.parse(name) for name in dict.fromkeys(asked.strategies)]
     if not chosen:
         raise ConfigError(f"no strategy was named. Choose among {', '.join(STRATEGIES)}.")
-    if in_flight < 1 or (steps is not None and steps < 1):
-        raise ConfigError(f"in_flight={in_flight} and steps={steps} must be at least 1.")
-    if sum(value is not None for value in (slots, fraction, device_memory)) > 1:
-        raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
-    size = row_size(dim, dtype, optimizer)
-    report = progress or quiet
+    size = row_size(asked.dim, asked.dtype, asked.optimizer)
+    report = asked.progress or quiet
     require("numba", "replay needs")
     if isinstance(source, str | Path):
         source = Dataset(source)
     from_dataset = isinstance(source, Dataset)
     if isinstance(source, Dataset):
         space = dataset_space(source)
-        total, keys = dataset_steps(source, space, batch_size=batch_size, seed=seed, steps=steps)
+        total, keys = dataset_steps(source, space, batch_size=asked.batch_size, seed=asked.seed, steps=steps)
         trace, _ = record(keys, lambda done: report("reading ids", done, total))
         num_rows = space.num_rows
     else:
@@ -345,8 +343,10 @@ def replay(
         keys = array_steps(source, num_embeddings, steps)
         trace, greatest = record(keys, lambda done: report("reading ids", done, max(total, done)))
         num_rows = num_embeddings or greatest + 1
-    share = parse_share(0.1 if fraction is None else fraction) if slots is None and device_memory is None else None
-    capacity = Cached(slots=slots, memory=device_memory, fraction=share).count_slots(num_rows, size)
+    slots, memory, share = None if asked.slots is None else parse_count(asked.slots), asked.device_memory, None
+    if slots is None and memory is None:
+        share = parse_share(0.1 if asked.fraction is None else asked.fraction)
+    capacity = Cached(slots=slots, memory=memory, fraction=share).count_slots(num_rows, size)
 
     # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
     pipelined, (_, least, step, needed) = _replayed(
@@ -366,8 +366,9 @@ def replay(
     best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
     figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
     return Replay(
-        steps=trace.steps, batch_size=batch_size if from_dataset else None, in_flight=in_flight, num_rows=num_rows,
-        rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size, rows_needed=trace.places,
+        steps=trace.steps, batch_size=asked.batch_size if from_dataset else None, in_flight=in_flight,
+        num_rows=num_rows, rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size,
+        rows_needed=trace.places,
         lookups=trace.lookups, strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
     )  # fmt: skip
 

@@ -16,14 +16,36 @@ from typing import TYPE_CHECKING, Any
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
+from stoker.base.settings import Settings, setting
 from stoker.base.units import format_size, quoted
 from stoker.dataset.manifest import canonical_json
+from stoker.optim import ROW_OPTIMIZERS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT_VERSION = 1
 _KIND = "stoker.HotProfile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(Settings, panel="Rows"):
+    """How :func:`stoker.profile` looks for hot rows, as it is asked to."""
+
+    budget: int | str = setting(
+        "512MiB", "Memory for hot rows and their optimizer state.", options=("--device-memory",), panel="Memory"
+    )
+    embedding_dim: int = setting(16, "Columns of every table.", options=("--dim", "--embedding-dim"))
+    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.")
+    optimizer: str = setting(
+        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS
+    )
+    sample: float | str | None = setting(
+        None, "Estimate from this share of the training rows (5% in the paper), and compare with the counts.",
+        panel="Sample",
+    )  # fmt: skip
+    confidence: float | str = setting(0.999, "Confidence of the intervals, such as 99.9%.", panel="Sample")
+    seed: int = setting(0, "Seed of the sample, 0 or more.", panel="Sample")
 
 
 @dataclass(frozen=True, kw_only=True)

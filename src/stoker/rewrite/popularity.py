@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import compress, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.progress import Progress, quiet
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, parse_share, parse_size
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import make_gather, new_tensor
@@ -34,7 +35,7 @@ from stoker.dataset.split import Split
 from stoker.optim import RowOptimizer
 from stoker.placement.replay import row_size
 from stoker.rewrite.derived import table_ids
-from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileSettings
+from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileOptions, ProfileSettings
 
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -51,20 +52,21 @@ _HALVINGS = 48
 _ALL_COLD = 2.0  # a share that no row has
 
 
-def profile(
-    dataset: Dataset | str | Path,
-    *,
-    budget: int | str = "512MiB",
-    embedding_dim: int = 16,
-    dtype: str = "float32",
-    optimizer: str | RowOptimizer = "rowwise_adagrad",
-    sample: float | str | None = None,
-    confidence: float | str = 0.999,
-    chunks: int = 35,
-    chunk_rows: int = 1024,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> HotProfile:
+@dataclass(frozen=True)
+class ProfileArguments(ProfileOptions):
+    """The arguments of :func:`profile`."""
+
+    dataset: Dataset | str | Path
+    _: KW_ONLY
+    chunks: int = 35
+    chunk_rows: int = 1024
+    progress: Progress | None = None
+    if TYPE_CHECKING:
+        optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
+
+
+@with_arguments_of(ProfileArguments)
+def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     """Find the hot rows of a dataset's tables within a budget of fast memory.
 
     A row is hot if it has at least the share t of its table's accesses, where t is as low as the budget allows. Tables
@@ -96,13 +98,15 @@ def profile(
         ConfigError: settings out of their range, or a budget that holds no row.
         DataError: no dataset there, no training rows or tables, or an id outside its table.
     """
+    asked = ProfileArguments(dataset, **given)
+    optimizer, sample, seed = asked.optimizer, asked.sample, asked.seed
     settings = ProfileSettings(
-        budget=parse_size(budget), embedding_dim=embedding_dim, dtype=dtype,
+        budget=parse_size(asked.budget), embedding_dim=asked.embedding_dim, dtype=asked.dtype,
         optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind,
         sample=None if sample is None else _share("sample", sample), method="exact" if sample is None else "chunks",
-        confidence=_share("confidence", confidence), chunks=chunks, chunk_rows=chunk_rows, seed=seed,
+        confidence=_share("confidence", asked.confidence), chunks=asked.chunks, chunk_rows=asked.chunk_rows, seed=seed,
     )  # fmt: skip
-    size = row_size(embedding_dim, dtype, optimizer)
+    size = row_size(settings.embedding_dim, settings.dtype, optimizer)
     if settings.budget < size:
         raise ConfigError(
             f"budget {format_size(settings.budget)} holds not even one row of {size} bytes. Give more, such as 512MiB.",
@@ -114,7 +118,7 @@ def profile(
         raise DataError(f"{dataset.path} has no categorical or sequence column, so no row is hot.")
     if not len(dataset.train):
         raise DataError(f"{dataset.path} has no training rows.")
-    report = progress or quiet
+    report = asked.progress or quiet
     tables = _count_tables(dataset, settings, report)
     small = [table.rows * size < _SMALL for table in tables.values()]
     fits = sum(table.rows * size for table in compress(tables.values(), small)) <= settings.budget

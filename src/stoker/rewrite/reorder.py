@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
+from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
@@ -110,27 +111,31 @@ def reorder(
     return Dataset(run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=progress).path)
 
 
-def run_reorder(
-    dataset: Dataset | str | Path,
-    out: str | Path,
-    *,
-    how: Reordering | None = None,
-    tables: Sequence[str] | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    threads: int | None = None,
-    keep_source: bool = True,
-    request: str | None = None,
-) -> ReorderReport:
-    """Do as :func:`reorder`, and return what was done.
+@dataclass(frozen=True)
+class ReorderArguments:
+    """The arguments of :func:`run_reorder`; :func:`reorder` describes its own."""
 
-    ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
-    ``request``: of a preparation that reorders, for :func:`stoker.dataset.manifest.note_request`.
-    """
+    dataset: Dataset | str | Path
+    out: str | Path
+    _: KW_ONLY
+    how: Reordering | None = None
+    tables: Sequence[str] | None = None
+    overwrite: bool = False
+    progress: Progress | None = None
+    threads: int | None = None  # does not change a byte of the result
+    keep_source: bool = True  # False where the source is to be deleted
+    request: str | None = None  # of a preparation that reorders, for stoker.dataset.manifest.note_request
+
+
+@with_arguments_of(ReorderArguments)
+def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) -> ReorderReport:
+    """Do as :func:`reorder`, and return what was done."""
+    asked = ReorderArguments(dataset, out, **given)
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-    how, out, progress, threads = how or Reordering(), Path(out), progress or quiet, check_threads(threads)
-    names = _chosen(data, tables)
+    how, out, overwrite = asked.how or Reordering(), Path(out), asked.overwrite
+    progress, threads = asked.progress or quiet, check_threads(asked.threads)
+    names = _chosen(data, asked.tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number
     if not overwrite and (there := derived_at(out, data, "reordered")) is not None and there.hot_cold is None:
         known = there.reordered or {}
@@ -161,13 +166,13 @@ def run_reorder(
                 "tables": {name: asdict(report) for name, report in told.items()},
                 "settings": settings,
                 "hash": order_hash,
-                "source": str(data.path.resolve()) if keep_source else None,
+                "source": str(data.path.resolve()) if asked.keep_source else None,
                 "source_schema_hash": data.schema_hash,
                 "source_data_hash": data.train.data_hash,
                 "stoker_version": __version__,
             },
         }
-        note_request(folder, request)
+        note_request(folder, asked.request)
         write_manifest(folder, manifest)
     return _report(Dataset(out), started, reused=False)
 

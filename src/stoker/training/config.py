@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -33,8 +33,6 @@ from stoker.tables import Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.training.settings import (
     DENSE_LR,
-    ROW_LR,
-    ROW_OPTIONS,
     DenseConfig,
     MachineConfig,
     ModelConfig,
@@ -84,7 +82,9 @@ class TrainConfig(
         with _refusal("tt_own"):
             for own in self.tt_own.values():
                 TensorTrain(own=own)
-        with _refusal("row_optimizer", "row_cow_clip", *ROW_OPTIONS.get(self.row_optimizer, {}).values()):
+        with _refusal(
+            "row_optimizer", "row_cow_clip", "row_options", *ROW_OPTIMIZERS[self.row_optimizer].settings.values()
+        ):
             self.make_row_optimizer(Constant())
 
     def useless(self) -> Useless:
@@ -149,10 +149,17 @@ class TrainConfig(
     def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
         """The row optimizer, its rate scaled to the batch size."""
         scaling = self.scaling
-        lr = ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
-        own = ROW_OPTIONS.get(self.row_optimizer, {})
-        more: dict[str, Any] = {option: getattr(self, setting) for option, setting in own.items()}
-        return ROW_OPTIMIZERS[self.row_optimizer](
+        kind = ROW_OPTIMIZERS[self.row_optimizer]
+        lr = kind.default_lr if self.row_lr is None else self.row_lr
+        more: dict[str, Any] = {option: getattr(self, setting) for option, setting in kind.settings.items()}
+        common = {item.name for item in fields(RowOptimizer)}
+        free = [item.name for item in fields(kind) if item.name not in {*common, *more}]
+        for name, value in self.row_options.items():
+            if name not in free:
+                has = f" It has: {', '.join(free)}." if free else ""
+                raise ConfigError(f"{self.row_optimizer} has no option {name!r}.{near(name, free)}{has}")
+            more[name] = tuple(value) if isinstance(value, list) else value
+        return kind(
             lr=lr * scaling.row_lr, schedule=schedule,
             weight_decay=self.row_weight_decay * scaling.row_weight_decay, clip_value=self.row_clip_value,
             clip_norm=self.row_clip_norm, cow_clip=self.row_cow_clip, **more,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.picture import Grid, Shown
@@ -26,8 +26,6 @@ from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING, metric_grid
 from stoker.training.settings import RESUMABLE
 from stoker.training.tools.baseline import baseline_line, saved_baselines
-
-_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,25 +57,17 @@ class TrainResult(Shown):
         return (metric_grid(columns),) if columns else ()
 
 
-class Trains(Protocol[_P]):
-    """:func:`stoker.train` for type checkers, which see the settings among its arguments."""
-
-    def __call__(
-        self, dataset: Dataset | str | Path | None = None, config: TrainConfig | None = None,
-        out: str | Path | None = None, resume: str | Path | None = None, display: Display | Mode = "auto",
-        loggers: Sequence[Logger] = (), *args: _P.args, **settings: _P.kwargs,
-    ) -> TrainResult: ...  # fmt: skip
-
-
-def takes_settings(of: Callable[_P, object]) -> Callable[[Callable[..., TrainResult]], Trains[_P]]:
-    """Tell type checkers the settings that a function takes as keywords."""
-    return lambda function: function
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainArguments(TrainConfig):
-    """Settings as :func:`stoker.train` takes them."""
+    """The arguments of :func:`stoker.train`."""
 
+    dataset: Dataset | str | Path | None = None
+    config: TrainConfig | None = None
+    _: KW_ONLY
+    out: str | Path | None = None
+    resume: str | Path | None = None
+    display: Display | Mode = "auto"
+    loggers: Sequence[Logger] = ()
     if TYPE_CHECKING:
         batch_size: int | Literal["auto"] = 2048  # type: ignore[assignment]
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from stoker.base.device import has_bf16_products, resolve_device
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
@@ -20,7 +21,7 @@ from stoker.optim import Constant
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import TrainArguments, TrainResult, finish, open_run, restore, takes_settings
+from stoker.training.ends import TrainArguments, TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, Upload, local_run
@@ -36,7 +37,7 @@ from stoker.training.settings import RESUMABLE
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
 
-@takes_settings(TrainArguments)
+@with_arguments_of(TrainArguments)
 def train(
     dataset: Dataset | str | Path | None = None,
     config: TrainConfig | None = None,

@@ -11,22 +11,16 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from stoker.base.settings import Settings, Useless, setting
+from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
 from stoker.placement.budget import MemoryBudget
 
-RowOptimizerName = Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"]
-
-#: row optimizer -> its own argument -> field of the settings
-ROW_OPTIONS: dict[str, dict[str, str]] = {
-    "momentum_sgd": {"momentum": "row_momentum", "nesterov": "row_nesterov"},
-    "ftrl": {"beta": "row_beta", "l1": "row_l1", "l2": "row_l2"},
-    "lamb": {"min_trust": "min_trust", "max_trust": "max_trust", "l2": "row_l2"},
-}
 #: optimizer -> default learning rate
-ROW_LR = {
-    "sgd": 0.1, "momentum_sgd": 0.01, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3, "adamw": 1e-3,
-    "ftrl": 0.1, "lamb": 0.02,
-}  # fmt: skip
 DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as JSON gives them back: a list for a tuple."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def _by_kind(rates: Mapping[str, float]) -> str:
@@ -58,9 +52,7 @@ class ModelConfig(Settings, panel="Model"):
     compile: bool = setting(False, "Compile the dense part with torch.compile.")
 
     def __post_init__(self) -> None:
-        # As JSON gives them back: a list for a tuple.
-        options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
-        self._set("model_options", options)
+        self._set("model_options", plain(self.model_options))
         self._set("tt_own", dict(self.tt_own))
         super().__post_init__()
 
@@ -111,8 +103,13 @@ class OrderConfig(Settings, panel="Optimization"):
 class RowConfig(Settings, panel="Optimization"):
     """The optimizer of the rows."""
 
-    row_optimizer: RowOptimizerName = setting("rowwise_adagrad", "Optimizer of the rows.")
-    row_lr: float | None = setting(None, "Learning rate of the rows.", unset=_by_kind(ROW_LR), least=0)
+    row_optimizer: RowOptimizerName = setting(
+        "rowwise_adagrad", "Optimizer of the rows.", choices=lambda: ROW_OPTIMIZERS
+    )
+    row_lr: float | None = setting(
+        None, "Learning rate of the rows.", least=0,
+        unset=_by_kind({kind: each.default_lr for kind, each in ROW_OPTIMIZERS.items()}),
+    )  # fmt: skip
     row_weight_decay: float = setting(0.0, "L2 penalty of touched rows. adamw and lamb decouple it.", least=0)
     row_momentum: float = setting(0.9, "Momentum of momentum_sgd.")
     row_nesterov: bool = setting(False, "Nesterov momentum, for momentum_sgd.")
@@ -121,17 +118,21 @@ class RowConfig(Settings, panel="Optimization"):
     row_l2: float = setting(0.0, "L2 penalty of ftrl, or of lamb, where it enters the moments.", least=0)
     row_clip_value: float | None = setting(None, "Clip each value of a row's gradient to this size.")
     row_clip_norm: float | None = setting(None, "Clip the gradient of each row to this norm.")
+    row_options: Mapping[str, Any] = setting(
+        dict, "Other option of the row optimizer, as name=value.", options=("--row-option",)
+    )
     row_cow_clip: tuple[float, float] | None = setting(None, "CowClip for row gradients, as r,zeta: 1,1e-5.")
 
     def __post_init__(self) -> None:
         if self.row_cow_clip is not None:
             self._set("row_cow_clip", tuple(self.row_cow_clip))
+        self._set("row_options", plain(self.row_options))
         super().__post_init__()
 
     def useless(self) -> Useless:
         yield from super().useless()
-        used = ROW_OPTIONS.get(self.row_optimizer, {}).values()
-        own = {name for options in ROW_OPTIONS.values() for name in options.values() if name.startswith("row_")}
+        used = ROW_OPTIMIZERS[self.row_optimizer].settings.values()
+        own = {name for each in ROW_OPTIMIZERS.values() for name in each.settings.values() if name.startswith("row_")}
         yield tuple(sorted(own.difference(used))), f"row optimizer {self.row_optimizer} does not have that"
 
 
@@ -228,6 +229,34 @@ class MachineConfig(Settings, panel="Machine"):
     device: str = setting("auto", "auto, cpu or cuda. auto takes the GPU if there is one.")
     backend: Literal["auto", "reference", "cpu", "triton"] = setting("auto", "Kernels of the tables.")
     threads: int | None = setting(None, "CPU threads.", unset="as many as torch uses", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest(Settings, panel="Range test"):
+    """How :func:`stoker.find_lr` looks for learning rates."""
+
+    lr_steps: int = setting(200, "Batches of the range test.")
+    low: float = setting(1e-3, "First factor of the learning rates.")
+    high: float = setting(1e3, "Last factor.")
+    which: Literal["both", "rows", "dense"] = setting("both", "Rates that rise.")
+    smoothing: float = setting(0.9, "Weight of earlier steps in the smoothed loss.")
+    trial_steps: int | None = setting(
+        None, "Batches of each trial.", unset="5 times lr-steps, at most an epoch", least=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr_steps < 20:
+            self._refuse(
+                f"{self.lr_steps} steps are too few to see a loss fall and rise. Give at least 20.", "lr_steps"
+            )
+        if not 0 < self.low < self.high < math.inf:
+            self._refuse(
+                f"rates rise from factor {self.low:g} to {self.high:g}: low must be above 0, and high above low.",
+                "low", "high",
+            )  # fmt: skip
+        if not 0 <= self.smoothing < 1:
+            self._refuse(f"smoothing is {self.smoothing}; it is the weight of the past, in [0, 1).", "smoothing")
 
 
 #: All settings, in the order of the help.

@@ -134,6 +134,10 @@ class TritonBackend(Backend):
         count = bags.ids.numel()
         if count == 0:
             return
+        if rule.kind not in kernels.STEPS:
+            watch.poll(wait=True)  # ids must lie in their tables
+            super().update(weight, state, space, bags, grad, rule, rounding)
+            return
         bf16 = weight.dtype == torch.bfloat16
         grad = grad.to(torch.float32).contiguous()
         states, flags = [state[name] for name in rule.definition.state], rule.flags

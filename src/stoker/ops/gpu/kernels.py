@@ -165,6 +165,8 @@ def init_kernel(out, key, first, count, scale, BF16: tl.constexpr, SIZE: tl.cons
         tl.store(out + at, values, mask=at < count)
 
 
+#: rules that update_kernel knows
+STEPS = frozenset({"sgd", "adagrad", "rowwise_adagrad", "adam", "momentum", "nesterov", "ftrl"})
 _SGD = tl.constexpr(RULES["sgd"].code)
 _ADAGRAD = tl.constexpr(RULES["adagrad"].code)
 _ROWWISE_ADAGRAD = tl.constexpr(RULES["rowwise_adagrad"].code)

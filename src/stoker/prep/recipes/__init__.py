@@ -1,8 +1,14 @@
-"""Recipes for public logs, by name: ``stoker.recipes.criteo(preset="nvt")`` is a Recipe."""
+"""Recipes for public logs, by name: ``stoker.recipes.criteo(preset="nvt")`` is a Recipe.
+
+Every public function of a module of this folder that returns a :class:`Recipe` is one: a new recipe is one file here.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from stoker.base.checks import near
 from stoker.base.errors import ConfigError
@@ -12,9 +18,21 @@ from stoker.prep.recipes.lists import ebnerd, globo, trivago
 from stoker.prep.recipes.shops import online_retail, taobao
 
 _RECIPES: dict[str, Callable[..., Recipe]] = {
-    build.__name__.replace("_", "-"): build
-    for build in (criteo, avazu, taobao, trivago, movielens, online_retail, globo, ebnerd)
+    name.replace("_", "-"): build
+    for module in (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
+    for name, build in vars(module).items()
+    if getattr(build, "__module__", "") == module.__name__
+    and not name.startswith("_")
+    and getattr(build, "__annotations__", {}).get("return") in ("Recipe", Recipe)
 }
+
+if not TYPE_CHECKING:  # type checkers know those that are imported above
+
+    def __getattr__(name: str) -> Any:
+        if (build := _RECIPES.get(name.replace("_", "-"))) is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return build
+
 
 __all__ = [
     "avazu", "criteo", "ebnerd", "get", "globo", "movielens", "names", "online_retail", "taobao", "trivago",

@@ -25,7 +25,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from stoker.base.errors import CheckpointError
 from stoker.base.files import hash_file, refuse_url, sync_folder
 from stoker.base.picture import Shown
+from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
@@ -82,19 +83,25 @@ class Checkpoint(Generic[M], Shown):
         return f"{type(self.model).__name__} at step {self.step:,}, {self.path}"
 
 
-def save(
-    directory: str | Path,
-    module: nn.Module,
-    optimizer: Optimizers = None,
-    stream: Positioned | None = None,
-    *,
-    extra_state: Mapping[str, Any] | None = None,
-    step: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    require_finite: bool = False,
-    shard_bytes: int = _SHARD_BYTES,
-) -> Path:
+@dataclass(frozen=True)
+class SaveArguments:
+    """The arguments of :func:`save`."""
+
+    directory: str | Path
+    module: nn.Module
+    optimizer: Optimizers = None
+    stream: Positioned | None = None
+    _: KW_ONLY
+    extra_state: Mapping[str, Any] | None = None
+    step: int | None = None
+    extra: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    require_finite: bool = False
+    shard_bytes: int = _SHARD_BYTES
+
+
+@with_arguments_of(SaveArguments)
+def save(*given: Any, **settings: Any) -> Path:
     """Write a checkpoint of a module, whole or not at all.
 
     The rows of every :class:`EmbeddingTables` in ``module`` stream to disk in chunks, from wherever they are. The rest
@@ -136,11 +143,13 @@ def save(
     >>> found.extra_state["epoch"]
     3
     """
+    asked = SaveArguments(*given, **settings)
+    directory, module, overwrite = asked.directory, asked.module, asked.overwrite
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
     refuse_url(directory, "a checkpoint of stoker.save")
     module = module_state.unwrap(module)
-    optimizers = module_state.named_optimizers(optimizer)
+    optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
     beside = target.with_name(target.name + ".tmp")
     replaced = target.with_name(target.name + ".tmp-old")
@@ -151,12 +160,11 @@ def save(
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
-        manifest = _write_files(
-            _Writer(beside, require_finite=require_finite), module, optimizers, stream, extra_state, shard_bytes
-        )
-        manifest |= {"stoker_version": __version__, "extra": dict(extra or {})}
-        if step is not None:
-            manifest["step"] = step
+        writer = _Writer(beside, require_finite=asked.require_finite)
+        manifest = _write_files(writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes)
+        manifest |= {"stoker_version": __version__, "extra": dict(asked.extra or {})}
+        if asked.step is not None:
+            manifest["step"] = asked.step
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
         with (beside / _MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text + "\n")

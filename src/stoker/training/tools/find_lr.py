@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,12 +20,14 @@ import torch
 
 from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
+from stoker.base.settings import with_arguments_of
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Schedule
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import open_dataset
 from stoker.training.replica import throwaway
 from stoker.training.scores.evaluation import predict
+from stoker.training.settings import RangeTest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,16 +187,21 @@ class Finding(Shown):
         write_png(_draw(self), Path(path))
 
 
+@dataclass(frozen=True)
+class SearchArguments(TrainConfig, RangeTest):
+    """The arguments of :func:`stoker.find_lr`."""
+
+    dataset: Dataset | str | Path
+    config: TrainConfig | None = None
+    _: KW_ONLY
+    progress: Callable[[int, int], None] | None = None
+
+
+@with_arguments_of(SearchArguments)
 def find_lr(
     dataset: Dataset | str | Path,
     config: TrainConfig | None = None,
     *,
-    lr_steps: int = 200,
-    low: float = 1e-3,
-    high: float = 1e3,
-    which: Which = "both",
-    smoothing: float = 0.9,
-    trial_steps: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Finding:
@@ -218,40 +225,29 @@ def find_lr(
         ConfigError: settings that cannot work, or rates of 0, which nothing multiplies.
         DataError: no such dataset, or a damaged one.
     """
-    for fits, problem in (
-        (lr_steps >= 20, f"{lr_steps} steps are too few to see a loss fall and rise. Give at least 20."),
-        (
-            0 < low < high < math.inf,
-            f"rates rise from factor {low:g} to {high:g}: low must be above 0, and high above low.",
-        ),
-        (which in ("both", "rows", "dense"), f"which is {which!r}. Choose 'both', 'rows' or 'dense'."),
-        (0 <= smoothing < 1, f"smoothing is {smoothing}; it is the weight of the past, in [0, 1)."),
-        ((trial_steps or 1) >= 1, f"trials of {trial_steps} steps show nothing. Give at least 1."),
-    ):
-        if not fits:
-            raise ConfigError(problem)
+    test = RangeTest.taken_from(settings)
     data = open_dataset(dataset)
     data.check_labelled("trained on")
     config = (config or TrainConfig()).replace(**settings)
     if not len(data.train):
         raise ConfigError(f"{data.path} has no training rows.")
     epoch = -(-len(data.train) // config.batch_size)
-    trial_steps = trial_steps or min(config.total_steps(epoch), _TRIAL * lr_steps)
-    total = lr_steps + 3 * trial_steps
+    trial_steps = test.trial_steps or min(config.total_steps(epoch), _TRIAL * test.lr_steps)
+    total = test.lr_steps + 3 * trial_steps
     done = count(1)
 
     def report() -> None:
         if progress is not None:
             progress(next(done), total)
 
-    found = _rise(data, config, which, _Rising(low=low, high=high, steps=lr_steps), smoothing, report)
+    found = _rise(data, config, test, report)
     if not found.candidates:
         return found
     factors = {"settings": 1.0, **found.candidates}
     held_out = []
     for number, factor in enumerate(factors.values()):
-        done = count(lr_steps + number * trial_steps + 1)
-        held_out.append(_try(data, config, which, factor, trial_steps, report))
+        done = count(test.lr_steps + number * trial_steps + 1)
+        held_out.append(_try(data, config, test.which, factor, trial_steps, report))
     trials = tuple(
         Trial(
             rule=rule, factor=factor, loss=float(loss.mean()), change=float((loss - held_out[0]).mean()),
@@ -262,10 +258,9 @@ def find_lr(
     return replace(found, trials=trials, trial_steps=trial_steps, held_out=len(held_out[0]))
 
 
-def _rise(
-    data: Dataset, config: TrainConfig, which: Which, rising: _Rising, smoothing: float, report: Callable[[], None]
-) -> Finding:
+def _rise(data: Dataset, config: TrainConfig, test: RangeTest, report: Callable[[], None]) -> Finding:
     """Train with rates that rise, until the loss leaves all bounds; ``report`` is called after every step."""
+    which, smoothing, rising = test.which, test.smoothing, _Rising(low=test.low, high=test.high, steps=test.lr_steps)
     losses: list[float] = []
     smoothed: list[float] = []
     average, diverged = 0.0, False
