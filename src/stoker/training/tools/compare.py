@@ -96,6 +96,11 @@ class Comparison(Shown):
         }  # fmt: skip
         return tuple(Grid(names, rows, title) for title, rows in found.items() if rows)
 
+    def report(self) -> str:
+        """Return the tables, how the datasets differ, and what keeps figures from being comparable, as text."""
+        more = [*(f"data: {text}" for text in self.data), *(f"note: {text}" for text in self.notes)]
+        return "\n\n".join([super().report(), *(["\n".join(more)] if more else [])])
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         runs = [{**asdict(run), "path": str(run.path)} for run in self.runs]
