@@ -1,12 +1,11 @@
-"""When rows take their step: at the end of each backward, at the end of ``accumulate()``, or when an optimizer steps.
+"""When rows step: at the end of each backward, at the end of ``accumulate()``, or when an optimizer steps.
 
-However many lookups and losses a ``backward`` goes through, it is one step: gradients are collected while it runs and
-used when it ends, as an optimizer would use the ``.grad`` of a parameter. If a backward fails, its gradients are
-dropped.
+A ``backward`` is one step, over any number of lookups and losses: gradients are collected while it runs and used when
+it ends, as an optimizer would use the ``.grad`` of a parameter. If a backward fails, its gradients are dropped.
 
-Rows are no parameters, so what a loop does to parameters between ``backward`` and ``optimizer.step()`` does not reach
-them. Loops that would silently mean something else are refused by name. Each check costs less than a microsecond a
-step, and some ten where a step has emptied the processor's caches.
+Rows are not parameters, so changes to parameters between ``backward`` and ``optimizer.step()`` do not reach them. Loops
+that would silently mean something else raise an error that names the cause. Each check takes less than a microsecond a
+step, or about ten if the step has emptied the processor's caches.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ __all__ = ["Remedies", "RowSteps", "TableOptimizer", "check_export", "check_mode
 #: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
 #: right; its elements differ, so that clipping by value, which cannot be honoured, can be told from clipping by norm.
 _DIRECTION = (0.6, 0.8)
-_MARK = 1e-30  # in place of that norm where rows have stepped already: too small to count in any norm
+_MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
 _NOTHING = nullcontext()
-_WAITING = 256  # backwards after which gradients that nobody uses draw a warning
-_watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # those told when an optimizer steps
+_WAITING = 256  # backwards with unused gradients before a warning
+_watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -48,7 +47,7 @@ _several_processes: Callable[[], bool] = dist.is_initialized if dist.is_availabl
 
 
 class Remedies(NamedTuple):
-    """What errors advise."""
+    """Remedies in error messages."""
 
     step: str = (
         "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() beside "
@@ -65,12 +64,12 @@ _REMEDIES = Remedies()
 
 
 def new_handle(device: torch.device | str) -> nn.Parameter:
-    """A parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
+    """Return a parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
     return nn.Parameter(torch.ones(2, device=device))
 
 
 class _Backward:
-    """The gradients of one ``backward``. The engine alone keeps it: it is gone with a backward that fails."""
+    """The gradients of one ``backward``. Only the engine keeps it: it dies with a backward that fails."""
 
     __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
 
@@ -80,7 +79,7 @@ class _Backward:
         self._again = _several_processes()
 
     def __call__(self) -> None:
-        if self._again:  # behind DistributedDataParallel's own last act, which writes gradients of all parameters
+        if self._again:  # after DistributedDataParallel's last callback, which writes gradients of all parameters
             self._again = False
             Variable._execution_engine.queue_callback(self)
             return
@@ -89,50 +88,50 @@ class _Backward:
 
 
 class RowSteps:
-    """Collects gradients, and has rows updated when it is time.
+    """Collect gradients, and update rows when it is time.
 
     Args:
-        trained: tables or a tensor train, only weakly referenced. Has ``handle``, ``apply_gradients``, ``exchange``,
-            and ``gradient_norm`` where an optimizer drives it.
-        name: what errors call it.
-        remedies: what errors advise.
+        trained: tables or a tensor train, weakly referenced. It has ``handle``, ``apply_gradients``, ``exchange`` and,
+            if an optimizer drives it, ``gradient_norm``.
+        name: its name in errors.
+        remedies: in errors.
     """
 
     def __init__(self, trained: Any, name: str, remedies: Remedies = _REMEDIES) -> None:
         self._trained = weakref.ref(trained)
         self.name, self.remedies = name, remedies
-        self.handle: nn.Parameter | None = None  # what the trained one's handle must still be
-        self.node: Any = None  # where the engine would take the handle's gradient
+        self.handle: nn.Parameter | None = None  # the expected handle
+        self.node: Any = None  # the engine's node for the handle's gradient
         self.scale = 1.0  # gradients are multiplied by this before they are used
-        self.checked = True  # whether loops that would mean something else are refused
+        self.checked = True  # whether loops that would mean something else raise errors
         self.alone = False  # whether other ranks may hold other rows
         self.optimizer: TableOptimizer | None = None
         self._accumulating = 0
         self._watched = False
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
-        self._norm = 0.0  # of all of them, as the handle's gradient says
-        self._published: Tensor | None = None  # what the handle was given as its gradient, and its version then
+        self._norm = 0.0  # of all of them, from the handle's gradient
+        self._published: Tensor | None = None  # the gradient that was given to the handle
         self._version = 0
-        self._marked: Tensor | None = None  # that gradient, where it is only a mark
+        self._marked: Tensor | None = None  # that gradient, if it is only a mark
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
 
     @property
     def deferred(self) -> bool:
-        """Whether rows wait for an optimizer's ``step()``."""
+        """Whether rows wait for ``step()`` of an optimizer."""
         return self.optimizer is not None and not self.optimizer.in_backward
 
     @property
     def trained(self) -> Any:
-        """What is trained."""
+        """The tables or the tensor train."""
         return self._trained()
 
     def keep(self, handle: nn.Parameter) -> None:
-        """Know the handle, which has just been made or moved."""
+        """Record the handle after it was created or moved."""
         self.handle, trains = handle, handle.requires_grad
-        if handle.is_inference():  # made in inference mode: it never trains
+        if handle.is_inference():  # created in inference mode: it never trains
             return
         with torch.inference_mode(False), torch.enable_grad():
             function = handle.requires_grad_().view_as(handle).grad_fn
@@ -140,22 +139,22 @@ class RowSteps:
         self.node = None if function is None else function.next_functions[0][0]
 
     def enclosing(self) -> int:
-        """The backward that a forward runs in, for :meth:`collect`; -1 for none.
+        """Return the backward that a forward runs in, for :meth:`collect`; -1 for none.
 
-        ``torch.utils.checkpoint`` calls forward again inside backward, and with ``use_reentrant=True`` goes backward
-        through it by a backward of its own. What that finds belongs to the step of the backward around it.
+        ``torch.utils.checkpoint`` calls forward again inside backward, and with ``use_reentrant=True`` runs a second
+        backward there. Its gradients belong to the step of the outer backward.
         """
         task = torch._C._current_graph_task_id()
         if task >= 0:
-            self._of(task)
+            self._running_backward(task)
         return task
 
-    def _of(self, task: int) -> _Backward:
-        """What the running backward ``task`` has found."""
+    def _running_backward(self, task: int) -> _Backward:
+        """Return the gradients of the running backward ``task`` so far."""
         known = self._running.get(task)
         backward = None if known is None else known()
         if backward is None:
-            for number, each in list(self._running.items()):  # of backwards that failed
+            for number, each in list(self._running.items()):  # backwards that failed
                 if each() is None:
                     self._running.pop(number, None)
             backward = _Backward(self, task)
@@ -170,16 +169,16 @@ class RowSteps:
         if backward is None:
             if not self._is_wanted():
                 return
-            backward = self._of(torch._C._current_graph_task_id())
+            backward = self._running_backward(torch._C._current_graph_task_id())
         backward.gradients.append(gradient)
 
     def end_backward(self, gradients: list[Any], task: int) -> None:
-        """The backward ``task`` has ended: step, or wait for what says so."""
+        """End the backward ``task``: step, or keep the gradients for a later step."""
         self._running.pop(task, None)
         self.latest, trained = task, self.trained
         if trained is None or not gradients:
             return
-        # Gradients are on in a backward with create_graph=True alone; turning them off costs a microsecond.
+        # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             gradients = trained.exchange(gradients)
             if self.deferred:
@@ -202,7 +201,7 @@ class RowSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """One step from all backwards inside; none if it is left by an exception. An optimizer accumulates anyway."""
+        """Make one step from all backwards in the block; none after an exception. An optimizer accumulates anyway."""
         if self.deferred:
             yield
             return
@@ -221,7 +220,7 @@ class RowSteps:
                 self._step_inside(*self._take_pending())
 
     def _step_inside(self, gradients: list[Any], scale: float) -> None:
-        """Step where no optimizer says so."""
+        """Step without an optimizer."""
         if self.optimizer is not None:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
@@ -234,7 +233,7 @@ class RowSteps:
         self._norm = 0.0
 
     def step(self) -> None:
-        """Use what was collected."""
+        """Step with the collected gradients."""
         with self._lock:
             self._take_changes()
             if self._pending:
@@ -242,7 +241,7 @@ class RowSteps:
             self._norm = 0.0
 
     def _take_pending(self) -> tuple[list[Any], float]:
-        """The gradients collected, and what they have yet to be multiplied by."""
+        """Return the collected gradients, and the factor that is still to be applied."""
         pending, self._pending = self._pending, []
         factors = {each for _, each in pending}
         if len(factors) == 1:
@@ -258,7 +257,7 @@ class RowSteps:
         self._show(torch.tensor(_DIRECTION, device=handle.device, dtype=handle.dtype) * self._norm)
 
     def _take_changes(self) -> None:
-        """Do to the rows' gradient what was done to the handle's: clipped, unscaled or cleared."""
+        """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
         if not self._pending:
             return
         handle = self.trained.handle
@@ -266,7 +265,7 @@ class RowSteps:
         if grad is None:
             self.discard()
             return
-        first, second = grad.tolist()  # versions do not tell: GradScaler changes gradients without a trace
+        first, second = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
         before = [float(each) for each in torch.tensor(_DIRECTION, dtype=handle.dtype) * self._norm]
         if self._norm == 0.0 or not math.isfinite(self._norm):
             return
@@ -285,7 +284,7 @@ class RowSteps:
         self._published, self._version = grad, grad._version
 
     def _mark(self) -> None:
-        """Leave a gradient at the handle that shows whether somebody clips or unscales it."""
+        """Give the handle a gradient that shows whether something clips or unscales it."""
         if not self.checked:
             return
         handle: Tensor = self.trained.handle
@@ -297,12 +296,12 @@ class RowSteps:
         self._show(mark)
 
     def _show(self, grad: Tensor) -> None:
-        """Make this the handle's gradient, and know it again."""
+        """Make this the handle's gradient, and record its version."""
         self.trained.handle.grad = grad
         self._published, self._version = grad, grad._version
 
     def expect_gradient(self) -> None:
-        """Autograd is about to add zeros to the gradient of the handle: nobody clipped it."""
+        """Note that autograd adds zeros to the gradient of the handle: nothing clipped it."""
         if not self.deferred:
             self._unmark()
 
@@ -311,7 +310,7 @@ class RowSteps:
             self.trained.handle.grad = self._published = None
 
     def check(self) -> None:
-        """Refuse ranks that train on their own, and gradients that were clipped or unscaled behind a step."""
+        """Raise an error for ranks that train separately, and for gradients clipped or unscaled after a step."""
         global _hook
         if not self.alone and _several_processes() and dist.get_world_size() > 1:
             raise ConfigError(
@@ -319,14 +318,14 @@ class RowSteps:
                 f"own: DistributedDataParallel and FSDP see parameters only. {self.remedies.ranks}."
             )
         if self.checked and not self.deferred:
-            if not self._watched:  # asking the set at each step would cost more than all else that is checked
+            if not self._watched:  # reading the set at each step would take longer than all other checks
                 self._watched = True
                 _watched.add(self)
                 _hook = _hook or register_optimizer_step_pre_hook(_before_step)
             self._check_mark()
 
     def _check_mark(self) -> None:
-        """Refuse a gradient that was clipped or unscaled after the rows had stepped."""
+        """Raise an error for a gradient that was clipped or unscaled after the rows had stepped."""
         published = self._published
         if published is None or published._version == self._version or published is not self.trained.handle.grad:
             return
@@ -340,7 +339,7 @@ class RowSteps:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, latest: Callable[[], int]) -> None:
-        """Refuse an optimizer about to step once for several backwards, in each of which the rows stepped.
+        """Raise an error if an optimizer is to step once for several backwards, in each of which the rows stepped.
 
         ``latest`` finds the number of the last backward in this process.
         """
@@ -352,14 +351,14 @@ class RowSteps:
         if count < 2 or self.latest != latest():
             return
         handle = self.trained.handle
-        # Backwards that add to a gradient change it in place; one that makes it does not.
+        # A backward that adds to a gradient changes it in place; one that creates it does not.
         added = any(
             p.grad is not None and p.grad._version > 0
             for g in optimizer.param_groups
             for p in g["params"]
             if p is not handle
         )
-        if added or isinstance(optimizer, torch.optim.LBFGS):  # whose closure calls backward many times a step
+        if added or isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
             raise ConfigError(
                 f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a "
                 f"step in each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. "
@@ -367,7 +366,7 @@ class RowSteps:
             )
 
     def _check_scaler(self) -> None:
-        """Refuse rows that would step by scaled gradients."""
+        """Raise an error if rows would step by scaled gradients."""
         global _seen
         if self.scale != 1.0:
             return
@@ -391,7 +390,7 @@ class RowSteps:
             return True
         try:
             return bool(torch._C._will_engine_execute_node(self.node))
-        except RuntimeError:  # torch's way to say that this leaf's gradient is captured
+        except RuntimeError:  # torch raises it if this leaf's gradient is captured
             raise ConfigError(
                 f"torch.autograd.grad was asked for the gradient of the handle of {self.name}, which stands for the "
                 "rows: rows have no gradient to hand out. Leave it out of the inputs (model.dense_parameters(), or "
@@ -399,7 +398,7 @@ class RowSteps:
             ) from None
 
     def check_handle(self, handle: nn.Parameter | None) -> nn.Parameter:
-        """Refuse another handle than the tables were made with."""
+        """Raise an error if the handle is not the one of these tables."""
         if handle is None or handle is not self.handle:
             raise ConfigError(
                 f"the parameter that stands for the rows of {self.name} (tables.handle) was replaced, by FSDP, "
@@ -418,7 +417,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _latest_backward() -> int:
-    """The number of the last backward in this process; each takes the next one."""
+    """Return the number of the last backward in this process; each takes the next one."""
     found: list[int] = []
     with torch.enable_grad():
         probe = torch.zeros((), requires_grad=True) * 1
@@ -428,7 +427,7 @@ def _latest_backward() -> int:
 
 
 def check_modes() -> None:
-    """Refuse calls inside torch.func or torch.jit.trace, which see no rows."""
+    """Raise an error inside torch.func or torch.jit.trace, which see no rows."""
     if torch._C._are_functorch_transforms_active():
         raise ConfigError(
             "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
@@ -443,7 +442,7 @@ def check_modes() -> None:
 
 
 def check_export() -> None:
-    """Refuse calls inside torch.export, whose programs leave this process."""
+    """Raise an error inside torch.export, whose programs leave this process."""
     if torch.compiler.is_exporting():
         raise ConfigError(
             "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "
@@ -453,11 +452,11 @@ def check_export() -> None:
 
 
 class TableOptimizer(torch.optim.Optimizer):
-    """Steps the rows of tables when ``step()`` says so, as an optimizer of torch's steps parameters.
+    """Step the rows of tables in ``step()``, as a torch optimizer steps parameters.
 
-    Made by :meth:`stoker.EmbeddingTables.as_optimizer`. Gradients of any number of backwards are summed until
-    :meth:`step`; ``zero_grad()`` drops them. Learning-rate schedulers drive ``param_groups[0]["lr"]``; ``GradScaler``
-    and ``clip_grad_norm_`` work, because the one parameter it holds has a gradient with the norm of the rows' gradient.
+    :meth:`stoker.EmbeddingTables.as_optimizer` returns it. Gradients of any number of backwards are summed until
+    :meth:`step`; ``zero_grad()`` drops them. Learning-rate schedulers set ``param_groups[0]["lr"]``. ``GradScaler`` and
+    ``clip_grad_norm_`` work, because the gradient of its one parameter has the norm of the rows' gradient.
 
     State of the row optimizer belongs to the tables (:func:`stoker.save`), not to this object.
     """
@@ -467,14 +466,14 @@ class TableOptimizer(torch.optim.Optimizer):
         self._row_steps, self.in_backward = steps, in_backward
 
     def hand_lr_over(self) -> None:
-        """Give the tables the learning rate that a scheduler may have set."""
+        """Copy the learning rate, which a scheduler may have set, to the tables."""
         trained, rate = self._row_steps.trained, float(self.param_groups[0]["lr"])
         if rate != trained.optimizer.lr:
             trained.lr = rate
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the row optimizer with the sum of the gradients collected.
+        """Do one step of the row optimizer with the sum of the collected gradients.
 
         Raises:
             ConfigError: gradients were changed element by element.
@@ -489,7 +488,7 @@ class TableOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients collected."""
+        """Drop the collected gradients."""
         super().zero_grad(set_to_none)
         if not self.in_backward:
             self._row_steps.discard()

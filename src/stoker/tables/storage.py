@@ -1,7 +1,7 @@
-"""Where rows are. A storage holds the weights and optimizer state of one group and knows nothing of features.
+"""Storage of the weights and optimizer state of one group, without knowledge of features.
 
-Contract (tests/tables/test_storage_contract.py): rows read back as written; weight and state travel together; the
-canonical numbering of rows (that of the group's address space) is all that files and other ranks ever see.
+Contract (tests/tables/test_storage_contract.py): rows read back as written; weight and state move together; files and
+other ranks see only the canonical numbers of rows, those of the group's address space.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["DeviceRows", "Lease", "Rows", "Staged", "Storage", "allocate", "row_
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A tensor of zeros for rows; on the CPU from NumPy, which asks the kernel for huge pages.
+    """Return a tensor of zeros for rows; on the CPU from NumPy, which asks the kernel for huge pages.
 
-    Random row access is bound by address translation; with 4 KiB pages nearly every row costs a page walk.
+    Address translation bounds random access to rows: with 4 KiB pages nearly every row needs a page walk.
     """
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -40,12 +40,12 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
 
 
 def shapes_of(state: Mapping[str, str], count: int, dim: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each state tensor of ``count`` rows; ``state`` names what is "row" ([n, D]) or "scalar" ([n])."""
+    """Return the shape of each state tensor of ``count`` rows; ``state``: name -> "row" ([n, D]) or "scalar" ([n])."""
     return {name: (count, dim) if kind == "row" else (count,) for name, kind in state.items()}
 
 
 def row_bytes(dim: int, dtype: torch.dtype, state: Mapping[str, str]) -> int:
-    """Bytes of a row with its optimizer state."""
+    """Return the bytes of a row with its optimizer state."""
     return dim * dtype.itemsize + 4 * sum(math.prod(shape) for shape in shapes_of(state, 1, dim).values())
 
 
@@ -63,7 +63,7 @@ class Rows:
         cls, count: int, dim: int, dtype: torch.dtype, state: Mapping[str, str],
         make: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> Rows:  # fmt: skip
-        """``count`` rows by ``make(shape, dtype)``; ``state`` as for :func:`shapes_of`."""
+        """Create ``count`` rows by ``make(shape, dtype)``; ``state`` as for :func:`shapes_of`."""
         shapes = shapes_of(state, count, dim).items()
         return cls(make((count, dim), dtype), {name: make(shape, torch.float32) for name, shape in shapes})
 
@@ -86,18 +86,19 @@ class Rows:
 
 
 class Lease:
-    """The right to work on a batch's rows: its lookups as the kernels take them, and the promise that rows stay.
+    """The right to work on the rows of a batch: its lookups for the kernels, and the promise that rows remain resident.
 
-    A lease that nobody works under can be revoked when its slots are needed: whoever holds it acquires the rows again.
-    So work goes between :meth:`begin` and :meth:`end`, and ``begin`` says whether the rows are still there.
+    A lease that is not in use can be revoked when its slots are needed; its owner then acquires the rows again. So work
+    goes between :meth:`begin` and :meth:`end`, and ``begin`` returns whether the rows are still resident.
 
     Args:
         bags: lookups in ``space``.
-        space: the address space of the rows in place (the group's own, or its slots).
-        tables, rows: what is in each slot, for the random bits of bfloat16; None where addresses are rows.
-        give_back: called once with ``token`` and whether the rows were changed; None where no row ever leaves.
-        token: kept alive for the storage.
-        ticket: stands for rows that may still be in flight; None where they have arrived.
+        space: the address space of the resident rows (the group's own, or its slots).
+        tables: the table of the row in each slot, for the random bits of bfloat16; None where addresses are rows.
+        rows: that row's number in its table.
+        give_back: called once with ``token`` and whether the rows were changed; None if no row ever leaves.
+        token: for ``give_back``.
+        ticket: for rows that may still be in flight; None if they have arrived.
     """
 
     __slots__ = (
@@ -111,32 +112,32 @@ class Lease:
     ) -> None:  # fmt: skip
         self.bags, self.space, self.tables, self.rows = bags, space, tables, rows
         self._give_back, self.token, self.ticket = give_back, token, ticket
-        self.ids: Tensor | None = None  # a copy of those whose rows these are, where the caller's may change unnoticed
+        self.ids: Tensor | None = None  # a copy of the ids of these rows, if the caller's may change unnoticed
         self._lock = None if give_back is None else threading.Lock()
         self._workers = 0
-        self.staged = False  # for a batch that is not handed out yet
-        self.over = False  # whether the rows may have left: the lease must not be used any more
+        self.staged = False  # for a batch that is not yielded yet
+        self.over = False  # whether the rows may have left: then the lease must not be used
 
     def use(self, bags: Bags) -> None:
-        """Look up with the offsets and weights of ``bags``, whose ids are those that the lease was made for."""
+        """Look up with the offsets and weights of ``bags``, which has the ids of this lease."""
         self.bags = bags if self._lock is None else replace(bags, ids=self.bags.ids)
 
     def serves(self, ids: Tensor) -> bool:
-        """Whether the rows are those of ``ids``, which NumPy can change without a trace."""
+        """Return True if the rows are those of ``ids``, which NumPy can change unnoticed."""
         own = self.ids  # another thread may revoke the lease meanwhile
         return own is None or torch.equal(ids.reshape(-1), own.reshape(-1))
 
     @property
     def can_end(self) -> bool:
-        """Whether rows may leave, so that it matters whose they are."""
+        """Whether rows may leave their slots."""
         return self._lock is not None
 
     def rounding(self, keys: tuple[int, ...]) -> Rounding:
-        """Keys of the random bits with what they need to know of the slots."""
+        """Return the keys of the random bits, with the table and row of each slot."""
         return Rounding(keys, self.tables, self.rows)
 
     def begin(self) -> bool:
-        """Keep the rows in place until :meth:`end`; False if they may have left."""
+        """Keep the rows resident until :meth:`end`; return False if they may have left."""
         if self._lock is None:
             return True
         with self._lock:
@@ -146,17 +147,17 @@ class Lease:
             return True
 
     def end(self) -> None:
-        """Work that :meth:`begin` announced is done."""
+        """End the work after :meth:`begin`."""
         if self._lock is not None:
             with self._lock:
                 self._workers -= 1
 
     def revoke(self) -> bool:
-        """Take the rows back; False if somebody works on them or the lease is over."""
+        """Take the rows back; return False if they are in use or the lease is over."""
         return self._finish(changed=False, force=False)
 
     def release(self, *, changed: bool) -> None:
-        """The batch is done; ``changed``: its rows were updated. Further calls do nothing."""
+        """End the lease; ``changed``: its rows were updated. Further calls do nothing."""
         self._finish(changed=changed, force=True)
 
     def _finish(self, *, changed: bool, force: bool) -> bool:
@@ -173,21 +174,21 @@ class Lease:
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_lock", None) is not None:  # one that was never made has nothing to give back
+        if getattr(self, "_lock", None) is not None:  # a failed constructor has nothing to release
             self.release(changed=False)
 
 
 class Staged(NamedTuple):
-    """A batch whose rows a stage has brought."""
+    """A batch whose rows a stage has made resident."""
 
-    ids: Tensor  # the very tensor that was handed out
+    ids: Tensor  # the same tensor that was yielded
     version: int  # of its contents
     offsets: Tensor | None
     copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
     leases: tuple[Lease | None, ...]
 
     def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
-        """Whether these lookups, as checked, are still those that were announced."""
+        """Return True if these lookups, as checked, are still those that were announced."""
         if self.copies is None:
             return offsets is self.offsets and version_of(ids) == self.version
         known, where = self.copies
@@ -197,7 +198,7 @@ class Staged(NamedTuple):
 
 
 class Storage(ABC):
-    """N rows, of which C slots in fast memory hold all or some."""
+    """N rows, all or some of them in C slots of fast memory."""
 
     weight: Tensor  # [C, D] the slots that kernels work on
     state: dict[str, Tensor]  # name -> [C, D] or [C] float32, in the same slots
@@ -209,24 +210,24 @@ class Storage(ABC):
 
     @abstractmethod
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
-        """Make the rows of a batch resident, fetching what is not: the right to look them up and to update them.
+        """Make the rows of a batch resident; return the right to look them up and to update them.
 
         Raises:
             IndexError: an id is outside its table.
-            TooFewSlots: the batch has more distinct rows than there are slots to give.
+            TooFewSlots: the batch has more distinct rows than there are free slots.
         """
 
     @abstractmethod
     def reset_state(self, state: dict[str, str]) -> None:
-        """Begin anew with the optimizer state of another kind: name -> "row" ([N, D]) or "scalar" ([N])."""
+        """Replace the optimizer state by zeros of another kind: name -> "row" ([N, D]) or "scalar" ([N])."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Rows:
-        """The current rows ``start..stop`` in canonical order. May be views: copy before changing them."""
+        """Return the current rows ``start..stop`` in canonical order. They may be views: copy before a change."""
 
     @abstractmethod
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
-        """Copies of the rows at the addresses ``rows`` [n], wherever they are now; none moves or counts as used."""
+        """Copy the rows at the addresses ``rows`` [n] from wherever they are; none moves or counts as used."""
 
     @abstractmethod
     def write(self, start: int, rows: Rows) -> None:
@@ -237,22 +238,22 @@ class Storage(ABC):
         """Move the fast tier to ``device``."""
 
     def close(self) -> None:
-        """Let go of files and threads; the storage is not used afterwards."""
+        """Close files and end threads; the storage cannot be used afterwards."""
         return
 
     @property
     def slots(self) -> Rows:
-        """What is in fast memory, in place."""
+        """The slots in fast memory."""
         return Rows(self.weight, self.state)
 
     @property
     def fast_bytes(self) -> int:
-        """Bytes in fast memory: weights and state."""
+        """Bytes of weights and state in fast memory."""
         return sum(tensor.nbytes for tensor in self.slots.tensors)
 
 
 class DeviceRows(Storage):
-    """Every row on the device: C = N, slot = row, nobody leaves."""
+    """Every row on the device: C = N, slot = row, no row leaves."""
 
     def __init__(
         self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device

@@ -1,8 +1,8 @@
 """Compressed tables inside :class:`stoker.EmbeddingTables`: cores on the device instead of rows.
 
-A core is a table of its own: row ``i`` of core k is the slice ``G_k[i]``, so slices have optimizer state, are updated
-and are stored as rows are. A batch's distinct rows are computed once (:mod:`stoker.ops.tt.lookup`); from there on
-they are a small table that the ordinary kernels look up and pool.
+A core is a table: row ``i`` of core k is the slice ``G_k[i]``, so slices have optimizer state, and are updated and
+stored like rows. The distinct rows of a batch are computed once (:mod:`stoker.ops.tt.lookup`); then they are a small
+table for the ordinary kernels.
 
 Legend: B examples, F features of the table, D columns, U distinct rows of a batch.
 """
@@ -35,11 +35,11 @@ from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
 _NO_ROUNDING = Rounding(())
-_PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates at a time
+_PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
 
 
 def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
-    """Return the cores of a table as tables: a slice a row."""
+    """Return the cores of a table as tables, with a slice in each row."""
     return tuple(
         TableConfig(name=f"{table.name}.core{place}", num_embeddings=rows, embedding_dim=left * width)
         for place, (rows, left, width) in enumerate(shape.core_shapes, 1)
@@ -47,7 +47,7 @@ def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
 
 
 def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
-    """Return what memory and files hold for ``tables``: themselves, or the cores of those named in ``trains``."""
+    """Return the stored form of ``tables``: each table, or its cores if it is named in ``trains``."""
     found: list[TableConfig] = []
     for table in tables:
         train = trains.get(table.name)
@@ -56,7 +56,7 @@ def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrai
 
 
 class TensorTrainCores(Storage):
-    """The cores of one table, all on the device. What reads as rows is computed."""
+    """The cores of one table, all on the device. Rows are computed when they are read."""
 
     def __init__(self, shape: TTShape, num_rows: int, state: dict[str, str], device: torch.device) -> None:
         self.shape, self._num_rows = shape, num_rows
@@ -66,12 +66,12 @@ class TensorTrainCores(Storage):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The first core, for its device and type."""
+        """The first core, which has the device and type of all."""
         return self.cores[0].weight
 
     @property
     def state(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Rows have none: their cores have state."""
+        """Empty: the cores have the state, not the rows."""
         return {}
 
     @property
@@ -119,7 +119,7 @@ class TensorTrainCores(Storage):
 
 @dataclass(frozen=True)
 class _Expanded:
-    """What a lookup computed, for its backward."""
+    """The results of a lookup, for its backward."""
 
     version: int  # of the cores
     trie: Trie
@@ -160,7 +160,7 @@ class CompressedGroup(TableGroup):
         return _Expanded(self.version, trie, values, rows, replace(bags, ids=places), slot_space(space, len(distinct)))
 
     def _expanded(self, lease: Lease) -> _Expanded:
-        """Return what the lookup computed, anew where the cores have changed since."""
+        """Return the results of the lookup, computed again if the cores have changed since."""
         if lease.token is None or lease.token.version != self.version:
             lease.token = self._expand(lease.bags, lease.space)
         found: _Expanded = lease.token
@@ -183,7 +183,7 @@ class CompressedGroup(TableGroup):
         self.tick += 1
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the gradient of each core: distinct slices, and theirs."""
+        """Return for each core the distinct slices and their gradients."""
         sums = row_gradients(self.backend, len(found.rows), found.space, found.bags, found.bags.ids, grad)
         return gradients(self.storage.slices(), found.trie, found.values, sums)
 
@@ -198,7 +198,7 @@ class CompressedGroup(TableGroup):
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
 
     def place(self, name: str) -> tuple[Storage, int, int]:
-        """Return where a core's slices are by its name, or by the table's name its rows, which are computed."""
+        """Return the place of a core's slices by its name, or of the table's rows, which are computed, by its."""
         for table, core in zip(self.stored, self.storage.cores, strict=True):
             if table.name == name:
                 return core, 0, table.num_embeddings
@@ -206,7 +206,7 @@ class CompressedGroup(TableGroup):
 
 
 def check_cores(optimizer: RowOptimizer, what: str) -> None:
-    """Refuse an optimizer that slices of cores cannot have."""
+    """Raise ConfigError for an optimizer that cannot work on slices of cores."""
     if optimizer.cow_clip is not None:
         raise ConfigError(
             f"{what} is a tensor train, whose cores have no ids to count, so CowClip cannot clip them. Leave "
@@ -218,11 +218,11 @@ def check_cores(optimizer: RowOptimizer, what: str) -> None:
 def update_slices(
     backend: Backend, weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule
 ) -> None:
-    """Step slices of a core at ``digits`` [n], all distinct, in place, with their gradient ``grad`` [n, width].
+    """Update the slices of a core at distinct ``digits`` [n] in place, with their gradient ``grad`` [n, width].
 
     The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
-    if rule.definition.scope == "table":  # a core is a layer of its own
+    if rule.definition.scope == "table":  # a core is one layer
         found = Touched(digits, torch.zeros_like(digits), 1, torch.arange(len(digits)))
         directions = direct(weight, state, found, grad, rule)
         move(
@@ -234,7 +234,7 @@ def update_slices(
     if not rule.elementwise or piece < _LEAST:
         update_rows(weight, state, digits, grad, rule)
         return
-    # Kernels are compiled for a width, and for that of a slice at great length.
+    # Kernels are compiled for a width; for that of a whole slice this would take long.
     pieces = width // piece
     ids = digits.unsqueeze(1) * pieces + torch.arange(pieces, device=digits.device)
     space = AddressSpace(names=("core",), rows=(count * pieces,), features=("core",), table_of=(0,))

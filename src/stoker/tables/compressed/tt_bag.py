@@ -37,7 +37,7 @@ _REMEDIES = Remedies(
 
 
 class _DistinctRows(torch.autograd.Function):
-    """[U, D] rows at distinct ids. Backward gives the cores their gradients, or updates them in place."""
+    """Rows [U, D] at distinct ids. The backward returns the gradients of the cores, or updates them in place."""
 
     @staticmethod
     def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor | None, *cores: Tensor) -> Tensor:
@@ -86,12 +86,12 @@ def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
 
 
 class _Slices(NamedTuple):
-    """Gradients of cores: for each, distinct slices and theirs."""
+    """Distinct slices of each core, and their gradients."""
 
     cores: list[tuple[Tensor, Tensor]]
 
     def kept(self) -> _Slices:
-        """Return the same for later."""
+        """Return the same: it needs no copy for later."""
         return self
 
     def scaled(self, factor: float) -> _Slices:
@@ -99,40 +99,49 @@ class _Slices(NamedTuple):
 
 
 class TTEmbeddingBag(nn.Module):
-    """Replaces ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
+    """Replace ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
 
-    Rows are products of slices of small cores, so they are not free of each other: the model is another one. Rows of a
-    batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
+    Rows are products of slices of small cores, so they depend on each other: this is another model. Rows of a batch
+    with the same prefix share its product, and gradients are summed per distinct row before they reach the cores.
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
     they take one step at the end of each backward instead, slice by slice, unless ``requires_grad_(False)`` freezes
-    them, and have no gradient: there is none to clip or, under ``DistributedDataParallel``, to average;
-    :meth:`accumulate` makes one step of several backwards. Loops that would silently mean something else are refused by
-    name, as by :class:`stoker.EmbeddingTables`.
+    them. Then they have no gradient to clip or, under ``DistributedDataParallel``, to average; :meth:`accumulate` makes
+    one step of several backwards. Loops that would silently mean something else raise an error that names the cause, as
+    in :class:`stoker.EmbeddingTables`.
+
+    >>> bag = stoker.TTEmbeddingBag(1_000_000, 16, rank=8, mode="sum", seed=0)
+    >>> bag(torch.tensor([[3, 5], [3, 7]])).shape
+    torch.Size([2, 16])
+    >>> sum(core.numel() for core in bag.parameters())  # instead of 16 million
+    12456
 
     Args:
         num_embeddings: N.
         embedding_dim: D.
-        max_norm, norm_type, scale_grad_by_freq: as in ``nn.EmbeddingBag``, but must be left as they are.
+        max_norm: only the default is possible, as for the next two.
+        norm_type: see ``max_norm``.
+        scale_grad_by_freq: see ``max_norm``.
         mode: "sum" or "mean".
-        sparse: taken for its place in the list; gradients are as large as the cores, which are small.
+        sparse: has no effect; gradients are as large as the cores, which are small.
         _weight: [N, D] a table to start from, compressed as by :meth:`from_dense`.
         include_last_offset: whether ``offsets`` ends with the number of ids.
         padding_idx: an id that counts as absent.
-        device, dtype: of the cores.
-        rank: of the products that a row is a sum of, or one between each two cores.
+        device: of the cores.
+        dtype: of the cores.
+        rank: of all cuts between cores, or of each.
         cores: 2 to 4.
-        own: instead of both, numbers that each row keeps for itself, next to one core [own, D] common to all: for rows
-            that have little in common, such as users. D / own times smaller.
+        own: instead of both, numbers that each row has alone, next to one common core [own, D]: for rows with little
+            in common, such as users. D / own times smaller.
         shape: factors and ranks, instead of those of :func:`stoker.ops.tt.shape.factorize`.
         std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
-        seed: of the cores; None draws one from torch's generator, so ``torch.manual_seed`` decides and no two tables
-            are alike.
+        seed: of the cores; None draws one from torch's generator, so it depends on ``torch.manual_seed``, and no two
+            tables are equal.
         optimizer: a row optimizer (:mod:`stoker.optim`) that updates the cores inside backward.
         backend: kernels of those updates: "auto", "reference", "cpu" (Numba) or "triton".
 
     Raises:
-        ConfigError: an argument that cannot be honoured.
+        ConfigError: an argument has an impossible value.
     """
 
     def __init__(
@@ -184,7 +193,7 @@ class TTEmbeddingBag(nn.Module):
             check_cores(optimizer, "TTEmbeddingBag")
         self.optimizer, self.backend, self.std = optimizer, backend, std
         self._make_steps()
-        self.import_error: float | None = None  # of a table it was made from, relative
+        self.import_error: float | None = None  # relative, if made from a table
         self.tick = 0  # updates inside backward
         made = [torch.empty(size, device=device, dtype=dtype) for size in self.shape.core_shapes]
         self.cores = nn.ParameterList([nn.Parameter(core) for core in made])
@@ -199,7 +208,7 @@ class TTEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Make fresh cores, and no optimizer state; ``seed`` as for the constructor."""
+        """Draw new cores, and clear the optimizer state; ``seed`` as for the constructor."""
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         for place, core in enumerate(self.cores):
@@ -236,9 +245,9 @@ class TTEmbeddingBag(nn.Module):
 
         Raises:
             IndexError: an id is outside the table.
-            ValueError: ids that are no integers, or offsets that do not fit them.
-            ConfigError: the cores are to be updated inside backward, but were turned into another type than float32; or
-                the call is inside torch.export, torch.func or torch.jit.trace.
+            ValueError: ids are not integers, or offsets do not fit them.
+            ConfigError: cores with an optimizer were converted to another type than float32; or the call is inside
+                torch.export, torch.func or torch.jit.trace.
         """
         if torch.compiler.is_compiling():
             check_export()
@@ -250,7 +259,7 @@ class TTEmbeddingBag(nn.Module):
         if self.padding_idx is None:
             distinct, inverse = torch.unique(ids, return_inverse=True)
             rows = self._rows(distinct)
-        else:  # in a row of its own behind the others: nothing is computed for it, and no slice counts as used
+        else:  # a row after the others: nothing is computed for it, and no slice counts as used
             real = ids != self.padding_idx
             distinct, places = torch.unique(ids[real], return_inverse=True)
             padding = len(distinct)
@@ -276,21 +285,21 @@ class TTEmbeddingBag(nn.Module):
         return rows
 
     def _make_steps(self) -> None:
-        # Not registered: it stands for cores that parameters() holds already.
+        # Not registered: it stands for cores, which are in parameters() already.
         object.__setattr__(self, "handle", new_handle("cpu"))
         self._steps = RowSteps(self, "a TTEmbeddingBag", _REMEDIES)
         self._steps.keep(self.handle)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Make one step of the cores of all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
+        """Make one step of the cores from all backwards in the block: see :meth:`stoker.EmbeddingTables.accumulate`."""
         return self._steps.accumulate()
 
     def step_each_backward(self) -> None:
-        """Do what :meth:`stoker.EmbeddingTables.step_each_backward` does."""
+        """Declare each backward one step: see :meth:`stoker.EmbeddingTables.step_each_backward`."""
         self._steps.checked = False
 
     def exchange(self, gradients: list[_Slices]) -> list[_Slices]:
-        """Return the gradients: ranks are refused."""
+        """Return the gradients unchanged: there is only one rank."""
         return gradients
 
     def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
@@ -336,7 +345,7 @@ class TTEmbeddingBag(nn.Module):
         the other arguments of the constructor.
 
         Raises:
-            ConfigError: an argument that cannot be honoured, or a cut too large to be decomposed.
+            ConfigError: an argument has an impossible value, or a cut is too large to decompose.
         """
         count, dim = weight.shape
         options = {"device": weight.device, "dtype": weight.dtype, **options}
@@ -388,7 +397,7 @@ class TTEmbeddingBag(nn.Module):
         self._make_steps()
 
     def get_extra_state(self) -> Tensor:
-        """Return the updates done, which drive schedules and the bias correction; a tensor as all that is saved."""
+        """Return the number of updates, for schedules and the bias correction; as a tensor, like all that is saved."""
         return torch.tensor(self.tick)
 
     def set_extra_state(self, state: Tensor) -> None:

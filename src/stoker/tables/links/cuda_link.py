@@ -1,15 +1,15 @@
-"""Rows between the slots on a GPU and their home, while the GPU computes.
+"""Move rows between the slots on a GPU and their backing store, while the GPU computes.
 
-The host only queues work, so every hand-over is an event that the device waits for:
+The host only queues work, so every dependency is an event that the device waits for:
 
-* Rows leave their slots (``outgoing`` stream) after the work that used them: the marks of the leases that gave the
-  slots back. They go through page-locked buffers; a thread stores them when the copy has arrived.
-* Rows come into slots (``incoming`` stream) after that work, and after the rows that leave were copied off.
+* Rows leave their slots (``outgoing`` stream) after the work that used them: the marks of the leases that released the
+  slots. They go through page-locked buffers; a thread stores them when the copy has arrived.
+* Rows enter slots (``incoming`` stream) after that work, and after the leaving rows were copied.
 * Work on a batch waits for the ticket of its rows, not for those of later batches.
-* A buffer is used again when what was queued with it is done; memory of the device follows the stream that uses it.
+* A buffer is used again when the work queued with it is done; memory of the device follows the stream that uses it.
 
 The fence between a writeback and a later fetch of the same row is that of
-:class:`stoker.tables.links.transfer.QueuedLink`: the host waits until the row is home.
+:class:`stoker.tables.links.transfer.QueuedLink`: the host waits until the row is stored.
 
 Legend: C slots, E rows that leave, F rows that come, n rows in a buffer.
 """
@@ -41,9 +41,9 @@ __all__ = ["CudaLink", "Reading", "Streams", "staging_bytes"]
 Reading = Literal["auto", "staged", "direct"]
 _WAYS: tuple[Reading, ...] = ("staged", "direct")
 
-_BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
-_BUFFERS = 4  # each way
-# Bytes, where all changed rows are written back: a checkpoint does not make buffers grow that batches leave small.
+_BUFFER = 8 * 2**20  # most bytes of a buffer: the processor gathers one while others are copied
+_BUFFERS = 4  # in each direction
+# Bytes of a buffer when all changed rows are written back: a checkpoint does not enlarge buffers of small batches.
 _BULK = 2 * 2**20
 _NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
 _PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
@@ -51,12 +51,12 @@ _ATTEMPTS = 5
 
 
 def staging_bytes(row_bytes: int, moved: int) -> int:
-    """Return the bytes of a link's buffers when they have grown: on the device, and as many page-locked on the host.
+    """Return the bytes of a link's buffers at full size: on the device, and as many page-locked on the host.
 
-    ``row_bytes`` are those of a row with its optimizer state, ``moved`` the rows that a plan brings or takes away.
+    ``row_bytes``: bytes of a row with its optimizer state; ``moved``: rows that a plan fetches or evicts.
     """
     most, bulk = (max(1, size // row_bytes) for size in (_BUFFER, _BULK))
-    arriving = min(most, 2 * moved)  # room doubles
+    arriving = min(most, 2 * moved)  # buffers grow by doubling
     return _BUFFERS * (arriving + max(arriving, bulk)) * (row_bytes + _NAMES)
 
 
@@ -68,19 +68,19 @@ class Event(Protocol):
 
 
 class Streams:
-    """torch's streams of one GPU, two for copies and those of the threads that compute: what a link asks of a device.
+    """The device of a link: torch's streams of one GPU, two for copies and those of the threads that compute.
 
     Work of one stream runs in the order in which it was queued; work of two streams in any order that their waits
-    allow, and the host runs ahead of all. Tests put a simulated device in its place, which does no work before it must.
+    allow; and the host runs ahead of all. Tests replace it by a simulated device, which does work as late as possible.
     """
 
     device: torch.device
     incoming: Any  # the stream that fills slots
-    outgoing: Any  # the stream that empties them: links carry both ways at once
+    outgoing: Any  # the stream that empties them: a link copies in both directions at once
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # The short copies of a batch go before the long kernels of the one in training.
+        # The short copies of a batch run before the long kernels of the batch in training.
         self.incoming = torch.cuda.Stream(device, priority=-1)
         self.outgoing = torch.cuda.Stream(device, priority=-1)
 
@@ -89,31 +89,31 @@ class Streams:
         return torch.cuda.current_stream(self.device)
 
     def queue(self, stream: Any, work: Callable[[], None]) -> None:
-        """Queue the device operations of ``work``. They use only memory that was there before."""
+        """Queue the device operations of ``work``. They use only memory that was allocated before."""
         with torch.cuda.stream(stream), torch.no_grad():
             work()
 
     def record(self, stream: Any) -> Event:
         """Return the end of what is queued on ``stream`` now."""
-        event = torch.cuda.Event(blocking=True)  # the host sleeps while it waits: its cores gather rows
+        event = torch.cuda.Event(blocking=True)  # the host sleeps while it waits, because its cores gather rows
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let what is queued on ``stream`` from now on run after ``event``."""
+        """Make work that is queued on ``stream`` from now on wait for ``event``."""
         stream.wait_event(event)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make page-locked memory of the host, which copies may use while the host goes on."""
+        """Allocate page-locked memory of the host, which asynchronous copies may use."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def scratch(self, stream: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make memory of the device, for work on ``stream`` alone. It may be dropped before that work is done."""
+        """Allocate memory of the device for work on ``stream`` only. It may be dropped before that work is done."""
         with torch.cuda.stream(stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def lend(self, tensor: Tensor, stream: Any) -> None:
-        """Use :meth:`scratch` on another ``stream`` too: when dropped, it is free after what is queued there."""
+        """Allow :meth:`scratch` on another ``stream``: when dropped, it is free after the work queued there."""
         tensor.record_stream(stream)
 
     def copy_rows(self, source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
@@ -127,27 +127,29 @@ class Streams:
 
     @property
     def reads_host(self) -> bool:
-        """Whether :meth:`copy_rows` works here."""
+        """Return True if :meth:`copy_rows` works here."""
         return importlib.util.find_spec("triton") is not None
 
 
 class CudaLink(QueuedLink):
-    """Carries plans out on copy streams during the computation.
+    """Run plans on copy streams during the computation.
 
-    Rows of a home in page-locked memory can be read by the GPU itself. Which way is faster depends on the link, the
-    processor and the width of rows, so both are timed once. Rows that the home does not hold yet are computed by the
-    processor and staged in either case. The choice changes no bit.
+    The GPU itself can read rows of a backing store in page-locked memory. Which way is faster depends on the link, the
+    processor and the width of rows, so both are timed once. Rows that were never stored are computed by the processor
+    and staged in either case. The choice changes no bit.
 
     Args:
-        home, slots, stats: as for :class:`stoker.tables.links.transfer.DirectLink`.
-        streams: the device's; None means those of the GPU where the slots are.
+        home: as for :class:`stoker.tables.links.transfer.DirectLink`.
+        slots: as there.
+        stats: as there.
+        streams: of the device; None means those of the GPU with the slots.
         reading: "staged": the processor gathers rows into page-locked buffers, which are copied; "direct": the GPU
-            reads the store; "auto": what is faster here.
-        buffer_bytes: of one buffer at most; a single row may exceed it.
+            reads the store; "auto": the faster one here.
+        buffer_bytes: most bytes of a buffer; a single row may exceed it.
         buffers: in each direction.
 
     Raises:
-        ConfigError: direct reading of a home that the GPU cannot read.
+        ConfigError: ``reading`` is "direct", but the GPU cannot read the store.
     """
 
     def __init__(
@@ -160,9 +162,9 @@ class CudaLink(QueuedLink):
         self._bulk = max(1, min(buffer_bytes, _BULK) // home.row_bytes)
         self._arriving = deque(_Buffer(home, streams, streams.incoming) for _ in range(buffers))
         self._leaving = deque(_Buffer(home, streams, streams.outgoing) for _ in range(buffers))
-        self._users: tuple[Any, ...] = ()  # streams on which leased slots are worked on
-        self._sent: list[Tensor] = []  # since the last ticket
-        # What each stream has yet to wait for. First of all: the memory of the slots may have had another use.
+        self._users: tuple[Any, ...] = ()  # streams that work on leased slots
+        self._sent: list[Tensor] = []  # tensors sent since the last ticket
+        # Events that each stream must still wait for. The first: the memory of the slots may have had another use.
         made = streams.record(streams.current())
         self._before: dict[Any, deque[Event]] = {streams.incoming: deque([made]), streams.outgoing: deque([made])}
         for tensor in (slots.weight, *slots.state.values()):
@@ -190,14 +192,14 @@ class CudaLink(QueuedLink):
                 job.done()
 
     def _take_off(self, slots: Ints) -> _Buffer:
-        """Queue the way of the rows in ``slots`` [n] to the host, in a buffer that is busy from now on."""
+        """Queue the copy of the rows in ``slots`` [n] to the host, in a buffer that is busy from now on."""
         streams, stream = self.streams, self.streams.outgoing
         buffer = _next(self._leaving)
         self._until(lambda: not buffer.busy)
         buffer.hold(slots, most=self._most)
         self._follow(stream)
         streams.queue(stream, partial(buffer.gather, self.slots))
-        self._before[streams.incoming].append(streams.record(stream))  # nothing may come into these slots before
+        self._before[streams.incoming].append(streams.record(stream))  # nothing may enter these slots before
         streams.queue(stream, buffer.download)
         buffer.end, buffer.busy = streams.record(stream), True
         return buffer
@@ -214,11 +216,11 @@ class CudaLink(QueuedLink):
         for part, buffer in self._buffers(slots):
             self.home.fetch(rows[part], buffer.host)
             streams.queue(stream, buffer.upload)
-            self._follow(stream)  # as late as can be: the copy above touches no slot
+            self._follow(stream)  # as late as possible: the copy above touches no slot
             streams.queue(stream, partial(buffer.scatter, self.slots))
 
     def _buffers(self, slots: Ints, rows: Ints | None = None) -> Iterator[tuple[slice, _Buffer]]:
-        """Yield buffers with nothing queued for parts of the rows that come into ``slots``, one after the other."""
+        """Yield free buffers for successive slices of the rows that enter ``slots``."""
         for part in self._parts(len(slots)):
             buffer = _next(self._arriving)
             if buffer.end is not None:
@@ -269,7 +271,7 @@ class CudaLink(QueuedLink):
             self.streams.lend(tensor, stream)
 
     def mark(self) -> tuple[Event, ...]:
-        # A lease may end in any thread, also where garbage is collected: the thread's own stream tells nothing.
+        # A lease may end in any thread, also in the garbage collector: so the stream of that thread does not matter.
         return () if sys.is_finalizing() else tuple(self.streams.record(stream) for stream in self._users)
 
     def released(self, mark: Any) -> None:
@@ -281,7 +283,7 @@ class CudaLink(QueuedLink):
             event.synchronize()
 
     def _follow(self, stream: Any) -> None:
-        """Let what is queued on ``stream`` from now on run after all work on slots that were given up."""
+        """Make work that is queued on ``stream`` from now on wait for all work on released slots."""
         waiting = self._before[stream]
         while waiting:
             self.streams.wait(stream, waiting.popleft())
@@ -291,7 +293,7 @@ class CudaLink(QueuedLink):
             super().close()
         finally:
             for stream in (self.streams.incoming, self.streams.outgoing):
-                self.streams.record(stream).synchronize()  # the home's memory may go
+                self.streams.record(stream).synchronize()  # the memory of the store may be freed
 
 
 class _Ticket(NamedTuple):
@@ -300,21 +302,21 @@ class _Ticket(NamedTuple):
 
 
 class _Buffer:
-    """Room for n rows in flight, on the host and on the device, with the slots and rows that they are.
+    """Memory for n rows in flight, on the host and on the device, with their slots and addresses.
 
-    All methods but :meth:`hold` are work to be queued.
+    All methods but :meth:`hold` are work to queue.
     """
 
     def __init__(self, home: Home, streams: Streams, stream: Any) -> None:
         self._home, self._streams, self._stream = home, streams, stream
         self._room = 0  # rows
-        self.end: Event | None = None  # of what was queued with it
-        self.busy = False  # a writeback has yet to store what it holds
+        self.end: Event | None = None  # of the work queued with it
+        self.busy = False  # a writeback must still store its rows
 
     def hold(self, slots: Ints, rows: Ints | None = None, *, most: int) -> None:
-        """Make room for the rows that go to or come from ``slots`` [n]; ``rows`` [n] are their addresses.
+        """Make room for rows that enter or leave ``slots`` [n]; ``rows`` [n] are their addresses.
 
-        Nothing that was queued with the buffer may be left. It grows to ``most`` rows by doubling.
+        All work queued with the buffer must be done. It grows to ``most`` rows by doubling.
         """
         streams, stream, count = self._streams, self._stream, len(slots)
         if count > self._room:
@@ -341,7 +343,7 @@ class _Buffer:
             _scatter(target, self.names[0][1], tensor)
 
     def gather(self, slots: Rows) -> None:
-        """Copy the rows out of their slots."""
+        """Copy the rows from their slots."""
         at = self._name(0)
         for source, tensor in zip(slots.tensors, self.device.tensors, strict=True):
             torch.index_select(source, 0, at, out=tensor)
@@ -351,7 +353,7 @@ class _Buffer:
         _copy_rows(self.host, self.device)
 
     def read(self, arrays: Rows, slots: Rows) -> None:
-        """Copy rows out of the page-locked ``arrays`` of a store into their slots."""
+        """Copy rows from the page-locked ``arrays`` of a store into their slots."""
         at, rows = self._name(0), self._name(1)
         for source, target in zip(arrays.tensors, slots.tensors, strict=True):
             self._streams.copy_rows(source, rows, target, at)
@@ -384,7 +386,7 @@ class _Staged(Writeback):
             return
         try:
             self.values = self.arrive().map(Tensor.clone)
-        except BaseException as error:  # the device failed: there is nothing that could be stored later
+        except BaseException as error:  # the device failed: there are no rows to store later
             self._lost = error
         self.done()
 
@@ -394,7 +396,7 @@ class _Staged(Writeback):
 
 
 def _next(buffers: deque[_Buffer]) -> _Buffer:
-    """Return the buffer that was used longest ago."""
+    """Return the least recently used buffer."""
     buffers.rotate(-1)
     return buffers[-1]
 
@@ -435,7 +437,7 @@ def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
 def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     """Time each way of reading for a few MiB of rows from all over ``home``."""
     held = copy.copy(home)
-    held.held = Held(home.num_rows)  # how long rows take that were never stored is not what is asked
+    held.held = Held(home.num_rows)  # do not time rows that were never stored
     held.held.words.fill(-1)
     count = min(home.num_rows, max(1, _PROBE // home.row_bytes))
     rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))
@@ -449,5 +451,5 @@ def _times(home: Home, streams: Streams) -> dict[Reading, float]:
             link.fetch(rows, slots)
             streams.record(streams.incoming).synchronize()
 
-        seconds[way] = min(timeit.repeat(fetch, number=1, repeat=_ATTEMPTS))  # the first compiles and makes buffers
+        seconds[way] = min(timeit.repeat(fetch, number=1, repeat=_ATTEMPTS))  # the first one compiles
     return seconds

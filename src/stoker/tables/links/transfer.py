@@ -1,10 +1,10 @@
-"""Carries out plans: changed rows are written back, wanted rows fetched, in an order that cannot lose either.
+"""Run plans: write changed rows back and fetch others, in an order that loses no update.
 
 The fence: a fetch must not overtake the writeback of the same row. A plan names the last plan whose evictions it
-wants back; a link waits for that one's writebacks, and for nothing else. Writebacks older than
+fetches again; a link waits for the writebacks of that plan, and for nothing else. Writebacks older than
 :data:`stoker.tables.slots.residency.LANDED` plans have always landed.
 
-Legend: C slots, E rows that are written back, F rows that come.
+Legend: C slots, E rows to write back, F rows to fetch.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["DirectLink", "QueuedLink", "TransferStats", "Writeback"]
 
 @dataclass
 class TransferStats:
-    """What was moved, since the start or the last reset."""
+    """Rows moved and seconds spent, since the start or the last reset."""
 
     plans: int = 0
-    rows: int = 0  # distinct rows that batches wanted
-    hits: int = 0  # of them in their slots already
+    rows: int = 0  # distinct rows of batches
+    hits: int = 0  # of these, rows that were in their slots
     fetched: int = 0  # rows
     written: int = 0  # rows
     fetched_bytes: int = 0
     written_bytes: int = 0
     plan_seconds: float = 0.0
     fetch_seconds: float = 0.0
-    write_seconds: float = 0.0  # of the thread that issues writebacks
+    write_seconds: float = 0.0  # in the thread that issues writebacks
     fence_seconds: float = 0.0  # waiting for a writeback that a fetch needs
     stall_seconds: float = 0.0  # the training step waiting for rows
 
     @property
     def hit_rate(self) -> float:
-        """Share of distinct rows found in fast memory."""
+        """Share of distinct rows that were in fast memory."""
         return self.hits / self.rows if self.rows else 1.0
 
     def reset(self) -> None:
@@ -58,17 +58,17 @@ class TransferStats:
 
 
 class DirectLink:
-    """Between the slots of a storage and its backing store, both in memory of one processor.
+    """Move rows between the slots of a storage and its backing store, both in memory of one processor.
 
-    Rows brought by :meth:`run` are in place after :meth:`ready`. Links to a GPU queue work, from a thread that runs
-    ahead of the device. So whoever worked on slots leaves a :meth:`mark` when it gives them back, and :meth:`released`
-    makes what is queued from then on follow that work; whoever will work on slots takes the :meth:`ticket` of what was
-    queued for it to :meth:`ready`. Here all work is done when a call returns, and none of this costs anything.
+    Rows of :meth:`run` are in their slots after :meth:`ready`. Links to a GPU queue work, from a thread that runs ahead
+    of the device. So work on slots leaves a :meth:`mark` when it releases them, and :meth:`released` makes later work
+    wait for it. Before work on slots, :meth:`ready` waits for the :meth:`ticket` of their rows. Here all work is done
+    when a call returns, and none of this takes time.
 
     Args:
         home: all rows.
         slots: the slots; each tensor is [C, ...].
-        stats: what to count in.
+        stats: the counters.
     """
 
     def __init__(self, home: Home, slots: Rows, stats: TransferStats) -> None:
@@ -104,14 +104,14 @@ class DirectLink:
         self.home.store(rows, self.slots, slots)
 
     def settle(self, plan: SlotPlan) -> None:
-        """Return when the writebacks that ``plan`` must not overtake have landed."""
+        """Wait until the writebacks that ``plan`` must not overtake have landed."""
 
     def fetch(self, rows: Ints, slots: Ints) -> None:
-        """Bring rows into slots."""
+        """Fetch rows into slots."""
         self.home.fetch(rows, self.slots, slots)
 
     def store(self, rows: Ints, slots: Ints) -> None:
-        """Take the rows in ``slots`` home now; they have arrived on return. They stay in their slots.
+        """Store the rows in ``slots`` now; they have arrived on return, and remain in their slots.
 
         Raises:
             HomeError: as :meth:`stoker.tables.stores.home.Home.store`; some rows may have arrived.
@@ -119,62 +119,62 @@ class DirectLink:
         self.home.store(rows, self.slots, slots)
 
     def label(self, labels: Sequence[tuple[Tensor, Ints]], slots: Ints) -> None:
-        """Note what came into ``slots`` [F]: for each (tensor [C], values [F]); there when the rows are."""
+        """Write values for ``slots`` [F], for each (tensor [C], values [F]); they arrive with the rows."""
         at = torch.from_numpy(slots)
         for tensor, values in labels:
             tensor[at] = torch.from_numpy(values)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Copy ``tensor`` to the device of the slots; it is there when the rows are."""
+        """Copy ``tensor`` to the device of the slots; it arrives with the rows."""
         return tensor.to(self.slots.weight.device)
 
     def ticket(self) -> Any:
-        """Return what stands for everything queued so far, for :meth:`ready`."""
+        """Return a ticket for all work queued so far, for :meth:`ready`."""
         return None
 
     def ready(self, ticket: Any = None) -> None:
-        """Let work that the calling thread queues from now on follow what was queued before ``ticket`` (None: now)."""
+        """Make later work of the calling thread wait for work queued before ``ticket`` (None: now)."""
 
     def mark(self) -> Any:
-        """Return what stands for the work on slots queued so far, for :meth:`released`; any thread may call it."""
+        """Return a mark for the work on slots queued so far, for :meth:`released`; any thread may call it."""
         return None
 
     def released(self, mark: Any) -> None:
-        """Let what is done from now on to slots that were given back at ``mark`` follow the work before it."""
+        """Make later work on slots that were released at ``mark`` wait for the work before it."""
 
     def finish(self) -> None:
-        """Return when all work on slots that was queued so far is done."""
+        """Wait until all work on slots queued so far is done."""
 
     def drain(self) -> None:
-        """Return when every writeback has landed."""
+        """Wait until every writeback has landed."""
 
     def close(self) -> None:
-        """Let go of threads; all writebacks land first."""
+        """End threads, after all writebacks have landed."""
         self.drain()
 
 
 class Writeback:
-    """Rows of a plan that are being written back."""
+    """Rows of a plan during their writeback."""
 
     def __init__(self, number: int, rows: Ints, values: Rows) -> None:
         self.number, self.rows, self.values = number, rows, values
 
     def arrive(self) -> Rows:
-        """Return the rows in main memory, as soon as they are there."""
+        """Wait for the rows in main memory, and return them."""
         return self.values
 
     def keep(self) -> None:
-        """Give up memory that others need: the rows wait for a second attempt to store them. Never fails."""
+        """Release memory that others need; the rows wait for a second attempt to store them. Never fails."""
 
     def done(self) -> None:
-        """Note that the rows are stored."""
+        """Record that the rows are stored."""
 
 
 class QueuedLink(DirectLink):
-    """Writebacks land from a thread of their own, so that training waits for none it does not need.
+    """Writebacks land in a separate thread, so that training waits only for those it needs.
 
-    An error in that thread is raised by the next call, with its cause; the rows it could not write are kept, so that
-    a later :meth:`drain` tries them again and nothing is lost while the process lives.
+    The next call raises an error of that thread, with its cause. The rows that could not be written are kept: a later
+    :meth:`drain` tries them again, and nothing is lost while the process lives.
     """
 
     def __init__(self, home: Home, slots: Rows, stats: TransferStats) -> None:
@@ -215,7 +215,7 @@ class QueuedLink(DirectLink):
     def _land(self, job: Writeback) -> None:
         try:
             values = job.arrive()
-            # After one failure later jobs wait too: an older value must never overwrite a newer one.
+            # After one failure later jobs wait, too: an older value must never overwrite a newer one.
             if self._failed:
                 raise _Behind
             with span("writeback"):
@@ -241,7 +241,7 @@ class QueuedLink(DirectLink):
         self._raise()
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Return when the landing of writebacks has made ``done`` true."""
+        """Wait until landed writebacks have made ``done`` true."""
         with self._changed:
             self._changed.wait_for(done)
 
@@ -251,7 +251,7 @@ class QueuedLink(DirectLink):
 
     def drain(self) -> None:
         if self._error is not None:
-            # Whatever was wrong (a full disk) may be right by now.
+            # The cause (a full disk) may be gone by now.
             self._until(lambda: len(self._failed) == len(self._pending))
             with self._changed:
                 jobs, self._failed, self._error = self._failed, [], None
@@ -270,4 +270,4 @@ class QueuedLink(DirectLink):
 
 
 class _Behind(Exception):
-    """A writeback behind one that failed."""
+    """A writeback behind a failed one."""

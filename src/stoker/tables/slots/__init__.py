@@ -1,1 +1,1 @@
-"""Rows in slots: which are resident, which leave."""
+"""Rows in slots: which are resident, and which leave."""

@@ -1,7 +1,7 @@
 """The residency in Numba: a few tens of nanoseconds for each distinct row, whatever the size of the tables.
 
 **Directory** [P, 4] int64, a hash table with linear probing: address + 1 (0: free), slot (>= 0; -1: none; -2 - p:
-evicted by plan p, whose writeback may be under way), step of the first announced use and entry of the last (-1: none).
+evicted by plan p, whose writeback may be in flight), step of the first announced use and entry of the last (-1: none).
 It holds resident rows, announced rows and rows being written back: bounded by the slots and the window, not by the
 tables.
 
@@ -12,11 +12,10 @@ tables.
 them the batches in flight that use it, rank of its row.
 
 **Order**, (tree, begin of each level, heap): which slot is given up first, by farthest next use, then the rarest row.
-Slots that may be given up are *parked*. Those of them without a known use, farther than all others, are in a bit tree
-over the rows' ranks, where the rarest is found in a few words. The others are in a max-heap of (next step, rank) in one
-integer. The heap is lazy: a slot that is used again, or whose next use changes, leaves its key behind, and an outdated
-key is passed over. It is kept only while plans need it: if the window wants more rows than there are slots, or with
-hints.
+Slots that may be given up are *parked*. Those without a known use, farther than all others, are in a bit tree over the
+rows' ranks, which finds the rarest in a few words. The others are in a max-heap of (next step, rank) in one integer.
+The heap is lazy: a slot that is used again, or whose next use changes, leaves an outdated key, which is skipped later.
+The heap exists only while plans need it: if the window needs more rows than there are slots, or with hints.
 
 Legend: C slots, E entries of the window, T tables, G segments (:func:`_ranks`).
 """
@@ -40,18 +39,18 @@ from stoker.tables.stores.kernels import segment_of
 
 __all__ = ["FastResidency"]
 
-_LOAD = 0.75  # of the directory, at most
-_AHEAD = 12  # lines asked for before they are needed
+_LOAD = 0.75  # largest load of the directory
+_AHEAD = 12  # lines to prefetch ahead
 _RANK_BITS = 40
-_STEPS = 2**22  # that keys of the heap can count before it is rebuilt from a later base
+_STEPS = 2**22  # steps that heap keys can count before a rebuild from a later base
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_HINTS = np.zeros(0, np.int32)
 ADDRESS, SLOT, USE, LAST = 0, 1, 2, 3  # columns of the directory
 ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot
 CHANGED, PARKED_FLAG = 1, 2  # flags: must be stored when it leaves; may be given up
-USER = 4  # one batch in flight that uses it, among the flags
+USER = 4  # unit of the count of batches in flight, above the flags
 # Counters: empty slots, parked slots, records of the directory, rows with an announced use; keys in the heap, whether
-# it is kept, keys taken since it was rebuilt, the step that keys count from.
+# it exists, keys taken since it was rebuilt, the first step of keys.
 FREE, PARKED, RECORDS, WANTED, HEAP, KEPT, POPPED, BASE = range(8)
 
 
@@ -62,7 +61,7 @@ def _hash(key):
 
 
 @jit
-def _ask(directory, row):
+def _prefetch_record(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
     prefetch(directory, at * 4)
 
@@ -80,7 +79,7 @@ def _find(directory, row):
 
 @jit
 def _insert(directory, row, counters):
-    """Return the place of the record of ``row``, made if missing."""
+    """Return the place of the record of ``row``; create it if it is missing."""
     at = _find(directory, row)
     if directory[at, ADDRESS] == 0:
         directory[at, ADDRESS] = row + 1
@@ -93,7 +92,7 @@ def _insert(directory, row, counters):
 
 @jit
 def _remove(directory, at, counters):
-    """Take a record out and move up what would no longer be found."""
+    """Remove a record, and move up records that would no longer be found."""
     mask = np.uint64(directory.shape[0] - 1)
     hole = np.uint64(at)
     here = (hole + np.uint64(1)) & mask
@@ -110,7 +109,7 @@ def _remove(directory, at, counters):
 
 @jit
 def _forget_idle(directory, row, counters):
-    """Drop the record of a row that is neither resident nor announced nor on its way home."""
+    """Drop the record of a row that is neither resident nor announced nor being written back."""
     at = _find(directory, row)
     if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, USE] < 0:
         _remove(directory, at, counters)
@@ -199,7 +198,7 @@ def _key(slot, slots, counters):
 
 @jit
 def _sink(heap, size, at):
-    """Let the key at ``at`` down to where it belongs."""
+    """Move the key at ``at`` down to its place."""
     key = heap[at]
     while True:
         child = 2 * at + 1
@@ -222,7 +221,7 @@ def _rebuild(slots, order, counters):
     for slot in range(slots.shape[0]):
         if slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] >= 0:
             lowest = min(lowest, slots[slot, NEXT])
-    # Earlier steps than the lowest of now may come: half of what can be counted is kept for them.
+    # Steps before the lowest one now may come: half of the range is for them.
     counters[BASE] = 0 if lowest == 2**62 else lowest - _STEPS // 2
     for slot in range(slots.shape[0]):
         if slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] >= 0:
@@ -235,13 +234,13 @@ def _rebuild(slots, order, counters):
 
 @jit
 def _push(slot, slots, order, counters):
-    """Enter a parked slot that has a known use, if the heap is kept."""
+    """Enter a parked slot that has a known use, if the heap exists."""
     heap = order[2]
     if counters[KEPT] == 0:
         return
     full = counters[HEAP] == heap.size
     if full or slots[slot, NEXT] < counters[BASE] or slots[slot, NEXT] - counters[BASE] >= _STEPS:
-        if full and counters[POPPED] == 0:  # nobody needed it for as many keys as it holds
+        if full and counters[POPPED] == 0:  # no plan needed the heap since it doubled
             counters[HEAP], counters[KEPT] = 0, 0
         else:
             _rebuild(slots, order, counters)  # with this slot
@@ -257,7 +256,7 @@ def _push(slot, slots, order, counters):
 
 @jit
 def _pop(directory, slots, order, ranks, counters):
-    """Take the parked slot with the farthest known use, the rarest of those; there must be one."""
+    """Take the parked slot with the farthest known use, then the rarest row; there must be one."""
     heap = order[2]
     while True:
         key = heap[0]
@@ -275,7 +274,7 @@ def _pop(directory, slots, order, ranks, counters):
 
 @jit
 def _park(slot, slots, order, counters):
-    """Let plans give the slot up."""
+    """Allow plans to give the slot up."""
     slots[slot, FLAGS] |= PARKED_FLAG
     counters[PARKED] += 1
     if slots[slot, NEXT] < 0:
@@ -286,7 +285,7 @@ def _park(slot, slots, order, counters):
 
 @jit
 def _unpark(slot, slots, order, counters):
-    """Let no plan give the slot up."""
+    """Forbid plans to give the slot up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
     counters[PARKED] -= 1
     if slots[slot, NEXT] < 0:
@@ -295,7 +294,7 @@ def _unpark(slot, slots, order, counters):
 
 @jit
 def _set_next(slot, step, slots, order, counters):
-    """Note the next use of the row in ``slot``: at ``step``; -1: none is known."""
+    """Record the next use of the row in ``slot``: at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
     slots[slot, NEXT] = step
     if not parked:
@@ -312,7 +311,7 @@ def _set_next(slot, step, slots, order, counters):
 
 @jit
 def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
-    """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be so many."""
+    """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be enough."""
     found = 0
     while found < needed:
         rank = _highest(order[0], order[1])
@@ -335,12 +334,12 @@ def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
 
 @jit
 def _announce(rows, hints, begin, step, directory, window, slots, order, counters):
-    """Enter a batch's rows as entries ``begin`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
+    """Enter rows of a batch in the window from ``begin`` on; ``hints`` [U or 0]: batches until their next uses."""
     ring = window.size - 1
     hinted = hints.size > 0
     for i in range(rows.size):
         if i + _AHEAD < rows.size:
-            _ask(directory, rows[i + _AHEAD])
+            _prefetch_record(directory, rows[i + _AHEAD])
         at = _insert(directory, rows[i], counters)
         window[(begin + i) & ring] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
         last = directory[at, LAST]
@@ -362,15 +361,15 @@ def _plan(
 ):  # fmt: skip
     """Give every row of a batch a slot (``taken``); its entries in the window begin at ``begin`` (-1: it has none).
 
-    ``landed_rows`` are what plan ``landed`` evicted; its writebacks are home. ``evict_rows`` receives all evicted rows,
-    those that must be written first. Returns (fence, fetched, to write); with -1 fetched nothing has changed.
+    Plan ``landed`` evicted ``landed_rows``; its writebacks have landed. ``evict_rows`` gets all evicted rows, rows to
+    write first. Returns (fence, fetched, to write); if fetched is -1, nothing has changed.
     """
     total, staged = rows.size, begin >= 0
     places, following = np.empty(total, np.int64), np.empty(total, np.int64)
     missing, kept, fence = 0, 0, np.int64(-1)
     for i in range(total):
         if i + _AHEAD < total:
-            _ask(directory, rows[i + _AHEAD])
+            _prefetch_record(directory, rows[i + _AHEAD])
         at = _find(directory, rows[i]) if staged else _insert(directory, rows[i], counters)
         places[i] = at
         slot = directory[at, SLOT]
@@ -396,18 +395,18 @@ def _plan(
             _unpark(slot, slots, order, counters)
         if staged:
             following[i] = window[(begin + i) & ring]
-            if directory[at, LAST] == begin + i:  # what follows is only hinted
+            if directory[at, LAST] == begin + i:  # the use after it is only hinted
                 directory[at, USE] = directory[at, LAST] = -1
                 counters[WANTED] -= 1
             else:
                 directory[at, USE] = following[i]
             if slot >= 0:
                 slots[slot, NEXT] = following[i]
-        else:  # a row that is in its slot keeps what is known of it
+        else:  # a row in its slot keeps its known next use
             following[i] = directory[at, USE]
     needed = candidates if transient else max(0, missing - counters[FREE])
     _take_farthest(needed, victims, directory, slots, order, ranks, counters)
-    # Changed rows first, each with its slot; then the others, which need no writing.
+    # Changed rows first, each with its slot; then the others, which are not written.
     written = 0
     for i in range(needed):
         if slots[victims[i], FLAGS] & CHANGED:
@@ -444,7 +443,7 @@ def _plan(
     for i in range(needed - 1, used - 1, -1):
         empty[counters[FREE]] = victims[i]
         counters[FREE] += 1
-    # Records of the directory move from here on: no place is used any more.
+    # From here on records of the directory move: places are no longer valid.
     for i in range(evicted):
         directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if i < written else -1
     for i in range(landed_rows.size):
@@ -459,7 +458,7 @@ def _plan(
 
 @jit
 def _release(given, mark, slots, order, counters):
-    """Let go of a batch's slots; those of no other batch in flight may be given up."""
+    """Release the slots of a batch; those of no other batch in flight may be given up."""
     for i in range(given.size):
         if i + _AHEAD < given.size:
             prefetch(slots, given[i + _AHEAD] * 4)
@@ -473,7 +472,7 @@ def _release(given, mark, slots, order, counters):
 
 @jit
 def _cancel(rows, directory, slots, order, counters):
-    """Forget every announced use of ``rows``."""
+    """Drop every announced use of ``rows``."""
     for i in range(rows.size):
         at = _find(directory, rows[i])
         if directory[at, ADDRESS] == 0 or directory[at, USE] < 0:
@@ -489,7 +488,7 @@ def _cancel(rows, directory, slots, order, counters):
 
 @jit
 def _forget_hints(step, slots, order, counters):
-    """Forget next uses before ``step``, which none of those announced is."""
+    """Drop hints of next uses before ``step``; announced uses are not before it."""
     for slot in range(slots.shape[0]):
         if 0 <= slots[slot, NEXT] < step and slots[slot, ROW] >= 0:
             _set_next(slot, np.int64(-1), slots, order, counters)
@@ -497,7 +496,7 @@ def _forget_hints(step, slots, order, counters):
 
 @jit
 def _skip(rows, begin, directory, window, slots, order, counters):
-    """Forget the first announced use of ``rows``, at the entries ``begin`` on."""
+    """Drop the first announced use of ``rows``, at the entries from ``begin`` on."""
     for i in range(rows.size):
         at = _find(directory, rows[i])
         following = window[(begin + i) & (window.size - 1)]
@@ -514,10 +513,10 @@ def _skip(rows, begin, directory, window, slots, order, counters):
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
-    """Make tables to number all rows by (row within the table, table): see :func:`_rank_of`.
+    """Return arrays that number all rows by (row within the table, table): see :func:`_rank_of`.
 
-    Up to the size of the smallest table every table has a row of each number, up to the next one all but that, and so
-    on: G segments. (first_row, start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
+    Up to the size of the smallest table every table has a row of each number, up to the next size all other tables, and
+    so on: G segments. (first_row, start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
     """
     rows = np.diff(first_row)
     bounds = np.unique(np.append(rows, 0))
@@ -525,12 +524,12 @@ def _ranks(first_row: Ints) -> tuple[Ints, ...]:
     alive = members.sum(1)
     base = np.concatenate([[0], np.cumsum(np.diff(bounds) * alive)])
     position = np.cumsum(members, 1) - 1
-    owner = np.argsort(~members, axis=1, kind="stable")  # those that are alive come first, in order
+    owner = np.argsort(~members, axis=1, kind="stable")  # tables with rows there come first, in order
     return first_row, bounds, base, alive, position.reshape(-1), owner.reshape(-1)
 
 
 def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
-    """Make an empty bit tree over ``bits`` ranks, and say where its levels begin; memory comes when it is touched."""
+    """Return an empty bit tree over ``bits`` ranks, and where its levels begin; untouched pages take no memory."""
     words = [max(1, -(-bits // 64))]
     while words[-1] > 1:
         words.append(-(-words[-1] // 64))
@@ -539,7 +538,7 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 
 
 class FastResidency(Residency):
-    """Equal to :class:`stoker.tables.slots.residency.Residency`, plan for plan.
+    """The residency in Numba: its plans equal :class:`stoker.tables.slots.residency.Residency`'s.
 
     Memory: 40 bytes a slot (56 if the window wants more rows than there are slots, or with hints), 43 to 86 bytes a
     resident or announced row, 8 bytes an announced use, N bits.
@@ -555,7 +554,7 @@ class FastResidency(Residency):
         self._slots[:, [ROW, NEXT]] = -1
         self.row_in_slot = self._slots[:, ROW]
         self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
-        self._heap = np.zeros(2 * slots, np.int64)  # memory comes when it is touched, which few runs do
+        self._heap = np.zeros(2 * slots, np.int64)  # untouched pages take no memory; few runs use it
         self._counters = np.zeros(8, np.int64)
         self._counters[FREE] = slots
 

@@ -1,13 +1,13 @@
-"""Next uses beyond the window: the ids of an epoch are read once before its first step.
+"""Epoch lookahead: the ids of an epoch are read once before its first step, to find next uses beyond the window.
 
-The order of an epoch is a formula, so it can be read twice. Forward, the distinct rows of every batch go to a temporary
-file, in the very order in which :meth:`SlottedRows.announce` will see them; backward, each is replaced by the number of
-batches until the row's next use. With these a residency decides as one that knows the whole epoch: by Belady's rule
-(1966), which no other misses less than.
+The order of an epoch is a formula, so it can be read twice. A forward pass writes the distinct rows of every batch to a
+temporary file, in the same order in which :meth:`SlottedRows.announce` will get them. A backward pass replaces each by
+the number of batches until the row's next use. So a residency decides as if it knew the whole epoch: by Belady's rule
+(1966), which has the fewest possible misses.
 
-On disk 4 bytes for every distinct row of every batch, and 4 a row of the table while the epoch is gone through
-backward; in memory 8 bytes a batch, and what is worked on. The mapped pages are the page cache's: the system takes them
-back when memory is asked for.
+This takes 4 bytes on disk for every distinct row of every batch, and 4 for every row of the table during the backward
+pass; in memory 8 bytes a batch, and the current chunk. The mapped pages belong to the page cache, so the system can
+reclaim them.
 
 Legend: T batches of the rest of an epoch, U distinct rows of a batch, N rows of a group.
 """
@@ -31,13 +31,13 @@ from stoker.tables.slots.residency import Ints
 
 __all__ = ["EpochBatches", "Foresight", "Recording", "Rereadable"]
 
-Progress = Callable[[str, int, int], None]  # (what is being done, batches done, batches in all)
+Progress = Callable[[str, int, int], None]  # (name of the work, batches done, batches in all)
 _OFTEN = 0.1  # seconds between two reports
-_NARROW = 2**31  # rows whose addresses are 32 bits wide
+_NARROW = 2**31  # fewer rows have addresses of 32 bits
 
 
 class EpochBatches(Protocol):
-    """Batches of which it is known how many there are."""
+    """Batches with a known number."""
 
     def __len__(self) -> int: ...
 
@@ -46,17 +46,19 @@ class EpochBatches(Protocol):
 
 @runtime_checkable
 class Rereadable(Protocol):
-    """A stream whose epochs can be read beforehand, such as :class:`stoker.dataset.split.BatchStream`."""
+    """A stream whose epochs can be read ahead, such as :class:`stoker.dataset.split.BatchStream`."""
 
     def rest_of_epoch(self, step: int, *, ids_only: bool) -> EpochBatches:
-        """The batches from number ``step`` to the end of its epoch as the stream will give them, which stays where it
-        is; ``ids_only``: with ids and offsets at least."""
+        """Return the batches from number ``step`` to the end of its epoch, without moving the stream.
+
+        ``ids_only``: ids and offsets are enough.
+        """
         ...
 
 
 @contextmanager
 def _disk(directory: Path | None) -> Iterator[None]:
-    """Name a remedy where temporary files fail."""
+    """Raise an error with a remedy if temporary files fail."""
     try:
         yield
     except OSError as error:
@@ -68,7 +70,7 @@ def _disk(directory: Path | None) -> Iterator[None]:
 
 
 class Recording:
-    """The next uses of one group's N rows in batches one after the other: ``add`` them all, ``link``, then ``take``.
+    """The next uses of one group's N rows in a sequence of batches: ``add`` them all, ``link``, then ``take``.
 
     Temporary files are in ``directory``; None means the system's temporary directory.
     """
@@ -86,7 +88,7 @@ class Recording:
         self._begins.append(self._begins[-1] + len(rows))
 
     def link(self, advance: Callable[[int], None] = lambda done: None) -> None:
-        """Replace rows by the batches until their next use; ``advance`` is called with the batches done."""
+        """Replace rows by the batches until their next use; call ``advance`` with the batches done."""
         begins = np.array(self._begins, np.int64)
         total = len(begins) - 1
         with _disk(self._directory), Spool(np.int32, self._directory) as file:
@@ -110,19 +112,19 @@ class Recording:
         return values.astype(np.int32, copy=False)
 
     def close(self) -> None:
-        """Remove the file."""
+        """Delete the file."""
         self._spool.close()
 
 
 class Foresight:
-    """The next uses of the rows of each batch of a stream, recorded an epoch at a time; known ones end with the epoch.
+    """The next uses of the rows of each batch of a stream, recorded one epoch at a time, up to its end.
 
     Args:
         stream: the batches.
-        groups: of each that wants to know: its distinct rows of a batch, how many rows it has, and where temporary
-            files go (None: the system's directory).
+        groups: for each group: a function for its distinct rows of a batch, its number of rows, and the directory of
+            temporary files (None: the system's).
         progress: called while an epoch is recorded.
-        hurry: asked meanwhile; yes gives the recording up, and of that epoch no next use is known.
+        hurry: called meanwhile; True stops the recording, and no next use in that epoch is known.
     """
 
     def __init__(
@@ -136,9 +138,9 @@ class Foresight:
         self._recordings: list[Recording] = []
 
     def upcoming(self, batch: Batch) -> list[npt.NDArray[np.int32] | None]:
-        """Return batches until the next use of the batch's distinct rows [U], for each group; None: nothing is known.
+        """Return batches until the next use of the batch's distinct rows [U], for each group; None: not known.
 
-        The first batch of an epoch, or after a gap, has the rest of its epoch recorded.
+        The first batch of an epoch, or after a gap, starts the recording of the rest of its epoch.
         """
         if not self._begin <= batch.step < self._end:
             start = time.perf_counter()
@@ -180,7 +182,7 @@ class Foresight:
         self._progress(what, total, total)
 
     def close(self) -> None:
-        """Remove the files; the epoch is recorded again if one of its batches comes."""
+        """Delete the files; a later batch of the epoch starts another recording."""
         for recording in self._recordings:
             recording.close()
         self._recordings = []

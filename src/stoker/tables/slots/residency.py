@@ -1,10 +1,10 @@
-"""Which row is in which slot, and who leaves: integers only, so that plans can be printed, replayed and tested.
+"""Which row is in which slot, and which leaves: only integers, so that plans can be printed, replayed and tested.
 
 N rows of a backing store share C slots. Batches are announced by their distinct rows before they are planned; a plan
-makes one batch resident. The row to leave is the one whose next use is farthest. That is its first announced use; if it
-has none, what was *hinted* when its last use was announced; if nothing was, it is farther than any other. Among equals
-the rarest leaves first: ids fall in frequency, so that is the larger row number within its table, then the later table
-(Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
+makes one batch resident. The row whose next use is farthest leaves. The next use is its first announced use; without
+one, the *hint* that came with its last announced use; without a hint, it is farther than any other. Among equals the
+rarest leaves first: ids are ordered by frequency, so that is the larger row number within its table, then the later
+table (Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
 
 Legend: N rows, C slots, U distinct rows of a batch, T tables.
 """
@@ -24,25 +24,25 @@ __all__ = ["ENOUGH", "FARTHEST", "LANDED", "NEVER", "Residency", "SlotPlan"]
 
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
-NEVER = 2**62  # step of the next use of a row that has none known
-FARTHEST = 2**19  # batches that a hint reaches; later uses are equally far
-#: Plans after which every writeback of a plan has surely landed; whoever carries out plans keeps to it.
+NEVER = 2**62  # step of the next use of a row without a known one
+FARTHEST = 2**19  # largest hint in batches; later uses are equally far
+#: After this many plans every writeback of a plan has landed; links guarantee it.
 LANDED = 8
-#: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
+#: With more announced rows for each slot, looking further ahead has no use: a row without a use by then has left.
 ENOUGH = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPlan:
-    """What makes one batch resident. Evictions come before fetches; each row is named once."""
+    """The moves that make one batch resident. Evictions come before fetches; each row occurs once."""
 
-    number: int  # plans are carried out in this order
+    number: int  # links run plans in this order
     slots: Ints  # [U] slot of each distinct row of the batch
-    fetch_rows: Ints  # [F] rows from home to slots
+    fetch_rows: Ints  # [F] rows from the backing store to slots
     fetch_slots: Ints  # [F]
-    evict_rows: Ints  # [E] changed rows to be written back
+    evict_rows: Ints  # [E] changed rows to write back
     evict_slots: Ints  # [E]
-    fence: int  # the fetch must wait until the writebacks of this plan and those before it have landed; -1: of none
+    fence: int  # the fetch must wait until the writebacks of this plan and earlier ones have landed; -1: none
 
     @property
     def hits(self) -> int:
@@ -52,12 +52,12 @@ class SlotPlan:
 
 @dataclass
 class _Row:
-    """What the reference knows of a row in a slot or in the window."""
+    """The reference's record of a row in a slot or in the window."""
 
     slot: int = -1
     uses: deque[tuple[int, int]] = field(default_factory=deque)  # announced steps, rising, each with its hint
-    hint: int = NEVER  # step of the next use that is not announced, while the row is in its slot
-    left: int = -1  # the plan that evicted it changed, while the writeback may be under way
+    hint: int = NEVER  # step of the next use after the announced ones, while the row is in its slot
+    left: int = -1  # the plan that evicted it after a change, while the writeback may be in flight
 
     @property
     def next_use(self) -> int:
@@ -67,10 +67,10 @@ class _Row:
 class Residency:
     """The page table of one group and its rule of eviction.
 
-    A batch goes through ``announce`` (its rows are known), ``plan`` (they get slots), ``release`` (its update is
-    done; rows of no other batch in flight may leave). Batches are planned in the order in which they were announced.
+    A batch goes through ``announce`` (its rows are known), ``plan`` (they get slots) and ``release`` (its update is
+    done; rows of no other batch in flight may leave). Batches are planned in the order of their announcement.
 
-    In plain Python: the definition, and what runs where Numba is missing.
+    This class is in plain Python: the definition, which runs where Numba is missing.
     :class:`stoker.tables.slots.fast_residency.FastResidency` makes the same plans.
 
     Args:
@@ -86,12 +86,12 @@ class Residency:
         self._window: deque[tuple[int, int, Ints]] = deque()  # step, rows announced before it, rows
         self._step = self._entries = 0  # batches and rows announced so far
         self._leaving: deque[tuple[int, Ints]] = deque()  # plan, rows that it evicted
-        self._hinted = False  # since the last ``cancel``
-        self._rows_since = self._batches_since = 0  # announced since outdated hints were looked for
+        self._hinted = False  # whether there were hints since the last ``cancel``
+        self._rows_since = self._batches_since = 0  # announced since the last search for outdated hints
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what is known of rows and slots."""
+        """Create the records of rows and slots."""
         self._rows: dict[int, _Row] = {}
         self._unused = list(range(self.slots - 1, -1, -1))
         self._users = [0] * self.slots
@@ -99,16 +99,16 @@ class Residency:
         self._parked: set[int] = set()  # slots that may be given up
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
-        """Note that a further batch will use the distinct addresses ``rows`` [U].
+        """Record that another batch will use the distinct addresses ``rows`` [U].
 
         Args:
             rows: the addresses.
-            upcoming: [U] batches from this one until the next use of each row, 0 where none is known. These hints
-                count from when the batch is planned until that use is announced, for rows that stay in their slots.
-                Wrong ones cost misses and nothing else; those whose step has passed are forgotten in the end.
+            upcoming: [U] batches from this one until the next use of each row, 0 where none is known. A hint is valid
+                from the plan of the batch until that use is announced, for rows that remain in their slots. A wrong
+                hint costs misses and nothing else; a hint whose step has passed is dropped later.
 
         Raises:
-            ConfigError: not as many hints as rows.
+            ConfigError: the number of hints is not that of rows.
         """
         if upcoming is not None:
             if len(upcoming) != len(rows):
@@ -118,7 +118,7 @@ class Residency:
                 )
             self._hinted = True
         if self._hinted:
-            # Looking through all slots costs nothing beside entering as many rows.
+            # A scan of all slots is cheap next to entering as many rows.
             self._rows_since += len(rows)
             self._batches_since += 1
             if self._rows_since >= self.slots or self._batches_since >= FARTHEST:
@@ -131,7 +131,7 @@ class Residency:
         self._entries += len(rows)
 
     def plan(self) -> SlotPlan | None:
-        """Give slots to the first batch announced and not planned; None, and no change, if too few may be given up."""
+        """Give slots to the first announced batch without a plan; None, and no change, if too few are free."""
         _, begin, rows = self._window[0]
         made = self._plan(rows, begin)
         if made is not None:
@@ -139,27 +139,27 @@ class Residency:
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
-        """Give slots to a batch that was not announced, ahead of those that were."""
+        """Give slots to a batch that was not announced, before those that were."""
         return self._plan(np.ascontiguousarray(rows, np.int64), -1)
 
     def skip(self) -> None:
-        """Forget the first announced batch, which is not planned, but not what was hinted with it."""
+        """Drop the first announced batch without a plan, but not its hints."""
         _, begin, rows = self._window.popleft()
         self._skip(rows, begin)
 
     def cancel(self) -> None:
-        """Forget the batches announced but not planned, and all hints."""
+        """Drop the announced batches without a plan, and all hints."""
         self._forget_all()
         self._window.clear()
         self._hinted = False
 
     @property
     def announced(self) -> int:
-        """Batches announced and not planned."""
+        """Announced batches without a plan."""
         return len(self._window)
 
     def resident(self, start: int, stop: int) -> Ints:
-        """Return the slots that hold an address of ``start..stop``."""
+        """Return the slots with an address in ``start..stop``."""
         return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
 
     def _local(self, row: int) -> tuple[int, int]:
@@ -167,14 +167,14 @@ class Residency:
         return row - int(self.first_row[table]), table
 
     def _enter(self, rows: Ints, upcoming: Hints | None) -> None:
-        """Note the uses of a batch behind those announced."""
+        """Record the uses of a batch after those announced."""
         hints = [0] * len(rows) if upcoming is None else upcoming.tolist()
         for row, until in zip(rows.tolist(), hints, strict=True):
             hint = self._step + min(until, FARTHEST) if until > 0 else NEVER
             self._rows.setdefault(row, _Row()).uses.append((self._step, hint))
 
     def _forget_before(self, step: int) -> None:
-        """Forget hints of steps before ``step``, the first announced one: nobody came then."""
+        """Drop hints of steps before ``step``, the first announced one: no use came then."""
         for item in self._rows.values():
             if item.hint < step:
                 item.hint = NEVER
@@ -211,7 +211,7 @@ class Residency:
                 self._rows[row].left = number
                 evict_rows.append(row)
                 evict_slots.append(slot)
-        given_up = deque(victims)  # used after the empty ones, in order of eviction
+        given_up = deque(victims)  # slots that are filled after the empty ones, in order of eviction
         fetch_rows, fetch_slots, slots = [], [], []
         for row, item in zip(rows, known, strict=True):
             self._rows[row] = item
@@ -271,13 +271,13 @@ class Residency:
             self._drop(row)
 
     def take_changed(self) -> Ints:
-        """Return the slots of changed rows, for storing them; all count as unchanged from now on."""
+        """Return the slots of changed rows, to store them; all count as unchanged from now on."""
         slots = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
-        """Count the rows in ``slots`` as changed: they could not be stored after all."""
+        """Mark the rows in ``slots`` as changed again: they could not be stored."""
         self._changed.update(slots.tolist())
 
     @property

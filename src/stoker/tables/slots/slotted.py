@@ -1,7 +1,7 @@
 """N rows in a backing store, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
 
-The first slots belong to pinned hot rows: their slot is found by an addition, no plan knows of them, and they have no
-other copy. The others, for rows in flight, are given and taken by plans.
+The first slots are for pinned hot rows: an addition finds their slot, plans do not contain them, and they have no other
+copy. Plans assign the other slots, for rows in flight.
 
 Legend: N rows, C slots, H of them for hot rows, U distinct rows of a batch.
 """
@@ -37,13 +37,13 @@ from stoker.tables.stores.registry import make_home
 
 __all__ = ["Queue", "SlottedRows", "TooFewSlots", "make_residency", "make_slotted"]
 
-_STORED = 2**20  # rows written home together when all changed ones are
+_STORED = 2**20  # rows of a chunk when all changed rows are written back
 
 
 class TooFewSlots(StokerError):
-    """A batch needs more distinct rows at once than there are slots besides those of other work and of hot rows.
+    """A batch needs more distinct rows at once than there are slots free of other work and of hot rows.
 
-    ``spill``: such batches are worked on in chunks already, so that one example alone does not fit.
+    ``spill``: such batches are chunked already, and a single example does not fit.
     """
 
     def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
@@ -63,7 +63,7 @@ class TooFewSlots(StokerError):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A batch that waits for its slots."""
+    """A batch that waits for slots."""
 
     bags: Bags
     space: AddressSpace
@@ -74,20 +74,20 @@ class _Request:
 class SlottedRows(Storage):
     """Rows of a backing store, some of them in slots.
 
-    Threads may call it: plans are made and carried out one at a time, releases wait for nobody.
+    Threads may call it: plans are made and run one at a time, and releases never wait.
 
     Args:
         home: all rows.
         space: of the group's tables.
         slots: C.
         device: of the slots.
-        hot: [T] rows of each table that stay in slots of their own; () means none.
+        hot: [T] pinned rows of each table; () means none.
         transient: every other row leaves after its last use in flight.
-        link: makes what carries out plans; None means the fastest for ``device`` and ``home``.
-        fast: plan with Numba or in plain Python; None means what is installed.
+        link: creates the link that runs plans; None means the fastest for ``device`` and ``home``.
+        fast: plan with Numba or in plain Python; None means Numba if it is installed.
 
     Raises:
-        ConfigError: hot rows take every slot, and other rows are left.
+        ConfigError: hot rows take every slot, but there are other rows.
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class SlottedRows(Storage):
             )
         made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
         self.weight, self.state = made.weight, made.state
-        # Slots in flight, as plans and links know them: counted from 0 behind the hot ones.
+        # Slots of plans and links: counted from 0 after the hot ones.
         self.transit = made[held:]
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
         self._lock = threading.RLock()
         self._broken: BaseException | None = None
-        self._returned: deque[tuple[Ints, bool, Any]] = deque()  # slots given back, not yet entered, and their mark
-        self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last one
-        self._leases: dict[int, weakref.ref[Lease]] = {}  # not over, by number of their plan, in order
+        self._returned: deque[tuple[Ints, bool, Any]] = deque()  # released slots, unknown to the residency yet
+        self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # leases that have not ended, by number of their plan
         rounded = home.dtype == torch.bfloat16
         # Table and row in each slot, for the random bits of bfloat16.
         self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
@@ -123,7 +123,7 @@ class SlottedRows(Storage):
         self._link = (link or DirectLink)(home, self.transit, self.stats)
 
     def _fill_hot(self) -> None:
-        """Bring the hot rows into their slots."""
+        """Fetch the hot rows into their slots."""
         addresses = self.hot.addresses()
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
@@ -137,7 +137,7 @@ class SlottedRows(Storage):
 
     @property
     def available(self) -> int:
-        """Slots that a batch could have now."""
+        """Slots that a batch could get now."""
         with self._lock:
             self._enter_returned()
             return self.residency.free
@@ -165,9 +165,9 @@ class SlottedRows(Storage):
             return lease
 
     def _revoke_one(self) -> bool:
-        """Take the slots of one batch that nobody works on: those of kept graphs first, then of batches staged last.
+        """Take the slots of one batch that is not in use: of kept graphs first, then of the batches staged last.
 
-        Whoever holds the lease brings the rows again when it needs them.
+        The owner of the lease fetches the rows again when it needs them.
         """
         held = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
         graphs = [lease for lease in held if not lease.staged]
@@ -175,7 +175,7 @@ class SlottedRows(Storage):
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
-        """Return the distinct rows that are not hot, in an order that is the same for the same bags.
+        """Return the distinct rows that are not hot, in the same order for the same bags.
 
         Raises:
             IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
@@ -183,15 +183,15 @@ class SlottedRows(Storage):
         return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
-        """Make the calling thread's work on a staged lease follow the coming of its rows, unless it was revoked."""
-        # Without the storage's lock: a batch whose rows are in place must not wait while those of later ones come.
+        """Make the calling thread's work on a staged lease wait for its rows, unless the lease was revoked."""
+        # Without the lock of the storage: a resident batch must not wait for the rows of later ones.
         ticket, staged = lease.ticket, lease.staged
         lease.ticket, lease.staged = None, False
         if staged and not lease.over:
             self._link.ready(ticket)
 
     def forget(self) -> None:
-        """Drop every batch that is announced, or resident and not worked on."""
+        """Drop every batch that is announced, or resident and not in use."""
         with self._lock:
             for queue in list(self._queues):
                 queue.close()
@@ -201,7 +201,7 @@ class SlottedRows(Storage):
                 self._enter_returned()
 
     def _enter_returned(self) -> None:
-        """Let the residency know which slots were given back; raise StokerError if rows could not be moved earlier."""
+        """Tell the residency which slots were released; raise StokerError if a move of rows failed earlier."""
         if self._broken is not None:
             raise StokerError(
                 f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
@@ -228,7 +228,7 @@ class SlottedRows(Storage):
             weights = None if bags.weights is None else link.send(bags.weights)
             ticket = link.ticket()
         except BaseException as error:
-            # The rows of this plan may not be in their slots: nothing may be computed from them, or written home.
+            # The rows of this plan may not be in their slots: they must not be used or written back.
             self._broken = error
             raise
         if space not in self._slot_spaces:
@@ -263,7 +263,7 @@ class SlottedRows(Storage):
         )
 
     def flush(self) -> None:
-        """Bring home every changed row that is not hot; they stay in their slots."""
+        """Write back every changed row that is not hot; rows remain in their slots."""
         with self._lock:
             self._enter_returned()
             self._link.drain()
@@ -299,14 +299,14 @@ class SlottedRows(Storage):
             away = np.flatnonzero(slots < 0)
             at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
             found = self.slots[at]
-            self._link.released(self._link.mark())  # nothing may come into those slots before they are read
+            self._link.released(self._link.mark())  # nothing may enter those slots before they are read
             if len(away):
                 self._link.drain()
                 self.home.fetch(rows[away], found, away)
             return found
 
     def _slots_of(self, rows: Ints) -> Ints:
-        """Return the slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
+        """Return the slot of each of the addresses ``rows`` [n]; -1 if it has none."""
         own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
@@ -329,7 +329,7 @@ class SlottedRows(Storage):
                     self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
             slots = self.residency.resident(start, start + len(rows.weight))
             if len(slots):
-                self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
+                self._link.released(self._link.mark())  # also rows under a lease, as if it had ended
                 self._link.fetch(self.residency.row_in_slot[slots], slots)
                 self._link.ready()
 
@@ -340,7 +340,7 @@ class SlottedRows(Storage):
             )
 
     def close(self) -> None:
-        """Write everything home and let go of threads and files."""
+        """Write back all changed rows, end threads and close files."""
         with self._lock:
             self.forget()
             try:
@@ -354,9 +354,9 @@ class SlottedRows(Storage):
 class Queue:
     """The upcoming batches of one stage, in order.
 
-    Any number of queues may be open over one storage. The residency knows the batches of the queue that was opened
-    last; batches of the others get slots all the same, with less known about when their rows are used again. When a
-    queue is closed, the one before it takes its place.
+    Several queues may be open over one storage. The residency knows the batches of the queue that was opened last;
+    batches of the others also get slots, but with less knowledge of the next uses. When a queue is closed, the one
+    before it takes its place.
     """
 
     def __init__(self, storage: SlottedRows) -> None:
@@ -368,7 +368,7 @@ class Queue:
 
     @property
     def full(self) -> bool:
-        """Whether it is pointless to look further ahead: every slot is wanted, or nobody would know."""
+        """Whether looking further ahead has no use: every slot is needed, or the residency ignores this queue."""
         storage = self._storage
         return not self._decides or storage.residency.wanted >= ENOUGH * storage.num_slots
 
@@ -391,7 +391,7 @@ class Queue:
             storage.stats.plan_seconds += time.perf_counter() - begin
 
     def _tell(self) -> bool:
-        """Announce to the residency what it does not know yet; return whether it knows the batches of this queue."""
+        """Announce new batches to the residency; return True if it follows this queue."""
         if not self._decides:
             return False
         residency = self._storage.residency
@@ -400,7 +400,7 @@ class Queue:
         return True
 
     def stage(self) -> Lease | None:
-        """Make the first batch resident; None if rows in flight leave too few slots for now."""
+        """Make the first batch resident; return None if rows in flight leave too few slots now."""
         storage, begin = self._storage, time.perf_counter()
         with storage._lock:
             with span("plan"):
@@ -411,20 +411,20 @@ class Queue:
             if plan is None:
                 return None
             self._waiting.popleft()
-            # Offsets and weights are those that the lookup will bring.
+            # The lookup will bring offsets and weights.
             lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
             lease.staged = True
             return lease
 
     def skip(self) -> None:
-        """Drop the first batch: it does not fit while others are in flight, and is fetched on demand."""
+        """Drop the first batch: it does not fit while others are in flight, and will be fetched on demand."""
         with self._storage._lock:
             if self._tell():
                 self._storage.residency.skip()
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Forget the batches that wait. Further calls do nothing."""
+        """Drop the waiting batches. Further calls do nothing."""
         storage = self._storage
         with storage._lock:
             if self not in storage._queues:
@@ -438,7 +438,7 @@ class Queue:
 def make_residency(
     first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
 ) -> Residency:
-    """Return the fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
+    """Return the fastest residency that is installed; ``fast``: True for Numba, False for plain Python."""
     kind = Residency
     if importlib.util.find_spec("numba") is not None if fast is None else fast:
         from stoker.tables.slots.fast_residency import FastResidency
@@ -454,7 +454,7 @@ def make_slotted(
     """Return the storage of a group under ``strategy``; ``seed`` is that of the initial rows.
 
     Raises:
-        ConfigError: hot rows that a table does not have, or that leave no slot for others.
+        ConfigError: a table has fewer rows than hot ones, or hot rows leave no slot for others.
     """
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"

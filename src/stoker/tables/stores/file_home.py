@@ -1,8 +1,8 @@
 """Rows in a sparse file: tables larger than main memory.
 
-Legend: N rows, n rows of one call. A *record* is a row's weights, then its state tensors. Records are at positions of
-the file: here row r at position r, in :class:`stoker.tables.stores.log_home.LogHome` any. A *run* is what one system
-call moves.
+Legend: N rows, n rows of one call. A *record* is a row's weights, then its state tensors. A record has a position in
+the file: here position r for row r, in :class:`stoker.tables.stores.log_home.LogHome` any. One system call moves a
+*run* of records.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from stoker.tables.stores.home import Home, Initial
 
 __all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 
-PAGE = 4096  # bytes of a page; direct input and output is in whole ones
-_WASTE = 8  # at most one part in so many of a block is unused
-_SPAN = 128 * 1024  # bytes moved by one system call at most
-_CHUNK = 16 * 2**20  # bytes of records in memory in addition to the rows of a call
+PAGE = 4096  # bytes of a page; direct input and output moves whole pages
+_WASTE = 8  # at most 1 / _WASTE of a block is unused
+_SPAN = 128 * 1024  # most bytes of a system call
+_CHUNK = 16 * 2**20  # bytes of records in memory, next to the rows of a call
 _RUNS_PER_THREAD = 4  # fewer are not worth waking a thread for
 _PREFIX, _SUFFIX = "stoker-home-", ".rows"
 _REMEDY = {
@@ -52,11 +52,11 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Records are in blocks of whole pages, and none straddles two blocks.
+    """Records are in blocks of whole pages, and no record is in two blocks.
 
-    A record of up to about 500 bytes is then within one page: 15 rows of 260 bytes to a page waste 5 %, where padding
-    to a power of two would waste half the disk, and packing without gaps would make every sixteenth row cost two pages.
-    Where pages fit records badly, a block has as many pages as it takes to waste at most an eighth.
+    So a record of up to about 500 bytes is within one page: 15 rows of 260 bytes to a page waste 5 %. Padding to a
+    power of two would waste half the disk, and packing without gaps would put every sixteenth row into two pages.
+    If records do not fit pages well, a block has as many pages as needed to waste at most an eighth.
     """
 
     num_records: int  # P
@@ -66,7 +66,7 @@ class Layout:
 
     @classmethod
     def of(cls, num_records: int, num_bytes: int) -> Layout:
-        """The layout for P records of ``num_bytes``."""
+        """Choose the layout for P records of ``num_bytes``."""
         record = num_bytes + -num_bytes % 4
         least = -(-record // PAGE)
         pages = least
@@ -82,21 +82,21 @@ class Layout:
     def file_bytes(self) -> int:
         """Length of the file: all blocks, and one page that is never written.
 
-        Without that page a file cut short could grow back to its length by a store to its end, and the rows between
-        would read as zeros; with it the length stays wrong for good.
+        Without that page, a truncated file could grow to its old length by a store to its end, and the rows between
+        would read as zeros. With it the length remains wrong.
         """
         return -(-self.num_records // self.per_block) * self.block + PAGE
 
     def offset(self, position: Any) -> Any:
-        """Where a record begins, in bytes; ``position`` is an int, or an array of them."""
+        """Return the byte where a record begins; ``position`` is an int or an array."""
         return position // self.per_block * self.block + position % self.per_block * self.record
 
     def runs(self, at: np.ndarray, *, writing: bool, direct: bool) -> np.ndarray:
         """Cut ascending positions ``at`` [n] into runs; run r is ``starts[r]:starts[r + 1]``.
 
-        A run is within :data:`_SPAN` bytes of whole blocks. One to read is of records in the same or the next page:
-        what is between them is cheaper to read than to skip. One to write is of consecutive records; or, directly, of
-        all records of adjacent blocks, so that no two runs share a block.
+        A run is within :data:`_SPAN` bytes of whole blocks. A run to read has records in the same or the next page: it
+        is cheaper to read the bytes between them than to skip them. A run to write has consecutive records; with
+        ``direct``, all records of adjacent blocks, so that no two runs share a block.
         """
         block, offset = at // self.per_block, self.offset(at)
         if not writing:
@@ -110,21 +110,21 @@ class Layout:
 class FileHome(Home):
     """Rows in one sparse file, read and written at random with many system calls in flight.
 
-    Fetches and stores go through the system's page cache, which may take all memory that is free and gives it back
-    when asked. With ``direct`` (O_DIRECT) they pass it by: memory use is then known, and every row that is not in a
-    slot costs a disk access; a store reads the rest of a page before it writes it, unless the whole page is stored.
+    Fetches and stores go through the system's page cache, which may take all free memory and returns it on demand. With
+    ``direct`` (O_DIRECT) they bypass it: then memory use is known, and every row that is not in a slot costs a disk
+    access. A store reads the rest of a page before it writes the page, unless the whole page is stored.
 
-    The file is of no use to any other run: rows leave through ``read``, into a checkpoint. In a named ``directory``,
-    made if missing, it can be seen while it is used, is removed by :meth:`close`, at exit, or when the store is no
-    longer used, and after a kill by the next one made there. In the temporary directory (None; on some systems that is
-    memory) it is unnamed from the start. ``concurrent_reads`` system calls are in flight at once, each by a thread.
+    No other run can use the file: ``read`` copies rows to a checkpoint. In a named ``directory``, created if missing,
+    it is visible while in use. It is deleted by :meth:`close`, at exit, or with the last reference to the store; after
+    a kill, by the next store in that directory. In the temporary directory (None; on some systems that is memory) it
+    is unnamed from the start. ``concurrent_reads`` system calls are in flight at once, each in a thread.
 
     Raises:
-        ConfigError: a setting that cannot work here.
-        HomeError: the file cannot be made.
+        ConfigError: a setting cannot work here.
+        HomeError: the file cannot be created.
 
     Warns:
-        UserWarning: the disk could not hold all rows. Space is taken as rows are stored, so it may yet be enough.
+        UserWarning: the disk lacks room for all rows. Rows take room when they are stored, so it may still suffice.
     """
 
     kind = "file"
@@ -146,12 +146,12 @@ class FileHome(Home):
         self.concurrent_reads = concurrent_reads
         self.layout = self._lay_out()
         self.block_rows = self.layout.per_block
-        self._nowhere = self.layout.num_records  # the position of a row that was never stored
+        self._nowhere = self.layout.num_records  # position of rows that were never stored
         self.path, self._fd = _make_file(directory, direct)
         self.directory = self.path.parent
         self._remove = weakref.finalize(self, _dispose, self._fd, self.path, os.getpid())
         if directory is None:
-            with contextlib.suppress(OSError):  # Windows keeps the name of an open file; it goes at close
+            with contextlib.suppress(OSError):  # Windows keeps the name of an open file until it is closed
                 self.path.unlink()
         try:
             os.ftruncate(self._fd, self.layout.file_bytes)
@@ -170,13 +170,13 @@ class FileHome(Home):
                 stacklevel=2,
             )
         if direct:
-            try:  # some file systems accept the flag and refuse its use
+            try:  # some file systems accept the flag, but refuse direct reads
                 os.preadv(self._fd, [page_aligned(PAGE).data], 0)
             except OSError as error:
                 self._remove()
                 raise _no_direct(self.path.parent) from error
         self._span = max(_SPAN, self.layout.block)
-        self._calls: np.ndarray | None = None  # where compiled code moves records
+        self._calls: np.ndarray | None = None  # if compiled code moves records
         if self.native:
             from stoker.tables.stores.kernels import system_calls
 
@@ -185,7 +185,7 @@ class FileHome(Home):
         self._pool: ThreadPoolExecutor | None = None
         self._pool_owner = os.getpid()
         self._local = threading.local()
-        # Whole blocks are read, changed and written: two stores may not do so to one block at once.
+        # Whole blocks are read, changed and written: two stores must not do so to one block at once.
         self._writing: Any = threading.Lock() if direct else contextlib.nullcontext()
         self._seeking = threading.Lock()
 
@@ -194,7 +194,7 @@ class FileHome(Home):
         return cls(initial, state, directory=strategy.path, direct=strategy.direct)
 
     def flush(self) -> None:
-        """Wait until all stored rows are on the disk: the system reports some failures of a disk only here."""
+        """Wait until all stored rows are on disk: the system reports some disk failures only here."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -211,11 +211,11 @@ class FileHome(Home):
         return Layout.of(self.num_rows, self.row_bytes)
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
-        """The position of each of ``rows`` [n]."""
+        """Return the position of each of ``rows`` [n]."""
         return np.where(self.held.of(rows), rows, self._nowhere)
 
     def _reading(self) -> AbstractContextManager[Any]:
-        """While this is open, what is at a position stays there."""
+        """Keep the records at their positions within the block."""
         return contextlib.nullcontext()
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
@@ -243,7 +243,7 @@ class FileHome(Home):
             for begin in range(0, len(at), step):
                 some = slice(begin, begin + step)
                 self._move(self._records(source, places[some]), at[some], at[some], writing=True)
-        self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
+        self._check_length("writing")  # truncated meanwhile: these rows may be lost
         self.held.mark(rows)
 
     @property
@@ -251,7 +251,7 @@ class FileHome(Home):
         return max(1, _CHUNK // self.layout.record)
 
     def _tensors(self, rows: Rows) -> list[torch.Tensor]:
-        """What a record is made of, in its order."""
+        """Return the tensors of a record, in its order."""
         return [rows.weight, *(rows.state[name] for name in self.state)]
 
     def _unpack(self, records: np.ndarray, target: Rows, places: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ class FileHome(Home):
             tensor.index_copy_(0, places, values.view(-1, *tensor.shape[1:]))
 
     def _records(self, source: Rows, places: np.ndarray) -> np.ndarray:
-        """Records [n, bytes] of the rows at ``places``."""
+        """Return records [n, bytes] of the rows at ``places``."""
         records = np.zeros((len(places), self.layout.record), dtype=np.uint8)
         index, end = torch.from_numpy(places), 0
         for tensor in self._tensors(source):
@@ -299,7 +299,7 @@ class FileHome(Home):
         self, buffer: np.ndarray, runs: Iterator[int], starts: np.ndarray, records: np.ndarray, at: np.ndarray,
         rows: np.ndarray, fault: np.ndarray, writing: bool,
     ) -> None:  # fmt: skip
-        """``kernels.move_records`` without Numba; raises what goes wrong."""
+        """Do ``kernels.move_records`` without Numba, and raise errors."""
         layout = self.layout
         for run in runs:
             if fault[0]:
@@ -320,7 +320,7 @@ class FileHome(Home):
                 records[some] = buffer[inside]
 
     def _run(self, task: Callable[[np.ndarray], None], starts: np.ndarray, fault: np.ndarray) -> None:
-        """Run ``task`` on several threads, each with a buffer of its own."""
+        """Run ``task`` on several threads, each with its own buffer."""
         helpers = min(self.concurrent_reads, -(-(len(starts) - 1) // _RUNS_PER_THREAD)) - 1
         futures = [self._workers().submit(self._with_buffer, task) for _ in range(helpers)]
         try:
@@ -331,7 +331,7 @@ class FileHome(Home):
             fault[0] += 1  # the others stop at their next run
             raise
         finally:
-            wait(futures)  # nobody may write to the caller's rows after this
+            wait(futures)  # after this, no thread writes to the caller's rows
 
     def _with_buffer(self, task: Callable[[np.ndarray], None]) -> None:
         buffer = getattr(self._local, "buffer", None)
@@ -348,10 +348,10 @@ class FileHome(Home):
     def _transfer(
         self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray, *, writing: bool
     ) -> None:
-        """Bytes ``base..end`` of the file to the start of ``buffer``, or from there; ``rows`` at ``at`` are there.
+        """Read bytes ``base..end`` of the file to the start of ``buffer``, or write them; they have ``rows`` at ``at``.
 
         Raises:
-            HomeError: it failed, or the file ended too early.
+            HomeError: the call failed, or the file ended too early.
         """
         view, done, action = buffer.data, 0, "writing" if writing else "reading"
         while done < end - base:
@@ -364,7 +364,7 @@ class FileHome(Home):
                 raise self._error(0, self._cut(rows, at, base + done), action)
 
     def _call(self, view: memoryview, offset: int, writing: bool) -> int:
-        """One system call, which may move less than the whole ``view``; returns the bytes moved."""
+        """Make one system call, which may move less than the whole ``view``; return the bytes moved."""
         if hasattr(os, "preadv"):
             return (os.pwritev if writing else os.preadv)(self._fd, [view], offset)
         with self._seeking:
@@ -376,21 +376,21 @@ class FileHome(Home):
         return len(data)
 
     def _cut(self, rows: np.ndarray, at: np.ndarray, end: int) -> int | None:
-        """The first of ``rows`` whose record, at ``at``, does not end by ``end``; None if there are no rows."""
+        """Return the first of ``rows`` whose record, at ``at``, does not end by ``end``; None if there are no rows."""
         ends = (self.layout.offset(int(position)) + self.layout.record for position in at)
         last = int(rows[-1]) if len(rows) else None
         return next((int(row) for row, stop in zip(rows, ends, strict=True) if stop > end), last)
 
     def _place_of(self, row: int, action: str) -> str:
-        """Where a row is, for a message."""
+        """Describe the place of a row, for a message."""
         return f"{self.layout.record} B at byte {self.layout.offset(row):,}"
 
     def _lost(self, length: int) -> str:
-        """What a file cut to ``length`` has lost, for a message."""
+        """Describe the rows that a file truncated to ``length`` has lost, for a message."""
         return f" Rows from {length // self.layout.block * self.layout.per_block:,} on are lost."
 
     def _check_length(self, action: str) -> None:
-        """Raise if the file is no longer as long as it was made."""
+        """Raise HomeError if the length of the file has changed."""
         try:
             length = os.fstat(self._fd).st_size
         except OSError as error:
@@ -399,7 +399,7 @@ class FileHome(Home):
             raise self._error(0, None, action)
 
     def _error(self, code: int, row: int | None, action: str) -> HomeError:
-        """The error for a failed system call, or (code 0) for a file that ended too early."""
+        """Return the error for a failed system call, or (code 0) for a file that ended too early."""
         what = f"home file {self.path}: {action}"
         if row is not None:
             what += f" row {row:,} ({self._place_of(row, action)})"
@@ -427,13 +427,14 @@ class FileHome(Home):
 
 
 def page_aligned(size: int) -> np.ndarray:
+    """Return ``size`` bytes of zeros that begin at a page."""
     memory = np.zeros(size + PAGE, dtype=np.uint8)
     skip = -memory.ctypes.data % PAGE
     return memory[skip : skip + size]
 
 
 def _no_direct(directory: Path) -> ConfigError:
-    """The error for a directory whose file system does not take direct I/O."""
+    """Return the error for a directory whose file system does not support direct I/O."""
     return ConfigError(
         f"the file system of {directory} does not take direct I/O (O_DIRECT). Leave direct=False, or name a directory "
         "on a local disk."
@@ -441,7 +442,7 @@ def _no_direct(directory: Path) -> ConfigError:
 
 
 def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
-    """A new file in ``directory``: its path and descriptor. Files left there by a kill are removed."""
+    """Create a file in ``directory``; return its path and descriptor. Delete files that a kill left there."""
     folder = Path(tempfile.gettempdir() if directory is None else directory)
     if direct and not hasattr(os, "O_DIRECT"):
         raise _no_direct(folder)
@@ -454,7 +455,7 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
             lock_file(fd)
             if path.exists():
                 return path, fd
-            os.close(fd)  # another process, which came to the same directory, removed it before it was locked
+            os.close(fd)  # another process in this directory removed it before it was locked
     except OSError as error:
         raise HomeError(
             f"a home file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
@@ -475,7 +476,7 @@ def _open(folder: Path, direct: bool) -> tuple[Path, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove home files whose process was killed: the system has released their locks."""
+    """Remove spill files whose process was killed: the system has released their locks."""
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR)
@@ -488,8 +489,8 @@ def _sweep(folder: Path) -> None:
 
 def _dispose(fd: int, path: Path, owner: int) -> None:
     """Close the file, and remove it if this process, not a parent, is its ``owner``."""
-    with contextlib.suppress(OSError):  # what the file holds is given up anyway
+    with contextlib.suppress(OSError):  # the content of the file is lost anyway
         os.close(fd)
-    if os.getpid() == owner:  # a forked child has the descriptor, but the file is its parent's
+    if os.getpid() == owner:  # a forked child has the descriptor, but its parent owns the file
         with contextlib.suppress(OSError):
             path.unlink()

@@ -1,11 +1,11 @@
-"""Backing stores: slow memory that holds every row of a table group, with its optimizer state.
+"""Backing stores: slow memory for every row of a table group, with its optimizer state.
 
-A row nobody has stored yet is a function of (seed, table name, row), so it is computed when it is fetched and takes no
+A row that was never stored is a function of (seed, table name, row), so it is computed when it is fetched and takes no
 memory: a store of 100 GB costs a bit a row until rows are stored. :class:`stoker.tables.stores.file_home.FileHome` and
 :class:`stoker.tables.stores.log_home.LogHome` keep them in files.
 
-Several threads may use a store at once, but never the same row at the same time unless both only fetch: keeping a fetch
-behind a pending store of its row is the caller's fence.
+Several threads may use a store at once, but not the same row at the same time, unless both only fetch. The caller's
+fence keeps a fetch behind a pending store of its row.
 
 Legend: N rows, n rows of one call, D columns, T tables.
 """
@@ -38,10 +38,10 @@ from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
 __all__ = ["Held", "Home", "Initial", "MemoryHome"]
 
 _LINE = 64  # bytes of a cache line
-_PAGE = mmap.PAGESIZE  # bytes that are page-locked together
-_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister: locked for every GPU, at an address that it can read
-_CHUNK = 2**20  # elements computed at a time by Initial.rows
-_KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
+_PAGE = mmap.PAGESIZE  # page-locking takes whole pages
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister: locked for every GPU, at an address that it can read
+_CHUNK = 2**20  # elements of a chunk in Initial.rows
+_KERNEL_STATES = 2  # state tensors that the kernels support; more take the plain path
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
 
@@ -50,8 +50,8 @@ _NO_STATE = np.zeros(1, dtype=np.float32)
 class Initial:
     """The rows that :class:`stoker.tables.group.TableGroup` starts from, before any update.
 
-    Uniform in [-scale, scale) by table, drawn by counter (:func:`stoker.ops.reference.init_rows`), so a row does not
-    depend on when, where or with which others it is made.
+    They are uniform in [-scale, scale) by table, drawn by counter (:func:`stoker.ops.reference.init_rows`), so a row
+    does not depend on when, where or with which others it is computed.
     """
 
     keys: np.ndarray  # [T] int64, one key of random bits a table
@@ -62,7 +62,7 @@ class Initial:
 
     @classmethod
     def of(cls, tables: Sequence[TableConfig], seed: int) -> Initial:
-        """The initial rows of ``tables`` laid end to end, as in their group's address space."""
+        """Return the initial rows of ``tables`` end to end, as in the address space of their group."""
         first = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum([table.num_embeddings for table in tables], out=first[1:])
         return cls(
@@ -79,7 +79,7 @@ class Initial:
         return int(self.first_row[-1])
 
     def rows(self, addresses: np.ndarray) -> Tensor:
-        """Initial weights [n, D] of the rows at ``addresses`` [n] int64: the definition, in plain PyTorch."""
+        """Return initial weights [n, D] of the rows at ``addresses`` [n] int64: the definition, in plain PyTorch."""
         out = torch.empty(len(addresses), self.dim, dtype=self.dtype)
         column = torch.arange(self.dim)
         step = max(1, _CHUNK // self.dim)
@@ -93,7 +93,7 @@ class Initial:
 
 
 class Held:
-    """One bit a row: whether the home holds it. Memory is taken as bits are set.
+    """One bit a row: whether it was stored. Memory is taken as bits are set.
 
     Raises:
         ConfigError: there is no memory for the bits.
@@ -110,12 +110,12 @@ class Held:
         self._lock = threading.Lock()
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """Whether each of ``rows`` [n] int64 is held: [n] bool."""
+        """Return whether each of ``rows`` [n] int64 was stored: [n] bool."""
         held: np.ndarray = ((self.words[rows >> 6] >> (rows & 63)) & 1).astype(bool)
         return held
 
     def mark(self, rows: np.ndarray) -> None:
-        """``rows`` [n] int64 are held from now on."""
+        """Record that ``rows`` [n] int64 are stored."""
         with self._lock:  # 64 rows share a word, and threads store different rows at once
             np.bitwise_or.at(self.words, rows >> 6, np.left_shift(np.int64(1), rows & 63))
 
@@ -124,7 +124,7 @@ class Home(ABC):
     """All N rows of one group: weights [N, D] and optimizer state, row by row.
 
     Args:
-        initial: what the rows are before they are first stored.
+        initial: values of rows before they are first stored.
         state: name of each state tensor -> "row" ([N, D] float32) or "scalar" ([N] float32); it starts at zero.
     """
 
@@ -156,7 +156,7 @@ class Home(ABC):
 
     @staticmethod
     def index_bytes(num_rows: int) -> int:
-        """Bytes of main memory that the store of N rows takes for an index."""
+        """Return the bytes of main memory for the index of a store of N rows."""
         return 0
 
     @property
@@ -168,8 +168,8 @@ class Home(ABC):
         """Copy weights and state of ``rows[i]`` to row ``places[i]`` (None: i) of ``target``, on any device.
 
         Raises:
-            HomeError: the store failed; ``target`` may hold some of the rows. Or it is closed.
-            IndexError: a row or a place that does not exist.
+            HomeError: the store failed, and ``target`` may have some of the rows; or the store is closed.
+            IndexError: a row or a place does not exist.
             ValueError: ``target`` has another width, type or state.
         """
         rows, places = self._check(rows, target, places)
@@ -189,7 +189,7 @@ class Home(ABC):
 
         Raises:
             HomeError: the store failed. Some of the rows may be stored, others not; storing all again is safe.
-            IndexError: a row or a place that does not exist.
+            IndexError: a row or a place does not exist.
             ValueError: ``source`` has another width, type or state.
         """
         rows, places = self._check(rows, source, places)
@@ -201,7 +201,7 @@ class Home(ABC):
         self._store(rows, source, places)
 
     def read(self, start: int, stop: int) -> Rows:
-        """A copy of the rows ``start..stop`` in canonical order."""
+        """Copy the rows ``start..stop`` in canonical order."""
         rows = self.empty(stop - start)
         self.fetch(np.arange(start, stop, dtype=np.int64), rows)
         return rows
@@ -213,28 +213,28 @@ class Home(ABC):
         self.store(np.arange(start, start + len(rows.weight), dtype=np.int64), given)
 
     def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
-        """Rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on the CPU."""
+        """Make rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on CPU."""
         return Rows.make(
             count, self.dim, self.dtype, self.state, make or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
         )
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
-        """Make sure that what was stored has arrived; raise HomeError if it did not."""
+        """Wait until stored rows have arrived; raise HomeError if they did not."""
 
     def close(self) -> None:
-        """Give the memory or the file back; no call may be under way, and none may follow."""
+        """Release the memory or the file; no call may be running, and none may follow."""
         self._open = False
 
     @abstractmethod
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
-        """``fetch`` after the checks, into contiguous CPU tensors."""
+        """Do ``fetch`` after the checks, into contiguous CPU tensors."""
 
     @abstractmethod
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
-        """``store`` after the checks, from contiguous CPU tensors."""
+        """Do ``store`` after the checks, from contiguous CPU tensors."""
 
     def _check(self, rows: np.ndarray, side: Rows, places: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """The indices as contiguous int64; kernels trust them with raw memory."""
+        """Check the indices and return them as contiguous int64: kernels use them on raw memory."""
         if not self._open:
             raise HomeError(f"{self!r} is closed. Make a new home, or close it after the last use.")
         weight = side.weight
@@ -266,11 +266,11 @@ class Home(ABC):
         self, rows: np.ndarray, words: np.ndarray, store: Rows, side: Rows, places: np.ndarray | None, *,
         storing: bool,
     ) -> None:  # fmt: skip
-        """Copy rows of ``store`` to ``side``, computing those whose bit in ``words`` is not set; or the other way."""
+        """Copy rows of ``store`` to ``side``, and compute those whose bit in ``words`` is not set; or store them."""
         from stoker.tables.stores.kernels import MOVE
 
         threads = torch.get_num_threads() if self.threads is None else self.threads
-        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
+        # Small blocks balance the threads, but a thread restarts its prefetches in each.
         block = min(512, max(64, len(rows) // (4 * threads)))
         threads = min(threads, -(-len(rows) // block))
         widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
@@ -281,7 +281,7 @@ class Home(ABC):
         )  # fmt: skip
 
     def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
-        """Initial rows, which nobody has stored, with state of zero."""
+        """Compute initial rows, which were never stored, with state of zero."""
         if self.native:
             self._run_kernel(rows, _NOTHING, target, target, places, storing=False)
             return
@@ -291,7 +291,7 @@ class Home(ABC):
             tensor[index] = 0.0
 
     def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
-        """Weights and two states as flat arrays, for the kernels."""
+        """Return weights and two states as flat arrays, for the kernels."""
         states = [flat(rows.state[name]) for name in self.state]
         return (flat(rows.weight), *states, *([_NO_STATE] * (_KERNEL_STATES - len(states))))
 
@@ -308,11 +308,11 @@ class Home(ABC):
 class MemoryHome(Home):
     """Rows in main memory, as :attr:`arrays`: weights [N, D] and each state [N, D] or [N].
 
-    Memory is taken as rows are stored (by whole huge pages, where the system has them), so count on all of it.
-    ``pin`` page-locks the arrays, so that a GPU reads and copies them at full speed, and takes all memory at once.
+    Memory is taken as rows are stored (in whole huge pages, where the system has them), so plan for all of it. ``pin``
+    page-locks the arrays, so that a GPU reads and copies them at full speed, and takes all memory at once.
 
     Raises:
-        ConfigError: the memory cannot be had, or ``pin`` without a GPU.
+        ConfigError: there is not enough memory, or ``pin`` is set without a GPU.
     """
 
     kind = "memory"
@@ -339,10 +339,10 @@ class MemoryHome(Home):
 
     @classmethod
     def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> MemoryHome:
-        """As it says; without a word on pinning, pinned behind a GPU if memory is plentiful and the system agrees."""
+        """Make a store as ``strategy`` says; by default pinned for a GPU if there is enough memory and it works."""
         if strategy.pin is not None:
             return cls(initial, state, pin=strategy.pin)
-        home = cls(initial, state)  # takes no memory yet
+        home = cls(initial, state)  # this takes no memory yet
         if not gpu or home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
             return home
         home.close()
@@ -354,7 +354,7 @@ class MemoryHome(Home):
     def close(self) -> None:
         super().close()
         if self._locks:
-            torch.cuda.synchronize()  # the device may be reading yet
+            torch.cuda.synchronize()  # the device may still be reading
         for unlock in self._locks:
             unlock()
         self._locks = []
@@ -364,7 +364,7 @@ class MemoryHome(Home):
         if self.native:
             self._run_kernel(rows, self.held.words, self.arrays, target, places, storing=False)
             return
-        found = self.arrays[torch.from_numpy(rows)]  # state is zero where the row is not held
+        found = self.arrays[torch.from_numpy(rows)]  # state is zero in rows that were never stored
         fresh = ~self.held.of(rows)
         if fresh.any():
             found.weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
@@ -386,9 +386,9 @@ def _plain_memory(rows: Rows) -> bool:
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
-    """Zeroed lazy memory that shares no ``unit`` bytes, a power of two, with anything else.
+    """Return zeroed lazy memory in ``unit`` bytes, a power of two, of its own.
 
-    A row of whole cache lines then touches no other row's line, and page-locked pages belong to one tensor.
+    So a row of whole cache lines shares no line with another row, and page-locked pages belong to one tensor.
     """
     count = int(np.prod(shape, dtype=np.int64))
     memory = allocate((count + 2 * unit // dtype.itemsize,), dtype)
@@ -397,16 +397,16 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
 
 
 def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
-    """Page-lock the memory of ``tensor`` until ``owner`` is gone or the result is called.
+    """Page-lock the memory of ``tensor`` until ``owner`` is deleted or the result is called.
 
-    Registered in place: torch's own pinned allocator rounds up to a power of two, which no large table can afford.
+    It is registered in place: torch's pinned allocator rounds up to a power of two, too much for a large table.
     """
     cudart: Any = torch.cuda.cudart()
     size = -(-tensor.nbytes // _PAGE) * _PAGE
     code = int(cudart.cudaHostRegister(tensor.data_ptr(), size, _PORTABLE | _MAPPED))
     if code != 0:
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the next launch of a kernel would report the error as its own
+            torch.zeros(1, device="cuda")  # or the next kernel launch would report this error
         raise ConfigError(
             f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
             "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."

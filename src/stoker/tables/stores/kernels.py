@@ -1,9 +1,9 @@
 """Numba kernels of the backing stores: rows between memory and slots, and records between a file and memory.
 
-Random rows of a large store are bound by the latency of memory, so kernels ask for rows before they need them. Rows are
-moved as bytes: a row comes back with the very bits it left with, not-a-numbers included.
+Memory latency bounds random access to a large store, so kernels prefetch rows. Rows move as bytes: a row returns with
+the same bits, also if it has not-a-numbers.
 
-System calls are given as addresses, so that the compiled code can be kept on disk, and tests can pass failing ones.
+System calls are passed as addresses, so that the compiled code can be kept on disk, and tests can pass failing ones.
 
 Legend: n rows of one call, D (``dim``) columns, T tables. ``first`` and ``second`` are the float32 elements a row of
 the optimizer's state tensors, 0 for none.
@@ -29,14 +29,14 @@ from stoker.ops.codegen.native import Kernel, arguments
 
 __all__ = ["MOVE", "move_records", "system_calls"]
 
-_AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
+_AHEAD = 24  # rows to prefetch ahead: the work of about one DRAM latency
 _PAGE = mmap.PAGESIZE
 _EINTR = errno.EINTR
 
 
 @jit
 def segment_of(first_row, row):
-    """Return which segment holds a row: segment i begins at ``first_row[i]``; the last entry is the end."""
+    """Return the segment of a row: segment i begins at ``first_row[i]``; the last entry is the end."""
     low, high = 0, len(first_row) - 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -50,12 +50,12 @@ def segment_of(first_row, row):
 @jit
 def _mark_one(words, row):
     word, bit = row >> 6, np.int64(1) << (row & 63)
-    if not words[word] & bit:  # nearly always set already: reading keeps the line shared between threads
+    if not words[word] & bit:  # nearly always set: a read keeps the cache line shared between threads
         set_bits(words, word, bit)
 
 
 def _move(p):
-    """Copy rows of a store to places of ``side``, computing those whose bit in ``words`` is not set; or store these."""
+    """Copy rows of a store to ``side``, and compute those whose bit in ``words`` is not set; or store them."""
     (
         rows, places, words, weight, state, state2, side, side_state, side_state2, first_row, keys, scales, storing,
         dim, first, second, cursor, block,
@@ -104,7 +104,7 @@ MOVE = Kernel(_move)
 
 @cache
 def system_calls() -> tuple[int, int, int] | None:
-    """Addresses of pread, pwrite (64-bit offsets) and of the function that finds ``errno``, or None."""
+    """Return the addresses of pread, pwrite (64-bit offsets) and of the ``errno`` function, or None."""
     try:
         libc = ctypes.CDLL(None)
         functions = (
@@ -120,21 +120,21 @@ def system_calls() -> tuple[int, int, int] | None:
 
 @operation
 def _call(b: ir.IRBuilder, function: Int, fd: Int, row: Row, size: Int, offset: Int) -> Int:
-    """``ssize_t function(int fd, void *data, size_t size, off_t offset)`` on bytes from where a row begins."""
+    """Call ``ssize_t function(int fd, void *data, size_t size, off_t offset)`` on bytes from the start of a row."""
     kind = ir.FunctionType(I64, [I32, BYTE, I64, I64])
     return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(fd, I32), row.bytes, size, offset])
 
 
 @operation
 def _errno(b: ir.IRBuilder, function: Int) -> Int:
-    """This thread's error number, from the function that returns its address."""
+    """Return this thread's error number, from the function that returns its address."""
     kind = ir.FunctionType(I32.as_pointer(), [])
     return b.sext(b.load(b.call(b.inttoptr(function, kind.as_pointer()), [])), I64)
 
 
 @jit
 def _transfer(call, error, fd, buffer, size, offset, direct):
-    """Move ``size`` bytes; returns (bytes moved, error number). Fewer bytes without an error mean the file ended."""
+    """Move ``size`` bytes; return (bytes moved, error number). Fewer bytes without an error mean the file ended."""
     done = 0
     while done < size:
         moved = _call(call, fd, buffer, done, size - done, offset + done)
@@ -147,7 +147,7 @@ def _transfer(call, error, fd, buffer, size, offset, direct):
         else:
             done += moved
             if direct and done % _PAGE:
-                break  # the file ended inside a page; asking on from there would be refused as misaligned
+                break  # the file ended inside a page; a further call would be misaligned
     return done, 0
 
 
@@ -160,10 +160,10 @@ def _offset(position, per_block, block, record):
 def move_records(
     calls, fd, direct, writing, at, starts, num_records, per_block, block, record, records, buffer, cursor, fault
 ):  # fmt: skip
-    """Read the ``records`` [n * bytes] at positions ``at`` [n] of a file, or write them there, free of Python's lock.
+    """Read the ``records`` [n * bytes] at positions ``at`` [n] of a file, or write them, without Python's lock.
 
     Several threads run it with the same arguments and take runs ``starts[r]:starts[r + 1]`` from a shared cursor: while
-    one waits for the disk the others have asked for theirs. A page fault on mapped memory would wait one at a time.
+    one waits for the disk the others issue their calls. Page faults on mapped memory would wait one at a time.
 
     ``fault`` is int64 [4]: faults so far (any stops all threads), then of the first one the error number (0 for a file
     that ended), which record it was, and whether it was written. Directly to the disk only whole blocks can be
@@ -186,8 +186,8 @@ def move_records(
         if not writing or (direct and not covered):
             got, code = _transfer(calls[0], calls[2], fd, buffer, end - base, base, direct)
         elif not direct:
-            # A page written in part is read first by the system, which lets one thread at a time write to a file:
-            # threads that touch the page before that wait for the disk together.
+            # The system reads a page before a partial write, and only one thread at a time writes to a file:
+            # threads that touch the page first wait for the disk together.
             for edge in (base, end - 1):
                 if code == 0 and got > 0 and (edge // _PAGE * _PAGE < base or edge // _PAGE * _PAGE + _PAGE > end):
                     touched, code = _transfer(calls[0], calls[2], fd, buffer, 1, edge, False)

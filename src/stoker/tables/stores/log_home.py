@@ -1,14 +1,14 @@
-"""Rows in a file that is appended to, whatever row is stored.
+"""Rows in a log-structured spill file: every stored row is appended.
 
-Where rows have fixed places, storing a row of 264 bytes costs a page of 4 KiB to read, unless the system still
-has it, and the same page to write. Appended, it costs its own bytes, at the speed of a sequential write, and a disk
-wears as little. What a log costs instead: an index in main memory, 4 bytes a row; a quarter more disk; and reading all
-rows in their canonical order jumps about in the file.
+In fixed places, storing a row of 264 bytes reads a page of 4 KiB, unless the system has it cached, and writes it again.
+Appending writes only the bytes of the row, at the speed of a sequential write, and wears the disk less. A log costs an
+index in main memory, 4 bytes a row, and a quarter more disk; and reading all rows in canonical order is random access.
 
-The file is cut into *segments*, written from end to end one at a time. A row stored anew leaves its old record dead;
-when segments hold too many of those, the one with the fewest live rows is read as a whole, its live rows are appended
-again, and the segment is used afresh (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File
-System", SOSP 1991, section 3). Each record ends with its row, and lives where the index says that this row is there.
+The file is cut into *segments*, written one after the other. A row that is stored again leaves its old record dead.
+When segments have too many dead records, the one with the fewest live rows is cleaned: it is read as a whole, its live
+rows are appended again, and the segment is free (Rosenblum and Ousterhout, "The Design and Implementation of a
+Log-Structured File System", SOSP 1991, section 3). Each record ends with its row; it is live if the index has this
+position for the row.
 
 Legend: N rows, P positions, S segments, n rows of one call.
 """
@@ -32,11 +32,11 @@ from stoker.tables.stores.home import Held, Initial
 
 __all__ = ["LogHome"]
 
-_SEGMENT = 2**20  # bytes; in files of fewer than _SEGMENTS such ones, a segment is that fraction of the file
+_SEGMENT = 2**20  # bytes; a file of fewer than _SEGMENTS such segments is cut into _SEGMENTS
 _SEGMENTS = 32
-_ROOM = 1.25  # times the segments that live rows fill may be in use
-_LEAST = 2  # segments in use that are never cleaned: the one that is written and one more
-_SPARE = 4  # segments for rows on their way out of one that is cleaned, and for those that a fetch still reads
+_ROOM = 1.25  # most segments in use, relative to those that live rows fill
+_LEAST = 2  # segments in use that are never cleaned: the current one and one more
+_SPARE = 4  # segments for rows of a cleaned segment, and for segments that a fetch still reads
 _OWNER = 8  # bytes at the end of a record: its row
 
 
@@ -45,7 +45,7 @@ def _index_type(num_rows: int) -> np.dtype[Any]:
 
 
 class LogHome(FileHome):
-    """As :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place.
+    """Like :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place.
 
     Raises:
         ConfigError: there is no memory for the index.
@@ -67,15 +67,15 @@ class LogHome(FileHome):
         self._stored = 0  # rows in the file
         self._used = 0  # segments that were ever written
         self._free: list[int] = []
-        self._next = self._end = 0  # position that is written next, and the end of its segment
-        self._tail = (-1, np.zeros(self.layout.block, np.uint8))  # the block that was written last, and what it holds
+        self._next = self._end = 0  # position of the next write, and the end of its segment
+        self._tail = (-1, np.zeros(self.layout.block, np.uint8))  # the block that was written last, and its content
         self._append_lock = threading.Lock()
         self._writer, self._cleaner = page_aligned((self._chunk() + 1) * self.layout.block), page_aligned(self._span)
-        # A fetch reads at positions that it looked up before. So a segment that was cleaned is not written again before
-        # every fetch that had begun until then has ended.
+        # A fetch reads at positions that it looked up before. So a cleaned segment is not written again before every
+        # fetch that began earlier has ended.
         self._changed = threading.Condition()
         self._epoch = 0  # segments cleaned
-        self._readers: Counter[int] = Counter()  # fetches under way, by the epoch in which they began
+        self._readers: Counter[int] = Counter()  # running fetches, by the epoch in which they began
         self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
 
     @staticmethod
@@ -90,7 +90,7 @@ class LogHome(FileHome):
         return Layout.of((self._allowed(self.num_rows) + _SPARE) * self._per_segment, record)
 
     def _allowed(self, rows: int) -> int:
-        """Segments that may be in use for so many live rows."""
+        """Return the number of segments that ``rows`` live rows may use."""
         return math.ceil(_ROOM * rows / self._per_segment) + _LEAST
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
@@ -108,7 +108,7 @@ class LogHome(FileHome):
         finally:
             with self._changed:
                 self._readers[epoch] -= 1
-                self._readers += Counter()  # without those that are zero
+                self._readers += Counter()  # drop zeros
                 self._changed.notify_all()
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
@@ -123,7 +123,7 @@ class LogHome(FileHome):
                 self._append(some, records, clean=True)
 
     def _chunk(self) -> int:
-        """Blocks that are read or written by one system call."""
+        """Return the number of blocks that one system call reads or writes."""
         return max(1, self._span // self.layout.block)
 
     def _append(self, rows: np.ndarray, records: np.ndarray, *, clean: bool) -> None:
@@ -141,8 +141,8 @@ class LogHome(FileHome):
     def _put(self, rows: np.ndarray, records: np.ndarray) -> None:
         """Write records at the next positions, which are in one segment.
 
-        Whole blocks are written, so the system reads none of them before. An error or an interrupt at any line leaves
-        every row where the index says: a position is not given twice, and rows are entered last.
+        It writes whole blocks, so the system need not read them first. After an error or an interrupt at any line,
+        every row is where the index says: no position is used twice, and rows are entered last.
         """
         layout, first, count = self.layout, self._next, len(rows)
         block = first // layout.per_block
@@ -155,7 +155,7 @@ class LogHome(FileHome):
         self._next = first + count
         try:
             self._transfer(buffer, block * layout.block, (block + blocks) * layout.block, rows, at, writing=True)
-            self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
+            self._check_length("writing")  # truncated meanwhile: these rows may be lost
         except BaseException:
             self._next = first
             raise
@@ -168,7 +168,7 @@ class LogHome(FileHome):
         self.index[rows] = at + 1
 
     def _make_room(self) -> None:
-        """Clean segments until as few are in use as the live rows may take."""
+        """Clean segments until no more are in use than the live rows may take."""
         while self._used - len(self._free) - len(self._cleaned) >= self._allowed(self._stored):
             live = self._live[: self._used].copy()
             unfit = [*self._free, *(segment for _, segment in self._cleaned), self._end // self._per_segment - 1]
@@ -179,7 +179,7 @@ class LogHome(FileHome):
             self._clean(victim)
 
     def _clean(self, segment: int) -> None:
-        """Append the live rows of a segment again, so that it can be used afresh."""
+        """Append the live rows of a segment again, so that it is free."""
         layout = self.layout
         nothing = np.empty(0, np.int64)
         stop = (segment + 1) * self._per_segment
@@ -190,7 +190,7 @@ class LogHome(FileHome):
             self._transfer(self._cleaner, base, base + blocks * layout.block, nothing, nothing, writing=False)
             records = _as_records(self._cleaner, blocks, layout)
             rows = np.ascontiguousarray(records[:, :, -_OWNER:]).view(np.int64).reshape(-1)
-            known = np.flatnonzero((rows >= 0) & (rows < self.num_rows))  # a block's end may hold anything
+            known = np.flatnonzero((rows >= 0) & (rows < self.num_rows))  # the end of a block may have any bytes
             live = known[self.index[rows[known]].astype(np.int64) == at[known] + 1]
             kept = records[live // layout.per_block, live % layout.per_block]
             self._append(rows[live], kept, clean=False)
@@ -199,7 +199,7 @@ class LogHome(FileHome):
             self._epoch += 1
 
     def _take(self) -> int:
-        """A segment to write: one that was cleaned, if no fetch may still be reading there, or a new one."""
+        """Return a segment to write: a cleaned one that no fetch can be reading, or a new one."""
         with self._changed:
             while True:
                 oldest = min(self._readers, default=self._epoch)
@@ -225,7 +225,7 @@ class LogHome(FileHome):
 
 
 class _Indexed(Held):
-    """Rows that the index knows; they are marked by being entered there."""
+    """Rows in the index; entering a row marks it."""
 
     def __init__(self, index: np.ndarray) -> None:
         self._index = index
@@ -236,6 +236,6 @@ class _Indexed(Held):
 
 
 def _as_records(buffer: np.ndarray, blocks: int, layout: Layout) -> np.ndarray:
-    """The records [blocks, records of a block, bytes] in ``buffer``, as a view."""
+    """View the records in ``buffer`` as [blocks, records of a block, bytes]."""
     shape, strides = (blocks, layout.per_block, layout.record), (layout.block, layout.record, 1)
     return np.lib.stride_tricks.as_strided(buffer, shape, strides)

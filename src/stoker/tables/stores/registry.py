@@ -1,4 +1,4 @@
-"""Which backing store a strategy gets: a new one is a class in a module of its own, and a line here."""
+"""The backing store of each strategy: a new one is a class in its own module, and a line here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.tables.stores.log_home import LogHome
 
 __all__ = ["make_home", "store_of"]
 
-_INDEX_SHARE = 64  # a log's index takes at most one part in so many of memory, unless it was asked for
+_INDEX_SHARE = 64  # the index of a log takes at most 1 / _INDEX_SHARE of memory, unless the user chose a log
 
 
 def _file(strategy: Slotted, num_rows: int) -> type[Home]:
@@ -20,12 +20,12 @@ def _file(strategy: Slotted, num_rows: int) -> type[Home]:
     return LogHome if strategy.writes == "append" or (strategy.writes is None and fits) else FileHome
 
 
-#: name of a home in :class:`stoker.tables.config.Slotted` -> the class, by strategy and N
+#: ``home`` of :class:`stoker.tables.config.Slotted` -> the class, by strategy and N
 _STORES: dict[str, Callable[[Slotted, int], type[Home]]] = {"memory": lambda *_: MemoryHome, "file": _file}
 
 
 def store_of(strategy: Slotted, num_rows: int) -> type[Home]:
-    """Return the class of the backing store of N rows under ``strategy``, with what it can do and needs."""
+    """Return the class of the backing store of N rows under ``strategy``."""
     return _STORES[strategy.home](strategy, num_rows)
 
 
