@@ -246,8 +246,12 @@ def test_doctor(app: typer.Typer) -> None:
     assert found["packages"]["torch"].startswith(torch.__version__.split("+")[0])
     assert found["backends"]["cpu"]["name"] in ("cpu", "reference")
     assert found["bandwidth"]["copy"] > found["bandwidth"]["gather_64_byte_rows"] > 0
+    assert found["trial"]["samples_per_second"] > 0
+    assert 0 < found["trial"]["share_of_rows"] <= 1
+    for part in ("can train models with", "of rows in memory", "samples/s at batch 2,048", "% of a step"):
+        assert part in found["verdict"]
     text = run(app, "doctor", "--no-measure")
-    assert "training can run here" in text
+    assert text.rstrip().splitlines()[-1].startswith("this machine can train models with")
     assert "memory rates" not in text
 
 
@@ -275,3 +279,4 @@ def test_doctor_when_training_cannot_run(app: typer.Typer, monkeypatch: pytest.M
     result = CliRunner().invoke(app, ["doctor", "--no-measure"])
     assert result.exit_code == 1
     assert "no kernels" in result.output
+    assert "this machine cannot train yet" in result.output

@@ -47,7 +47,8 @@ def inspect(
 
 
 def doctor(
-    as_json: OneObject = False, measure: bool = typer.Option(True, help="Measure memory bandwidth, about a second.")
+    as_json: OneObject = False,
+    measure: bool = typer.Option(True, help="Measure memory bandwidth and a training step, a few seconds."),
 ) -> None:
     """Show what this machine has, which kernels run, and what is missing.
 
@@ -335,5 +336,4 @@ def _show_machine(found: dict[str, Any]) -> None:
         say(f"could be better: {text}", "yellow")
     for text in found["problems"]:
         say(f"problem: {text}", "red")
-    if found["ok"]:
-        say("training can run here", "green")
+    say(found["verdict"], "green" if found["ok"] else "")

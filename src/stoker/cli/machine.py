@@ -21,7 +21,7 @@ import torch
 
 from stoker.base import device as machine
 from stoker.base.errors import install
-from stoker.base.units import format_size
+from stoker.base.units import format_count, format_size
 
 # Package -> what is lost without it; without the first three nothing works.
 _PACKAGES = {
@@ -40,6 +40,8 @@ _EXTRAS = {
     "tensorboard": "TensorBoard events", "yaml": "schemas in YAML", "zstandard": ".zst files", "matplotlib": "pictures",
     "fsspec": "files at URLs", "networkit": "reordering by communities",
 }  # fmt: skip
+# The model of the trial: Criteo's columns, with tables beyond the caches of a processor.
+_TRIAL_TABLES, _TRIAL_ROWS, _TRIAL_DIM, _TRIAL_BATCH = 26, 100_000, 16, 2048
 _KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for the GPU"}
 
 
@@ -50,8 +52,8 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         measure: spend about a second on memory bandwidth.
 
     Returns:
-        ``ok`` (training can run), ``problems`` (what stands in its way) and ``advice`` (what would help),
-        each with its remedy, and the findings by topic.
+        ``verdict`` (one sentence), ``ok`` (training can run), ``problems`` (what stands in its way) and ``advice``
+        (what would help), each with its remedy, and the findings by topic.
     """
     packages = {name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}
     gpus, compiler, folder = _gpus(), _compiler(), _folder()
@@ -73,7 +75,8 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         advice.append(f"torch.compile on the CPU will not work: {compiler['why']}")
     if not folder["writable"]:
         problems.append(f"the current directory {folder['path']} is not writable. Change to one that is.")
-    return {
+    trial = _trial("cuda" if gpus else "cpu") if measure and not problems else None
+    found = {
         "ok": not problems,
         "problems": problems,
         "advice": advice,
@@ -99,7 +102,9 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
             **{name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")},
         },
         "bandwidth": _bandwidth() if measure else None,
+        "trial": trial,
     }
+    return found | {"verdict": _verdict(found)}
 
 
 def _version(name: str) -> str | None:
@@ -201,3 +206,54 @@ def _rate(work: Any, num_bytes: int, seconds: float = 0.4) -> float:
         work()
         best = min(best, time.perf_counter() - start)
     return num_bytes / best
+
+
+def _trial(device: str) -> dict[str, float]:
+    """Train a DLRM with tables like those of a click log for a second; return its rate and the share of its rows."""
+    from stoker.dataset.batch import Batch
+    from stoker.dataset.spec import FeatureSpec
+    from stoker.models.dlrm import DLRM
+    from stoker.optim.rows import RowWiseAdagrad
+
+    spec = FeatureSpec.from_sizes(num_dense=13, num_embeddings=[_TRIAL_ROWS] * _TRIAL_TABLES)
+    model = DLRM(spec, embedding_dim=_TRIAL_DIM, optimizer=RowWiseAdagrad(lr=0.02), device=device)
+    ids = torch.randint(_TRIAL_ROWS, (_TRIAL_BATCH, _TRIAL_TABLES), device=device)
+    labels = torch.randint(2, (_TRIAL_BATCH,), device=device).float()
+    batch = Batch(dense=torch.rand(_TRIAL_BATCH, 13, device=device), ids=ids, labels=labels)
+
+    def rows() -> None:
+        found = model.embeddings(batch.ids)
+        found.backward(torch.ones_like(found))
+
+    def step() -> None:
+        model.loss(batch).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    steps = _rate(step, 1, seconds=0.8)
+    return {"samples_per_second": steps * _TRIAL_BATCH, "share_of_rows": min(1.0, steps / _rate(rows, 1))}
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """Say in one sentence what this machine can train, how fast, and what limits it."""
+    if not found["ok"]:
+        return f"this machine cannot train yet: {found['problems'][0]}"
+    row = 4 * (_TRIAL_DIM + 1)  # bytes, with the state of row-wise Adagrad
+    system = found["system"]
+    memory, disk = int(0.8 * (system["memory_available"] or 0)), int(0.9 * system["folder"]["free"])
+    places = [f"{format_size(memory)} of rows in memory ({format_count(memory / row)} of dim {_TRIAL_DIM})"]
+    if disk > memory and system["folder"]["writable"]:
+        places.append(f"{format_size(disk)} in files on this disk")
+    gpus = [gpu for gpu in found["gpus"] if gpu["memory"]]
+    if gpus:
+        places.insert(0, f"{format_size(int(0.8 * gpus[0]['memory_free']))} of rows on its GPU")
+    said = f"this machine can train models with {' or '.join(places)}"
+    if (trial := found["trial"]) is None:
+        return said
+    of_rows = trial["share_of_rows"]
+    limit = f"its rows take {of_rows:.0%}" if of_rows > 0.5 else f"its dense layers take {1 - of_rows:.0%}"
+    rate = format_count(trial["samples_per_second"])
+    return (
+        f"{said}; a DLRM with {_TRIAL_TABLES} tables of dim {_TRIAL_DIM} learns from {rate} samples/s at batch "
+        f"{_TRIAL_BATCH:,}, and {limit} of a step"
+    )
