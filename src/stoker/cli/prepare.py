@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +18,12 @@ from stoker.base import remote
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file, refuse_url
 from stoker.base.progress import Bars
+from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
-from stoker.cli.options import printed, say, show_rows, show_table, with_options
+from stoker.cli.options import printed, say, show_rows, show_table, takes, with_options
 from stoker.dataset.manifest import MANIFEST
+from stoker.prep.settings import PrepareSettings
+from stoker.synthetic.settings import TextSettings
 
 if TYPE_CHECKING:
     from stoker.prep.draft import Draft
@@ -124,6 +127,15 @@ def schema(
     print("\n".join(lines) + "\n\n" + schema_toml(found.schema()), end="")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Changes(Settings):
+    """Changes of a schema."""
+
+    min_count: int | None = setting(None, "Training occurrences that a value needs for an id, in all columns.", least=1)
+    feature: Sequence[str] = setting((), "Add a feature, such as 'mean_target by=city,item'. Repeatable.")
+
+
+@takes(PrepareSettings, _Changes)
 def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, schema file, or auto.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
@@ -131,32 +143,9 @@ def prepare(
     like: Path | None = typer.Option(
         None, "--like", help="Dataset whose schema, vocabularies and fitted features to use, without a RECIPE."
     ),
-    history: str = typer.Option(
-        "auto", help="With --like: window features continue from that dataset (auto), or see new rows only (ignore)."
-    ),
-    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
-    strict: bool = typer.Option(False, "--strict", help="Stop at the first bad line."),
-    max_bad: str | None = typer.Option(
-        None, help="Allowed share of bad lines, such as 0.1%. (default: 1%, from 10 bad lines on)"
-    ),
-    min_count: int | None = typer.Option(
-        None, help="Training occurrences that a value needs for an id, in all columns.", min=1
-    ),
-    feature: list[str] | None = typer.Option(
-        None, "--feature", help="Add a feature, such as 'mean_target by=city,item'. Repeatable."
-    ),
-    split: str | None = typer.Option(
-        None, help="Split rule in place of that of the recipe: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."
-    ),
-    keep: list[str] | None = typer.Option(
-        None, "--keep", help="Raw column that stoker predict writes next to the scores. Repeatable."
-    ),
+    *,
+    settings: dict[str, Any],
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing dataset."),
-    resume: bool = typer.Option(True, help="Continue an interrupted run."),
-    reorder: bool = typer.Option(
-        False, "--reorder", help="Renumber ids so that ids used together are neighbours, as stoker reorder does."
-    ),
-    threads: int | None = typer.Option(None, help="CPU threads. (default: one per core)", min=1),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
     list_recipes: bool = typer.Option(False, "--list", help="List the recipes and their presets."),
 ) -> None:
@@ -209,20 +198,19 @@ def prepare(
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
-    if like is not None and min_count is not None:
+    changes = _Changes.taken_from(settings)
+    if like is not None and changes.min_count is not None:
         raise ConfigError("--min-count shapes vocabularies, and --like takes those of the dataset. Leave it out.")
-    if like is not None and feature:
+    if like is not None and changes.feature:
         raise ConfigError(
             "--feature adds a column, and --like takes those of the dataset. Leave it out, or prepare both anew."
         )
     chosen: str | Recipe | Schema | None = recipe
     if recipe == "auto":
         chosen = _drafted(files, quiet=as_json)
-    chosen, preset = (None, preset) if chosen is None else _changed(chosen, preset, min_count, feature or [])
-    report = _prepare(
-        chosen, files, out, quiet=as_json, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
-        overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads,
-    )  # fmt: skip
+    if chosen is not None:
+        chosen, settings["preset"] = _changed(chosen, settings.get("preset"), changes.min_count, changes.feature)
+    report = _prepare(chosen, files, out, quiet=as_json, like=like, overwrite=overwrite, **settings)
     path = remote.url_of(out) or str(report.path)
     if not printed({**vars(report), "path": path}, as_json):
         _show_report(report, path)
@@ -317,7 +305,7 @@ def _known(recipe: str) -> bool:
 
 
 def _changed(
-    recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: list[str]
+    recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
 ) -> tuple[str | Recipe | Schema | None, str | None]:
     """Return the recipe with another minimum count in each column with a vocabulary, and with more features."""
     if min_count is None and not features:
@@ -392,23 +380,15 @@ def _list_recipes(as_json: bool) -> None:
         show_table("Recipes", ["recipe", "presets", "what it reads"], rows, left=range(3))
 
 
+@takes(TextSettings)
 def synthetic(
     recipe: Annotated[str, typer.Argument(help="Log to imitate: criteo, avazu, taobao, trivago, movielens, ...")],
     rows: Annotated[str, typer.Option(help="Lines of the log, such as 10M. For some logs: ratings or impressions.")],
     out: Annotated[
         Path, typer.Option(help="File to write (.gz and .zst compress), or directory if there are several.")
     ],
-    seed: int = typer.Option(0, help="Seed of the rows, 0 or more."),
-    universe: int | None = typer.Option(None, help="Seed of ids and hidden weights. (default: --seed)"),
-    alpha: float = typer.Option(1.05, help="Exponent of Zipf's law for ids, 0 to 10. --curve replaces it."),
-    curve: str | None = typer.Option(
-        None, help="Measured skew of ids: globo-articles, book-crossing-books, or a JSON file of a curve."
-    ),
-    drift: float = typer.Option(0.0, help="Share of the ids whose frequency changes over the log, 0 to 1."),
-    bad: str = typer.Option("0", help="Share of lines to spoil, such as 0.1%."),
-    scale: float = typer.Option(1.0, help="Factor for the number of distinct ids, up to 100."),
-    base_rate: float | None = typer.Option(None, help="Share of positives. (default: that of the real log)"),
-    signal: float = typer.Option(1.3, help="Standard deviation of the true logit, 0 to 5. With 0 labels are random."),
+    *,
+    settings: dict[str, Any],
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing log."),
     metadata: Path | None = typer.Option(
         None, help="For trivago: write the properties of the items to this file, as item_metadata.csv."
@@ -432,10 +412,7 @@ def synthetic(
     from stoker.synthetic import write
 
     start = time.perf_counter()
-    truth = write(
-        recipe, rows, out, seed=seed, universe=universe, alpha=alpha, curve=curve, drift=drift, bad=bad, scale=scale,
-        base_rate=base_rate, signal=signal, overwrite=overwrite, metadata=metadata,
-    )  # fmt: skip
+    truth = write(recipe, rows, out, overwrite=overwrite, metadata=metadata, **settings)
     seconds = time.perf_counter() - start
     if printed(asdict(truth), as_json):
         return

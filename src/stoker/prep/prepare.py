@@ -13,13 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.base import remote
 from stoker.base.device import check_threads, give_back_memory, peak_memory, return_freed_memory
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import REQUEST, note_request
@@ -48,6 +49,7 @@ from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
+from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
@@ -78,24 +80,90 @@ class PrepareReport:
     already: bool = False  # the dataset was there, prepared from the same files and settings: nothing was done
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation(PrepareSettings):
+    """All settings of a preparation, which :func:`prepare` describes."""
+
+    like: str | os.PathLike[str] | None = None
+    overwrite: bool = False
+    executor: Executor | None = None
+    progress: Callable[[Progress], None] | None = None
+    block_bytes: int = BLOCK_BYTES  # of text that are read together
+    if TYPE_CHECKING:
+        split: SplitRule | str | None = None  # type: ignore[assignment]
+        reorder: Reordering | bool = False  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history not in ("auto", "ignore") or (self.history != "auto" and self.like is None):
+            raise ConfigError(
+                f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without a dataset to prepare like '
+                "there is no history to go on from: leave it out.", settings=("history", "like"),
+            )  # fmt: skip
+        if self.like is None:
+            return
+        if self.reorder is not False:
+            raise ConfigError(
+                "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
+            )
+        if self.split is not None:
+            raise ConfigError(
+                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
+                "Leave it out."
+            )
+
+    def task(
+        self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
+    ) -> tuple[Task, list[str]]:
+        """Return the work to do, and what to warn of."""
+        measure: Like | None = None
+        drafted: Draft | None = None
+        if self.like is not None:
+            measure = _like(Path(self.like), recipe, self.preset, self.history)
+            chosen, schema = measure.recipe, measure.schema
+        elif recipe is None:
+            raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
+        else:
+            if recipe == AUTO:
+                drafted = draft_inputs(inputs, inputs.files)
+            chosen, schema = load_recipe(drafted.schema() if drafted else recipe, self.preset)
+        if self.split is not None:
+            schema = replace(schema, split=split_of(self.split))
+        more = [self.keep] if isinstance(self.keep, str) else self.keep
+        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
+        names = inputs.names
+        _check_names(chosen, names)
+        sources, again = expand(inputs.files)
+        task = Task(
+            recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
+            limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
+            report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
+            like=measure, names=names,
+        )  # fmt: skip
+        noted = [drafted.doubts] if drafted and drafted.doubts else []
+        noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
+        in_order = text_order_warning(names.get(path, str(path)) for path in sources)
+        noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
+        return task, noted
+
+
+@dataclass(frozen=True)
+class PrepareArguments(Preparation):
+    """The arguments of :func:`prepare`."""
+
+    recipe: Recipe | Schema | str | os.PathLike[str] | None = None
+    files: Input | Sequence[Input] = ()
+    _: KW_ONLY
+    out: str | os.PathLike[str] | None = None
+
+
+@with_arguments_of(PrepareArguments)
 def prepare(
     recipe: Recipe | Schema | str | os.PathLike[str] | None = None,
     files: Input | Sequence[Input] = (),
     *,
     out: str | os.PathLike[str] | None = None,
-    like: str | os.PathLike[str] | None = None,
-    history: str = "auto",
-    preset: str | None = None,
-    strict: bool = False,
-    max_bad: str | float | None = None,
-    overwrite: bool = False,
-    resume: bool = True,
-    reorder: Reordering | bool = False,
-    split: SplitRule | str | None = None,
-    keep: str | Sequence[str] = (),
-    threads: int | None = None,
-    executor: Executor | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    **settings: Any,
 ) -> Dataset:
     """Prepare raw logs into a dataset directory, or into memory.
 
@@ -149,92 +217,18 @@ def prepare(
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     home = None
-    if out is None and reorder is not False:
+    if out is None and settings.get("reorder", False) is not False:
         raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
     with files_of(files) as inputs:
         if out is None:
             home = Home(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
-        with remote.published(str(out) if home is None else home.path, overwrite=overwrite) as folder:
-            report = run_prepare(
-                recipe, inputs, out=folder, like=like, history=history, preset=preset, strict=strict,
-                max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep,
-                threads=threads, executor=executor, progress=progress,
-            )  # fmt: skip
+        with remote.published(
+            str(out) if home is None else home.path, overwrite=settings.get("overwrite", False)
+        ) as folder:
+            report = run_prepare(recipe, inputs, out=folder, **settings)
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
     return Dataset(report.path if remote.url_of(out) is None else str(out))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a preparation, which :func:`prepare` describes; ``block_bytes`` of text are read together."""
-
-    like: str | os.PathLike[str] | None = None
-    history: str = "auto"
-    preset: str | None = None
-    strict: bool = False
-    max_bad: str | float | None = None
-    overwrite: bool = False
-    resume: bool = True
-    reorder: Reordering | bool = False
-    split: SplitRule | str | None = None
-    keep: str | Sequence[str] = ()
-    threads: int | None = None
-    executor: Executor | None = None
-    progress: Callable[[Progress], None] | None = None
-    block_bytes: int = BLOCK_BYTES
-
-    def __post_init__(self) -> None:
-        if self.history not in ("auto", "ignore") or (self.history != "auto" and self.like is None):
-            raise ConfigError(
-                f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without a dataset to prepare like '
-                "there is no history to go on from: leave it out.", settings=("history", "like"),
-            )  # fmt: skip
-        if self.like is None:
-            return
-        if self.reorder is not False:
-            raise ConfigError(
-                "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
-            )
-        if self.split is not None:
-            raise ConfigError(
-                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
-                "Leave it out."
-            )
-
-    def task(
-        self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
-    ) -> tuple[Task, list[str]]:
-        """Return the work to do, and what to warn of."""
-        measure: Like | None = None
-        drafted: Draft | None = None
-        if self.like is not None:
-            measure = _like(Path(self.like), recipe, self.preset, self.history)
-            chosen, schema = measure.recipe, measure.schema
-        elif recipe is None:
-            raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
-        else:
-            if recipe == AUTO:
-                drafted = draft_inputs(inputs, inputs.files)
-            chosen, schema = load_recipe(drafted.schema() if drafted else recipe, self.preset)
-        if self.split is not None:
-            schema = replace(schema, split=split_of(self.split))
-        more = [self.keep] if isinstance(self.keep, str) else self.keep
-        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
-        names = inputs.names
-        _check_names(chosen, names)
-        sources, again = expand(inputs.files)
-        task = Task(
-            recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
-            limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
-            report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
-            like=measure, names=names,
-        )  # fmt: skip
-        noted = [drafted.doubts] if drafted and drafted.doubts else []
-        noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
-        in_order = text_order_warning(names.get(path, str(path)) for path in sources)
-        noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
-        return task, noted
 
 
 def run_prepare(
@@ -244,8 +238,8 @@ def run_prepare(
     out: str | os.PathLike[str],
     **given: Any,
 ) -> PrepareReport:
-    """Do as :func:`prepare` with these :class:`Settings`, and return what was done."""
-    settings = Settings(**given)
+    """Do as :func:`prepare` with these settings, those of :class:`Preparation`, and return what was done."""
+    settings = Preparation(**given)
     started = time.perf_counter()
     if not isinstance(files, Inputs):
         files = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
@@ -268,7 +262,7 @@ def run_prepare(
 
 
 def _build_reordered(
-    task: Task, target: Path, how: Reordering, request: str | None, settings: Settings
+    task: Task, target: Path, how: Reordering, request: str | None, settings: Preparation
 ) -> PrepareReport:
     """Prepare next to ``target``, and reorder into it what was prepared."""
     from stoker.rewrite.reorder import run_reorder

@@ -9,10 +9,24 @@ Figures from synthetic logs must say so.
 
 from __future__ import annotations
 
-from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Sampler, measure_curve, zipf
-from stoker.synthetic.dataset import dataset
-from stoker.synthetic.logs import KAGGLE_SIZES, RECIPES
-from stoker.synthetic.writer import SyntheticTruth, TruthMeter, write
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Sampler, measure_curve, zipf
+    from stoker.synthetic.logs import KAGGLE_SIZES, RECIPES
+    from stoker.synthetic.shards import dataset
+    from stoker.synthetic.writer import SyntheticTruth, TruthMeter, write
+else:  # names load when they are first used: the command line reads stoker.synthetic.settings alone
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'stoker.synthetic' has no attribute {name!r}")
+        home = {"KAGGLE_SIZES": "logs", "RECIPES": "logs", "dataset": "shards"}
+        home |= dict.fromkeys(("SyntheticTruth", "TruthMeter", "write"), "writer")
+        module = importlib.import_module(f"stoker.synthetic.{home.get(name, 'clicks')}")
+        return globals().setdefault(name, getattr(module, name))
+
 
 __all__ = [
     "KAGGLE_SIZES", "RECIPES", "ClickLog", "Curve", "IdColumn", "NumberColumn", "Sampler", "SyntheticTruth",

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
+from stoker.synthetic.settings import LogSettings
 
 _EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
 
@@ -203,7 +204,7 @@ class ClickBlock(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(LogSettings):
     """What every log is generated from.
 
     Raises:
@@ -211,16 +212,11 @@ class Options:
     """
 
     rows: int  # length of the log; it fixes how fast ``drift`` goes, in click logs nothing else
-    seed: int = 0
-    universe: int | None = None  # seed of the hidden weights and of what belongs to an id; None: ``seed``
-    alpha: float = 1.05  # exponent of Zipf's law for the ids, where there is no curve
-    curve: Curve | str | Path | None = None  # or the name or the file of one
-    drift: float = 0.0  # share of the ranks whose id has been replaced by another one at the end of the log
-    scale: float = 1.0  # factor on the sizes of the tables
-    base_rate: float | None = None  # None: that of the real log
-    signal: float = 1.3  # standard deviation of the true logit; 0 plants nothing (best AUC 0.5)
+    if TYPE_CHECKING:
+        curve: Curve | str | Path | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.curve, str | Path):
             object.__setattr__(self, "curve", Curve.load(self.curve))
         for name, value, most in (("alpha", self.alpha, 10), ("drift", self.drift, 1), ("signal", self.signal, 5)):

@@ -11,10 +11,10 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +23,44 @@ from stoker.base.device import cpu_count
 from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import parse_count, parse_share
 from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
 from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
+from stoker.synthetic.settings import TextSettings
 
 BLOCK = 65_536
 T = TypeVar("T")
 _SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
 
 
+@dataclass(frozen=True)
+class WriteArguments(TextSettings):
+    """The arguments of :func:`write`."""
+
+    recipe: str
+    rows: int | str
+    out: str | Path
+    _: KW_ONLY
+    workers: int | None = None
+    overwrite: bool = False
+    metadata: str | Path | None = None
+    if TYPE_CHECKING:
+        curve: Curve | str | Path | None = None  # type: ignore[assignment]
+
+
+@with_arguments_of(WriteArguments)
 def write(
     recipe: str,
     rows: int | str,
     out: str | Path,
     *,
-    seed: int = 0,
-    universe: int | None = None,
-    alpha: float = 1.05,
-    curve: Curve | str | Path | None = None,
-    drift: float = 0.0,
-    bad: float | str = 0.0,
-    scale: float = 1.0,
-    base_rate: float | None = None,
-    signal: float = 1.3,
     workers: int | None = None,
     overwrite: bool = False,
     metadata: str | Path | None = None,
+    **settings: Any,
 ) -> SyntheticTruth:
     """Write a log in the raw format of ``recipe`` and, next to it, ``<out>.truth.json``.
 
@@ -89,13 +99,10 @@ def write(
         DataError: a full disk.
         KeyboardInterrupt: Ctrl-C; its text says that nothing was kept.
     """
-    total, share = _parsed("rows", parse_count, rows), _parsed("bad", parse_share, bad)
+    total, share = _parsed("rows", parse_count, rows), _parsed("bad", parse_share, settings.pop("bad", 0.0))
     if total < 1:
         raise ConfigError(f"{total} rows make no log. Ask for at least 1.")
-    options = Options(
-        rows=total, seed=seed, universe=universe, alpha=alpha, curve=curve, drift=drift, scale=scale,
-        base_rate=base_rate, signal=signal,
-    )  # fmt: skip
+    options = Options(rows=total, **settings)
     source = source_of(recipe, options)
     out = Path(out)
     if share and not source.spoil:
@@ -116,7 +123,7 @@ def write(
     try:
         with ExitStack() as stack:  # the files of a log appear together, when the last is whole
             for name, (count, render) in files.items():
-                spoil = partial(_spoil, kinds={} if name else source.spoil, share=share, seed=seed)
+                spoil = partial(_spoil, kinds={} if name else source.spoil, share=share, seed=options.seed)
                 header = source.header.get(name, "")
                 spoiled += _write_file(stack, paths[name], header, count, render, spoil, meter, workers)
     except KeyboardInterrupt as stop:
@@ -127,7 +134,9 @@ def write(
         raise ConfigError(message) from error
     finally:
         remove_empty(made)
-    truth = meter.truth(recipe=recipe, rows=total, bad=spoiled, seed=seed, task=source.task, universe=universe)
+    truth = meter.truth(
+        recipe=recipe, rows=total, bad=spoiled, seed=options.seed, task=source.task, universe=options.universe
+    )
     truth.save(truth_file)
     return truth
 

@@ -7,13 +7,16 @@ frequency as the preparer does; the second writes shards. Memory: 12 bytes per t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import parse_count
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
@@ -23,28 +26,31 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
 from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Options
 from stoker.synthetic.logs import KAGGLE_SIZES
+from stoker.synthetic.settings import LogSettings
 from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_blocks
 
 
-def dataset(
-    out: str | Path,
-    *,
-    rows: int | str,
-    valid_rows: int | str = 0,
-    test_rows: int | str = 0,
-    sizes: Sequence[int] = KAGGLE_SIZES,
-    scale: float = 1.0,
-    num_dense: int = 13,
-    sequences: Mapping[str, tuple[str, int]] | None = None,
-    alpha: float = 1.05,
-    curve: Curve | str | Path | None = None,
-    drift: float = 0.0,
-    missing: float = 0.0,
-    base_rate: float = 0.25,
-    signal: float = 1.3,
-    seed: int = 0,
-    workers: int | None = None,
-) -> tuple[Dataset, SyntheticTruth]:
+@dataclass(frozen=True)
+class DatasetArguments(LogSettings):
+    """The arguments of :func:`dataset`."""
+
+    out: str | Path
+    _: KW_ONLY
+    rows: int | str
+    valid_rows: int | str = 0
+    test_rows: int | str = 0
+    sizes: Sequence[int] = KAGGLE_SIZES
+    num_dense: int = 13
+    sequences: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    missing: float = 0.0
+    base_rate: float | None = 0.25
+    workers: int | None = None
+    if TYPE_CHECKING:
+        curve: Curve | str | Path | None = None  # type: ignore[assignment]
+
+
+@with_arguments_of(DatasetArguments)
+def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
     """Write a dataset directory of generated rows: training, then validation, then test, as time goes.
 
     Columns are ``I1..`` and ``C1..``. Every table keeps its full size, ids that never occur included, so that
@@ -57,7 +63,7 @@ def dataset(
         scale: factor on ``sizes``.
         sequences: name -> (table such as ``"C3"``, longest length): bags of 0 to that many ids in the
             table's rows. They do not bear on the label.
-        alpha, curve, drift, base_rate, signal, seed, workers: as in :func:`stoker.synthetic.write`.
+        alpha, curve, drift, base_rate, signal, seed, universe, workers: as in :func:`stoker.synthetic.write`.
         missing: share of ids that are out of vocabulary (0).
 
     Returns:
@@ -67,26 +73,29 @@ def dataset(
         ConfigError: sizes that cannot work, or a sequence on an unknown table.
         DataError: ``out`` holds a dataset already, or the disk is full.
     """
-    out = Path(out)
+    asked, out = DatasetArguments(out, **given), Path(out)
+    sizes, scale, workers = asked.sizes, asked.scale, asked.workers
     if (out / "manifest.json").exists():
         raise DataError(f"{out} holds a dataset already. Choose another directory or delete it.")
-    splits = {"train": parse_count(rows), "valid": parse_count(valid_rows), "test": parse_count(test_rows)}
+    splits = {
+        "train": parse_count(asked.rows),
+        "valid": parse_count(asked.valid_rows),
+        "test": parse_count(asked.test_rows),
+    }
     splits = {name: count for name, count in splits.items() if count or name == "train"}
     if splits["train"] < 1 or min(sizes) < 1:
-        raise ConfigError(f"a dataset needs training rows and tables, not rows={rows} and sizes {tuple(sizes)}.")
-    options = Options(
-        rows=sum(splits.values()), seed=seed, alpha=alpha, drift=drift, scale=scale, base_rate=base_rate, signal=signal,
-        curve=curve,
-    )  # fmt: skip
+        raise ConfigError(f"a dataset needs training rows and tables, not rows={asked.rows} and sizes {tuple(sizes)}.")
+    settings = {item.name: getattr(asked, item.name) for item in fields(LogSettings)}
+    options = Options(rows=sum(splits.values()), **settings)
     tables = {f"C{i}": max(1, round(size * scale)) for i, size in enumerate(sizes, 1)}
-    generator = _Generator(tables, num_dense, missing, dict(sequences or {}), options)
+    generator = _Generator(tables, asked.num_dense, asked.missing, dict(asked.sequences or {}), options)
     counts = generator.number_ids(splits["train"], workers)
     entries, meter, start = {}, TruthMeter(), 0
     for name, count in splits.items():
         meter = TruthMeter()
         entries[name] = generator.write_split(out / name, start, start + count, meter, workers)
         start += count
-    truth = meter.truth(recipe="synthetic", rows=start, bad=0, seed=seed, task=f"one row of the {name} split")
+    truth = meter.truth(recipe="synthetic", rows=start, bad=0, seed=asked.seed, task=f"one row of the {name} split")
     truth.save(out / "truth.json")
     schema = generator.schema()
     spec = FeatureSpec(
