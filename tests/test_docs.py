@@ -26,8 +26,6 @@ FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
 #: Public names whose docstrings have no example yet.
 NO_EXAMPLE = {
-    *("Cached", "Device", "HostPipelined", "HotCold", "Replicas", "Strategy", "TableConfig"),
-    *("TensorTrain", "tables_for"),
     *("HotProfile", "Placement", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "plan", "predict"),
     *("profile", "reorder", "replay", "trace", "train", "verify"),
     *("Schema", "draft_schema", "prepare"),

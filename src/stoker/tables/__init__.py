@@ -1,4 +1,4 @@
-"""Embedding tables: what they are, where their rows are, and how a model uses them."""
+"""Embedding tables: their configuration, the place of their rows, and their use in a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Lookups as autograd sees them, in a call and under ``torch.compile``.
+"""Lookups for autograd, in a call and under ``torch.compile``.
 
-The compiler sees two operators of torch's with known output shapes, and calls them as they are, so that graphs need not
-break. A lookup in a compiled graph does what a call does, but keeps no lease for its backward: rows are acquired again
-there.
+The compiler sees two torch operators with known output shapes, and calls them unchanged, so graphs need not break. A
+lookup in a compiled graph does the same as a call, but keeps no lease for its backward, which acquires the rows again.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Gradient(NamedTuple):
-    """What one backward of one lookup found."""
+    """The gradient that one backward of one lookup found."""
 
     group: int
     lookups: Lookups
     grad: Tensor  # [B, P, D]
     lease: Lease | None
-    version: int = -1  # of ``grad``, where it is kept longer than its backward
+    version: int = -1  # of ``grad``, if it is kept longer than its backward
 
     def scaled(self, factor: float) -> Gradient:
         """Return the gradient times ``factor``."""
         return self._replace(grad=self.grad * factor, version=-1)
 
     def kept(self) -> Gradient:
-        """Return the same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
+        """Copy what a loop may change later: ids in its buffers, or its weights."""
         bags, space = self.lookups
         offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
         own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
@@ -48,7 +47,7 @@ class Gradient(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a backward has to know of its forward."""
+    """What a backward needs from its forward."""
 
     versions: Sequence[int]  # of the rows of each group
     trains: bool  # whether rows were in train mode
@@ -56,7 +55,7 @@ class Forward(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a call looked up, for its backward; tensors are kept by autograd, which notices changes in place."""
+    """The lookups of a call, for its backward; autograd keeps the tensors, and notices changes in place."""
 
     tables: Any
     spaces: list[AddressSpace]
@@ -66,7 +65,7 @@ class _Call(NamedTuple):
 
 
 class Lookup(torch.autograd.Function):
-    """Pooled lookups of all groups, whose backward gives the rows their gradient, and returns none for them."""
+    """Pooled lookups of all groups. The backward hands the gradient to the rows and returns none for them."""
 
     @staticmethod
     def forward(
@@ -80,7 +79,7 @@ class Lookup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         bags = [each.bags for each in many]
         ctx.save_for_backward(*[each.ids for each in bags], *[each.offsets for each in bags], *weights)
-        ctx.set_materialize_grads(False)  # of outputs that no loss depends on
+        ctx.set_materialize_grads(False)  # for outputs that no loss depends on
         forward = Forward(tables.versions, tables.training, tables._steps.enclosing())
         ctx.call = _Call(tables, [each.space for each in many], [each.mean for each in bags], leases, forward)
         return tuple(tables.look_up(many, leases, given))
@@ -105,7 +104,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-# Under backward(create_graph=True): what it returns cannot be differentiated again, and autograd is told so.
+# Tell autograd that the result cannot be differentiated again, under backward(create_graph=True).
 _refused_twice = once_differentiable(_backward)
 
 

@@ -1,4 +1,4 @@
-"""What a table is, and where its rows may be. Values only: nothing here holds memory."""
+"""Configuration of a table, and strategies for the place of its rows. These are values without memory."""
 
 from __future__ import annotations
 
@@ -37,38 +37,50 @@ def bytes_of_row(dim: int, dtype: str, state: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Where the rows of a table are while it trains. Placement is not a model change."""
+    """Where the rows of a table are while it trains. Placement is not a model change.
+
+    >>> isinstance(stoker.Cached(fraction=0.1), stoker.Strategy)
+    True
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Strategy):
-    """All rows on the device: as many slots as rows, and nobody leaves."""
+    """All rows on the device: as many slots as rows, and no row leaves.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Device())
+    EmbeddingTables(
+      1 table, 1,000 rows, 31.2 KiB with state, sgd
+      t: 8 columns, Device, on cpu
+    )
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slotted(Strategy):
-    """Rows in a backing store, some of them in slots of fast memory. Exactly one of the three sizes is given.
+    """Rows in a backing store, some of them in slots of fast memory. Give exactly one of the three sizes.
 
     Tables of equal width, pooling, type and strategy share the slots.
 
     Raises:
-        ConfigError: none or several sizes, or one out of its range.
+        ConfigError: no size or several, or one out of its range.
     """
 
     slots: int | None = None  # rows in fast memory
     fraction: float | None = None  # of the tables' rows, in (0, 1]
     memory: int | str | None = None  # bytes for weights and optimizer state in fast memory, such as "4GiB"
     home: Literal["memory", "file"] = "memory"  # where the backing store is
-    path: str | None = None  # directory of the home's file; None means the system's temporary one
+    path: str | None = None  # directory of the spill file; None means the system's temporary one
     direct: bool = False  # read and write the file past the page cache
-    # How rows are stored in a file: appended to a log, which moves a row's own bytes and keeps 4 bytes a row in memory,
-    # or "in-place", which reads and writes a page a row. None: appended, where the index takes at most a 64th of the
-    # machine's memory.
+    # How rows are stored in a file: appended to a log, which moves only the bytes of a row and keeps 4 bytes a row in
+    # memory, or "in-place", which reads and writes a page a row. None: appended, if the index takes at most a 64th of
+    # the machine's memory.
     writes: Literal["append", "in-place"] | None = None
-    # Page-lock rows in memory, so that a GPU can read them itself where that is faster; takes the memory of all rows at
-    # once, and time. None: behind a GPU, where the rows are at most half of the memory that is available.
+    # Page-lock rows in memory, so that a GPU can read them itself where that is faster. It takes the memory of all rows
+    # at once, and time. None: for a GPU, if the rows are at most half of the available memory.
     pin: bool | None = None
-    spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: work in parts, or refuse it
+    spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: chunk it, or refuse it
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -108,16 +120,32 @@ class Slotted(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Cached(Slotted):
-    """A cache filled by looking ahead: the row whose next use is farthest leaves (cDLRM; exact, as in BagPipe)."""
+    """A cache filled by looking ahead: the row whose next use is farthest leaves (cDLRM; exact, as in BagPipe).
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(fraction=0.1))
+    EmbeddingTables(
+      1 table, 1,000 rows, 3.1 KiB with state, sgd
+      t: 8 columns, Cached, 100 slots for 1,000 rows, backed by memory, on cpu
+    )
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPipelined(Slotted):
-    """Slots for batches in flight only: every row is written back after its last use (EL-Rec's pipeline)."""
+    """Slots only for batches in flight: every row is written back after its last use (EL-Rec's pipeline).
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.HostPipelined(memory="4KiB"))
+    EmbeddingTables(
+      1 table, 1,000 rows, 4.0 KiB with state, sgd
+      t: 8 columns, HostPipelined, 128 slots for 1,000 rows, backed by memory, on cpu
+    )
+    """
 
 
 class _Profiled(Protocol):
-    """What a profile says, such as :class:`stoker.HotProfile`."""
+    """A profile, such as :class:`stoker.HotProfile`."""
 
     @property
     def hot_rows(self) -> Mapping[str, int]: ...
@@ -125,23 +153,31 @@ class _Profiled(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HotCold(Slotted):
-    """Hot rows, the ids below H of each table, are pinned in slots of their own; every other row is written back
-    after its last use in flight (FAE, VLDB 2022, section 4, with one copy of a hot row instead of two).
+    """Hot rows, the ids below H of each table, are pinned in slots; other rows are written back after their last use.
 
-    Size and home are those of :class:`Slotted`: ``slots``, ``fraction`` or ``memory`` count hot rows and rows in
-    flight together. One value serves tables with different H, which then share one cache.
+    (FAE, VLDB 2022, section 4, with one copy of a hot row instead of two.) The fields are those of :class:`Slotted`:
+    ``slots``, ``fraction`` or ``memory`` count hot rows and rows in flight together. One value serves tables with
+    different H, which then share one cache.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> hot = stoker.HotCold(hot={"t": 100}, slots=200)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=hot)
+    EmbeddingTables(
+      1 table, 1,000 rows, 6.2 KiB with state, sgd
+      t: 8 columns, HotCold, 200 slots for 1,000 rows, 100 of them hot, backed by memory, on cpu
+    )
 
     Raises:
-        ConfigError: as for :class:`Slotted`; no hot rows, or fewer than 0 of a table.
+        ConfigError: as for :class:`Slotted`; or no hot rows, or a negative number.
     """
 
-    hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()  # table -> H; tables that are not named have none
+    hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()  # table -> H; other tables have none
 
     def __post_init__(self) -> None:
         super().__post_init__()
         pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
         hot = tuple(sorted((name, int(rows)) for name, rows in pairs))
-        object.__setattr__(self, "hot", hot)  # hashable, and equal whatever the order
+        object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
         if wrong := [name for name, rows in hot if rows < 0]:
             raise ConfigError(f"HotCold: table {wrong[0]!r} has {dict(hot)[wrong[0]]} hot rows; give 0 or more.")
         if not any(rows for _, rows in hot):
@@ -152,12 +188,12 @@ class HotCold(Slotted):
 
     @classmethod
     def from_profile(cls, profile: _Profiled, **options: Any) -> HotCold:
-        """Take the hot rows of a profile (``stoker.profile``); ``options``: the other fields, one size among them."""
+        """Take the hot rows of a profile (``stoker.profile``); ``options``: the other fields, with one size."""
         return cls(hot=profile.hot_rows, **options)
 
     @property
     def hot_rows(self) -> dict[str, int]:
-        """Table -> H, for those named."""
+        """Return table -> H, for tables with hot rows."""
         return dict(self.hot)
 
     def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
@@ -178,21 +214,29 @@ class HotCold(Slotted):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTrain(Strategy):
-    """Cores on the device whose products are the rows (EL-Rec, SC 2022): a fraction of the memory, and a change of the
-    model. The row optimizer works on slices of cores.
+    """Cores on the device whose products are the rows (EL-Rec, SC 2022): less memory, and a change of the model.
+
+    The row optimizer works on slices of cores.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.TensorTrain(rank=4))
+    EmbeddingTables(
+      1 table, 1,000 rows, 1.6 KiB with state, sgd
+      t: 8 columns, TensorTrain, on cpu
+    )
 
     Raises:
         ConfigError: a rank below 1, or not 2 to 4 cores.
     """
 
-    rank: int | tuple[int, ...] = 32  # of the products that a row is a sum of; or one between each two cores
+    rank: int | tuple[int, ...] = 32  # of all cuts between cores, or of each
     cores: int = 3  # 2 to 4
-    own: int | None = None  # instead of both: numbers that each row keeps for itself, next to one common core
+    own: int | None = None  # instead of both: numbers that each row has alone, next to one common core
     shape: TTShape | None = None  # instead of all three
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[int]]) -> TensorTrain:
-        """Invert :meth:`to_dict`."""
+        """Build the strategy from :meth:`to_dict`'s values."""
         rows, cols, ranks = (tuple(values[name]) for name in ("rows", "cols", "ranks"))
         return cls(shape=TTShape(rows, cols, ranks))
 
@@ -203,7 +247,7 @@ class TensorTrain(Strategy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
-            object.__setattr__(self, "rank", tuple(self.rank))  # hashable, whatever JSON made of it
+            object.__setattr__(self, "rank", tuple(self.rank))  # hashable; JSON makes it a list
         if self.own is not None and self.own < 1:
             raise ConfigError(f"a row of a tensor train cannot have {self.own} numbers of its own; give at least 1.")
         if self.shape is None:
@@ -213,8 +257,8 @@ class TensorTrain(Strategy):
         """Return factors and ranks for ``table``.
 
         Raises:
-            ConfigError: a given shape that does not fit it, as many own numbers as columns, a type other than float32,
-                or rows that start as zeros.
+            ConfigError: the given shape does not fit, there are as many own numbers as columns, the type is not
+                float32, or rows start as zeros.
         """
         if table.scale == 0:
             raise ConfigError(
@@ -246,12 +290,17 @@ class TensorTrain(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
-    """One embedding table and the features that address it."""
+    """One embedding table and the features that address it.
+
+    >>> table = stoker.TableConfig(name="user", num_embeddings=1_000_000, embedding_dim=16)
+    >>> table.num_bytes
+    64000000
+    """
 
     name: str
     num_embeddings: int  # rows
     embedding_dim: int  # columns
-    features: tuple[str, ...] = ()  # features that look rows up here; empty means one feature named like the table
+    features: tuple[str, ...] = ()  # features that look rows up here; empty: one with the name of the table
     pooling: Literal["sum", "mean", "max"] = "sum"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; optimizer state is always float32
     init_scale: float | None = None  # rows start uniform in [-init_scale, init_scale); None means sqrt(1 / rows)
@@ -291,17 +340,17 @@ class TableConfig:
 
 
 def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
-    """Raise ConfigError if ``value`` is none of the options."""
+    """Raise ConfigError if ``value`` is not one of the options."""
     if value not in options:
         known = ", ".join(repr(each) for each in options[:-1])
         raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
 
 
 def check_strategies(placement: Any) -> None:
-    """Refuse a placement that is neither a strategy nor strategies by table.
+    """Check a placement.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: it is neither a strategy nor strategies by table.
     """
     given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
     if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
@@ -316,7 +365,12 @@ def check_strategies(placement: Any) -> None:
 def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:
     """Return one table for every vocabulary of a dataset.
 
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=0, num_embeddings=[100, 50])
+    >>> [(table.name, table.num_embeddings) for table in stoker.tables_for(spec, 8)]
+    [('C1', 100), ('C2', 50)]
+
     Args:
+        spec: from ``Dataset.schema``.
         embedding_dim: columns of each table, or columns by table.
         options: further arguments of each config.
     """

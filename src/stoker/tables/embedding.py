@@ -1,4 +1,4 @@
-"""Embedding tables that train themselves: lookup in forward, one update per distinct row at the end of backward.
+"""Embedding tables with their own optimizer: lookup in forward, one update per distinct row after backward.
 
 Legend: B examples, F features, P positions (:mod:`stoker.tables.lookups`), D columns, L ids in all.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_size
+from stoker.base.units import format_size, plural
 from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
@@ -41,7 +41,7 @@ from stoker.tables.storage import Lease, Rows, Staged
 
 __all__ = ["EmbeddingTables", "release_all"]
 
-#: attributes that the constructor makes, which are not copied
+#: attributes that the constructor creates, which are not copied
 _REMADE = ("groups", "number", "splitter", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__")
 _numbers = itertools.count()
 
@@ -52,7 +52,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 
 def release_all(leases: Iterable[Lease | None]) -> None:
-    """Give slots back whose rows were not changed."""
+    """Release leases whose rows were not changed."""
     for lease in leases:
         if lease is not None:
             lease.release(changed=False)
@@ -77,35 +77,35 @@ class EmbeddingTables(nn.Module):
     """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
 
     Rows are not parameters. At the end of each ``backward`` they take one step of the row optimizer, in place, once per
-    distinct row, with duplicate rows summed in order of occurrence, however many lookups and losses it went through.
-    :meth:`accumulate` makes one step of several backwards; :meth:`as_optimizer` has rows step when ``step()`` says so,
-    with gradient scalers, clipping and schedulers of torch's. In eval mode, and where ``requires_grad_(False)`` or
-    :meth:`freeze` say so, rows stay as they are. Loops that would silently mean something else are refused by name
-    (docs/pytorch.md).
+    distinct row, with duplicate rows summed in order of occurrence, over all lookups and losses of that backward.
+    :meth:`accumulate` makes one step of several backwards; with :meth:`as_optimizer` rows step in ``step()``, with
+    torch's gradient scalers, clipping and schedulers. In eval mode, and after ``requires_grad_(False)`` or
+    :meth:`freeze`, rows do not change. Loops that would silently mean something else raise an error that names the
+    cause (docs/pytorch.md).
 
-    ``to(device)`` moves the rows; their type is that of their :class:`TableConfig`, which ``half()``, ``double()`` and
-    ``to(dtype)`` leave as it is, with a warning. ``parameters()`` holds one parameter, :attr:`handle`, that stands for
-    the rows.
+    ``to(device)`` moves the rows. Their type is that of their :class:`TableConfig`; ``half()``, ``double()`` and
+    ``to(dtype)`` warn and do not change it. ``parameters()`` has one parameter, :attr:`handle`, that stands for the
+    rows.
 
     Args:
-        tables: the tables. Those with equal ``embedding_dim``, pooling and dtype are kept and worked on together.
+        tables: the tables. Those with equal ``embedding_dim``, pooling and dtype form one group.
         optimizer: the row optimizer (:mod:`stoker.optim`).
         features: order of the features in a batch; None means table by table.
-        seed: rows start as a function of (seed, table name, row), whatever the device or placement.
-        device: where rows are kept.
+        seed: rows start as a function of (seed, table name, row) on any device, under any placement.
+        device: of the kernels, and of rows without a placement.
         backend: kernels: "auto", "reference", "cpu" (Numba) or "triton".
         include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
             :mod:`stoker.dataset` do.
         placement: where the rows are: one strategy for all tables, or by table name; others are on the device.
-        steps: sequence features that are not pooled, and T, the ids they have at most: such a feature gives T vectors,
-            one for each id of its bag. A shorter bag stands at the end, behind vectors of zeros.
+        steps: sequence features that are not pooled, and T, the most ids in a bag: such a feature gives T vectors, one
+            for each id. A shorter bag comes last, after vectors of zeros.
 
     Raises:
-        ConfigError: no tables, two tables of one name, a feature named twice, or steps of no feature.
+        ConfigError: there are no tables, two tables of one name, a feature named twice, or steps of an unknown feature.
 
     Example:
-        >>> tables = EmbeddingTables(
-        ...     [TableConfig(name="user", num_embeddings=1000, embedding_dim=8)],
+        >>> tables = stoker.EmbeddingTables(
+        ...     [stoker.TableConfig(name="user", num_embeddings=1000, embedding_dim=8)],
         ...     optimizer=stoker.Adagrad(lr=0.1), placement=stoker.Cached(fraction=0.1),
         ... )
         >>> pooled = tables(torch.tensor([[3], [5], [3]]))  # [B, F, D]
@@ -147,23 +147,23 @@ class EmbeddingTables(nn.Module):
         self.include_last_offset = include_last_offset
         self.seed = seed
         self.groups: list[TableGroup] = []
-        self.number = next(_numbers)  # by which compiled code finds these tables
+        self.number = next(_numbers)  # compiled code finds these tables by it
         register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
         self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
-        self._copied: int | None = None  # of a copy: its steps when it was made
+        self._copied: int | None = None  # of a copy: the steps when it was made
         self._layout = StepLayout(self.features, steps or {})
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
         lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
         for table, strategy in zip(tables, _strategies(names, placement), strict=True):
-            alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has cores of its own
+            alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has its own cores
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
-            # To a group every step is a feature of its own: kernels and placement need not know of sequences.
+            # A group takes every step for a feature: kernels and placement know nothing of sequences.
             kind = CompressedGroup if alone else TableGroup
             self.groups.append(
                 kind(
@@ -184,12 +184,12 @@ class EmbeddingTables(nn.Module):
 
     @property
     def steps(self) -> dict[str, int]:
-        """Features that are not pooled, and how many steps they have."""
+        """Features that are not pooled, and their number of steps."""
         return dict(self._layout.steps)
 
     @property
     def positions(self) -> dict[str, slice]:
-        """Where each feature is on the second axis of the [B, P, D] that a call returns."""
+        """The place of each feature on the second axis of the output [B, P, D]."""
         return dict(self._layout.slices)
 
     @property
@@ -218,7 +218,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def gradient_scale(self) -> float:
-        """What gradients of rows are multiplied by before they are used; 1 by default."""
+        """Factor on gradients of rows before they are used; 1 by default."""
         return self._steps.scale
 
     @gradient_scale.setter
@@ -227,7 +227,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the kernels run."""
+        """The device of the kernels."""
         return self.groups[0].storage.weight.device
 
     @property
@@ -241,15 +241,14 @@ class EmbeddingTables(nn.Module):
             group.tick = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Make one step of the row optimizer of all backwards inside, at the end; none if an exception leaves it.
+        """Make one step of the row optimizer from all backwards in the block, at its end; none after an exception.
 
-        Equal to ``nn.EmbeddingBag`` with gradients accumulated over micro-batches. Losses are scaled by the caller, as
+        This equals ``nn.EmbeddingBag`` with gradients accumulated over micro-batches. The caller scales losses, as
         there: ``(loss / 4).backward()`` four times for the mean.
 
         Example:
-            >>> tables = EmbeddingTables(
-            ...     [TableConfig(name="user", num_embeddings=9, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1)
-            ... )
+            >>> table = stoker.TableConfig(name="user", num_embeddings=9, embedding_dim=4)
+            >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1))
             >>> with tables.accumulate():
             ...     for ids in (torch.tensor([[1]]), torch.tensor([[2]])):
             ...         tables(ids).sum().backward()
@@ -259,19 +258,18 @@ class EmbeddingTables(nn.Module):
         return self._steps.accumulate()
 
     def as_optimizer(self, *, in_backward: bool = False) -> TableOptimizer:
-        """Return the rows' optimizer as one of torch's: rows step when ``step()`` is called.
+        """Return the optimizer of the rows as a torch optimizer: rows step when ``step()`` is called.
 
-        From then on gradients of rows are summed until ``step()`` and dropped by ``zero_grad()``, as those of
-        parameters are. ``GradScaler.step``, ``clip_grad_norm_(model.parameters(), ...)`` and learning-rate schedulers
-        work with it. Called again it returns the same optimizer.
+        From then on gradients of rows are summed until ``step()`` and dropped by ``zero_grad()``, like those of
+        parameters. ``GradScaler.step``, ``clip_grad_norm_(model.parameters(), ...)`` and learning-rate schedulers work
+        with it. A second call returns the same optimizer.
 
         Args:
-            in_backward: rows go on stepping inside backward; for learning-rate schedulers alone.
+            in_backward: rows still step inside backward; the optimizer only serves learning-rate schedulers.
 
         Example:
-            >>> tables = EmbeddingTables(
-            ...     [TableConfig(name="user", num_embeddings=9, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1)
-            ... )
+            >>> table = stoker.TableConfig(name="user", num_embeddings=9, embedding_dim=4)
+            >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1))
             >>> rows = tables.as_optimizer()
             >>> schedule = torch.optim.lr_scheduler.StepLR(rows, step_size=1, gamma=0.5)
             >>> tables(torch.tensor([[1]])).sum().backward()
@@ -285,25 +283,25 @@ class EmbeddingTables(nn.Module):
         return self._steps.optimizer
 
     def step_each_backward(self) -> None:
-        """State that each backward is meant as a step of the rows, whatever the loop does to parameters.
+        """Declare that each backward is one step of the rows, whatever the loop does to parameters.
 
-        Gradient scalers, clipping and accumulation in the same loop are not refused any more.
+        Gradient scalers, clipping and accumulation in the same loop then raise no error.
         """
         self._steps.checked = False
 
     def freeze(self, *tables: str) -> None:
-        """Keep the rows of these tables as they are from the next backward on; without names, those of all tables.
+        """Stop training these tables from the next backward on; without names, all tables.
 
         Raises:
-            ConfigError: a name that is none of the tables'.
+            ConfigError: a name is not that of a table.
         """
         self._frozen |= self._named(tables)
 
     def unfreeze(self, *tables: str) -> None:
-        """Train the rows of these tables again; without names, those of all tables.
+        """Train these tables again; without names, all tables.
 
         Raises:
-            ConfigError: a name that is none of the tables'.
+            ConfigError: a name is not that of a table.
         """
         self._frozen -= self._named(tables)
 
@@ -322,13 +320,13 @@ class EmbeddingTables(nn.Module):
             weights: [L] (or [B, F]) per-sample weights; sum pooling only. May require a gradient.
 
         Returns:
-            [B, P, D] float32 where all tables share one ``embedding_dim``, else [B, sum of D], in feature order. P is F
-            where every feature is pooled; one with ``steps`` has as many places, the newest step in the last.
+            [B, P, D] float32 if all tables share one ``embedding_dim``, else [B, sum of D], in feature order. P is F if
+            every feature is pooled; a feature with ``steps`` has as many places, the newest step last.
 
         Raises:
             IndexError: an id is outside its table.
-            ValueError: shapes that do not fit together, or more ids in a bag than steps.
-            ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
+            ValueError: shapes do not fit together, or a bag has more ids than steps.
+            ConfigError: the row steps of this loop would mean something else (docs/pytorch.md).
         """
         if torch.compiler.is_compiling():
             check_export()
@@ -360,9 +358,9 @@ class EmbeddingTables(nn.Module):
     def look_up(
         self, many: Sequence[Lookups], leases: list[Lease | None], given: tuple[Tensor, Tensor | None] | None = None
     ) -> list[Tensor]:
-        """Return what each group finds [B, P, D]; leases missing in ``leases`` are acquired and entered.
+        """Return the output of each group [B, P, D]; acquire the leases that are missing in ``leases``.
 
-        ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
+        ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy if there is one.
         """
         found = []
         for index, lookups in enumerate(many):
@@ -379,16 +377,16 @@ class EmbeddingTables(nn.Module):
 
     @property
     def versions(self) -> list[int]:
-        """The changes of the rows of each group so far."""
+        """Return the number of changes of each group's rows so far."""
         return [group.version for group in self.groups]
 
     def backward_of(
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, forward: Forward, *, rows: bool,
         weights: bool,
     ) -> Tensor | None:  # fmt: skip
-        """Collect the gradient [B, P, D] of a lookup in group ``index``, and return that of its per-sample weights.
+        """Collect the gradient [B, P, D] of a lookup in group ``index``; return that of its per-sample weights.
 
-        The lease is that of the forward; ``rows`` and ``weights``: whether these want a gradient.
+        The lease is that of the forward; ``rows`` and ``weights``: whether these need a gradient.
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
@@ -426,7 +424,7 @@ class EmbeddingTables(nn.Module):
         grads = self.splitter.apart(grad)
         for index, lookups in enumerate(self.splitter.split(call)):
             group, pooling, mine = self.groups[index], self.splitter.groups[index], grads[index]
-            if lookups.space is not pooling.space:  # max pooling: which id was largest
+            if lookups.space is not pooling.space:  # max pooling: find which id was largest
                 mine = pooling.pool_gradient(group.lookup(lookups, group.acquire(lookups)), lookups, mine)
             wanted = self.backward_of(index, lookups, mine, group.acquire(lookups), forward, rows=rows, weights=weights)
             if places is not None and total is not None and wanted is not None:
@@ -436,7 +434,7 @@ class EmbeddingTables(nn.Module):
         return None if total is None or given is None else total.view_as(given).to(given.dtype)
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
-        """Return the gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
+        """Return the gradients of all ranks, if the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):
             return gradients
         found = []
@@ -457,7 +455,7 @@ class EmbeddingTables(nn.Module):
         for group, lookups, grad, lease in self._sums(gradients):
             group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
         for group in self.groups:
-            group.tick = tick  # also of those that had no gradient: files keep one number
+            group.tick = tick  # also in groups without a gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """Return the Euclidean norm of the gradient of all rows."""
@@ -490,7 +488,7 @@ class EmbeddingTables(nn.Module):
         return lookups, grad, None
 
     def _collect(self, found: Gradient, enclosing: int) -> None:
-        """Keep a gradient for the step of the rows, without that of tables that are frozen now."""
+        """Keep a gradient for the step of the rows, without frozen tables."""
         if self._frozen and (frozen := self._frozen.intersection(found.lookups.space.names)):
             release_all([found.lease])
             if frozen.issuperset(found.lookups.space.names):
@@ -502,18 +500,17 @@ class EmbeddingTables(nn.Module):
         self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
         copies: tuple[Tensor, Tensor | None] | None,
     ) -> None:  # fmt: skip
-        """Keep leases for the next ``forward`` of this very ``ids`` tensor (:func:`stoker.stage`).
+        """Keep leases for the next ``forward`` with this same ``ids`` tensor (:func:`stoker.stage`).
 
-        There is a lease for each group, None where the batch is fetched on demand. ``copies`` are the ids, and offsets
-        as checked, when the batch was announced; None where only torch can have changed them since, whose versions
-        tell.
+        There is a lease for each group, None if the batch is fetched on demand. ``copies`` are the ids, and offsets as
+        checked, when the batch was announced; None if only torch can have changed them since, which counts versions.
         """
-        if copies is None and ids.is_inference():  # no version tells
+        if copies is None and ids.is_inference():  # its changes are not counted
             copies = ids.clone(), None if offsets is None else offsets.clone()
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
     def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None]:
-        """Return the leases of a staged batch and a copy of its ids; release them if it is not what was announced."""
+        """Return the leases of a staged batch and a copy of its ids; release them if it is another batch."""
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
@@ -524,7 +521,7 @@ class EmbeddingTables(nn.Module):
         return list(found.leases), None if found.copies is None else found.copies[0]
 
     def withdraw(self, ids: Tensor) -> None:
-        """Release what :meth:`hand_over` kept: the batch was not used, or is used up."""
+        """Release the leases of :meth:`hand_over`: the batch was not used, or is done."""
         found = self._staged.pop(id(ids), None)
         release_all(() if found is None else found.leases)
 
@@ -534,7 +531,7 @@ class EmbeddingTables(nn.Module):
         All ranks must call ``forward`` and ``backward`` equally often. A copy of the tables is not a replica.
 
         Args:
-            replicas: the ranks; None means that this rank trains rows of its own, which other ranks need not have.
+            replicas: the ranks; None means that this rank trains its own rows, which other ranks need not have.
 
         Raises:
             ConfigError: the ranks have different rows.
@@ -549,12 +546,12 @@ class EmbeddingTables(nn.Module):
             group.replicas = replicas
 
     def close(self) -> None:
-        """Write all rows to their backing store and let go of files and threads. The tables are not used afterwards."""
+        """Write all rows to their backing store, close files and end threads. The tables cannot be used afterwards."""
         for group in self.groups:
             group.storage.close()
 
     def _check_copy(self) -> None:
-        """Refuse a copy whose parameters were averaged: its rows were not."""
+        """Raise an error for a copy whose parameters were averaged: its rows were not."""
         if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
             raise ConfigError(
                 "the parameters of this copy of a model were averaged or replaced (AveragedModel, SWA, EMA), but rows "
@@ -571,12 +568,12 @@ class EmbeddingTables(nn.Module):
         self._group_of[table].write(table, start, rows)
 
     def rows(self, table: str) -> Tensor:
-        """Return a copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
+        """Return a copy of the weights of one table [num_embeddings, embedding_dim]."""
         return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
 
     @property
     def stored(self) -> tuple[TableConfig, ...]:
-        """What files hold, in the order of the tables: each table, or the cores of one that is compressed."""
+        """The contents of files, in the order of the tables: each table, or its cores if it is compressed."""
         groups = {table.name: self._group_of[table.name] for table in self.tables}
         trains = {name: each.strategy for name, each in groups.items() if isinstance(each.strategy, TensorTrain)}
         return stored_tables(self.tables, trains)
@@ -616,7 +613,7 @@ class EmbeddingTables(nn.Module):
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def _made_with(self) -> dict[str, Any]:
-        """Return the arguments that make tables like these."""
+        """Return the constructor arguments of these tables."""
         return {
             "tables": self.tables,
             "optimizer": self.optimizer,
@@ -630,11 +627,11 @@ class EmbeddingTables(nn.Module):
         }
 
     def _kept(self) -> dict[str, Any]:
-        """Return what a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
+        """Return the state of the module without its rows: hooks, train mode, attributes of subclasses."""
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
-        """Return tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
+        """Copy the tables with rows, state and placement; backing stores are copied chunk by chunk."""
         made: EmbeddingTables = type(self).__new__(type(self))
         memo[id(self)] = made
         EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
@@ -645,7 +642,7 @@ class EmbeddingTables(nn.Module):
         made.tick = self.tick
         made._copied = made.tick
         with torch.no_grad():
-            made.handle.zero_()  # averages with another model's would show
+            made.handle.zero_()  # an average with another handle would show
         made.handle.grad = None
         made._steps.keep(made.handle)
         return made
@@ -657,7 +654,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and ``torch.save(model)`` store: all rows, in memory. :func:`stoker.save` needs less."""
+        """Return the state for pickle and ``torch.save``: all rows, in memory. :func:`stoker.save` needs less."""
         rows = {name: value.clone() for name, value in self.state_dict().items()}
         return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
 
@@ -668,7 +665,7 @@ class EmbeddingTables(nn.Module):
         self.load_state_dict(state["rows"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
-        """Follow ``module.to(device)``; the rows keep their own dtype."""
+        """Follow ``module.to(device)``; the rows keep their dtype."""
         probes = [fn(torch.empty(0, dtype=group.storage.weight.dtype, device=self.device)) for group in self.groups]
         for group, probe in zip(self.groups, probes, strict=True):
             if probe.dtype != group.storage.weight.dtype:
@@ -692,7 +689,7 @@ class EmbeddingTables(nn.Module):
         """Name tables, rows, bytes, and where the rows are, for ``print(model)``."""
         rows = sum(table.num_embeddings for table in self.tables)
         size = format_size(sum(group.storage.fast_bytes for group in self.groups))
-        lines = [f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"]
+        lines = [f"{plural(len(self.tables), 'table')}, {rows:,} rows, {size} with state, {self.optimizer.kind}"]
         for group in self.groups:
             names = [table.name for table in group.tables]
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} tables)" if len(names) > 4 else "")

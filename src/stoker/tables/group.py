@@ -1,8 +1,8 @@
 """Tables of equal width, pooling, type and strategy: one storage, one address space, one kernel call.
 
-A batch with more distinct rows than slots is worked on in chunks that give the same bits. A lookup is cut by examples:
-every bag stays whole. An update is cut by rows: each row still gets the sum over the whole batch, in order of
-occurrence, and one step.
+A batch with more distinct rows than slots is chunked; the bits are the same. A lookup is chunked by examples: every bag
+is in one chunk. An update is chunked by rows: each row still gets the sum over the whole batch, in order of occurrence,
+and one step.
 
 Legend: B examples, P positions of this group's features, L ids, U distinct rows, D columns.
 """
@@ -30,15 +30,15 @@ from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 __all__ = ["TableGroup", "row_gradients"]
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
-_READ = 2**25  # bytes of rows looked at together
+_READ = 2**25  # bytes of a chunk of rows
 
 
 class TableGroup:
     """Forward, fused backward and canonical access for the tables of one group.
 
-    For optimizers that scale steps by the norm of a table (LAMB), the sum of squares of each is kept up to date by the
-    changes of touched rows, exactly (:mod:`stoker.ops.lamb`), and found again from all rows after they were replaced.
-    So it need not be stored, and no placement, order of work or restart can change it.
+    For optimizers that scale steps by the norm of a table (LAMB), the changes of touched rows update each table's sum
+    of squares exactly (:mod:`stoker.ops.lamb`). After rows were replaced, it is computed again from all rows. So it
+    need not be stored, and no placement, order of work or restart can change it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TableGroup:
     ) -> None:  # fmt: skip
         first = tables[0]
         self.tables = tuple(tables)
-        self.stored = self.tables  # what files hold, readable and writable by name
+        self.stored = self.tables  # the contents of files, readable and writable by name
         self.dim = first.embedding_dim
         self.optimizer = optimizer
         self.strategy = strategy
@@ -56,7 +56,7 @@ class TableGroup:
         self.backend = get_backend(backend, device)
         self.space = space
         self.storage: Storage = self._make_storage(optimizer, device)
-        self.version = 0  # changes of the rows, of whatever kind
+        self.version = 0  # changes of the rows, of any kind
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
         self._squares: list[int] | None = None  # of each table, in units of 2^-80; None: not known
         self.replicas: Replicas | None = None  # ranks whose rows are updated together
@@ -74,11 +74,11 @@ class TableGroup:
         return storage
 
     def acquire(self, lookups: Lookups) -> Lease | None:
-        """Return a lease on a batch's rows; None if it has more than the slots hold, and is worked on in chunks.
+        """Return a lease on a batch's rows; None if it has more than the slots hold, and must be chunked.
 
         Raises:
             IndexError: an id is outside its table.
-            TooFewSlots: the batch does not fit, and the user chose to refuse such batches.
+            TooFewSlots: the batch does not fit, and ``spill`` is "refuse".
         """
         try:
             return self.storage.acquire(*lookups)
@@ -102,7 +102,7 @@ class TableGroup:
             lease.end()
 
     def _begin(self, lookups: Lookups, lease: Lease | None) -> Lease | None:
-        """Begin the lease, or a new one where its rows may have left, and return it; None as in :meth:`acquire`."""
+        """Begin the lease, or a new one if its rows may have left, and return it; None as in :meth:`acquire`."""
         while lease is not None and not lease.begin():
             lease = self.acquire(lookups)
         return lease
@@ -114,7 +114,7 @@ class TableGroup:
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
         """Take one optimizer step on every distinct row of a batch, given the gradient [B, P, D] of its lookup.
 
-        The lease is over afterwards.
+        This ends the lease.
         """
         keys: tuple[int, ...] = ()
         if self.storage.weight.dtype == torch.bfloat16:
@@ -176,8 +176,8 @@ class TableGroup:
     def _update_layers(
         self, lookups: Lookups, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
     ) -> None:
-        """Take one step of LAMB. A first pass moves the moments and measures, a second moves the rows."""
-        self.backend.synchronize()  # a device that found a bad id late must say so before rows are addressed by it
+        """Take one step of LAMB: a first pass updates moments and measures norms, a second updates rows."""
+        self.backend.synchronize()  # a device that reports a bad id late must do so before its rows are addressed
         squares_of = self.squares()
         storage, backend = self.storage, self.backend
         lengths = [0] * len(squares_of)
@@ -197,7 +197,7 @@ class TableGroup:
 
         def move_chunk(lease: Lease) -> None:
             found = touched(lease.bags, lease.space)
-            directions, _ = backend.lamb_direct(storage.weight, storage.state, found, None, rule)  # moments have moved
+            directions, _ = backend.lamb_direct(storage.weight, storage.state, found, None, rule)  # moments are done
             move(lease, found, directions, ratios)
 
         try:
@@ -232,7 +232,7 @@ class TableGroup:
         number = which.reshape(-1).numpy()
 
         def lookups_of(start: int, stop: int) -> Bags:
-            # Rows with a slot of their own, which have no number, go with the first block.
+            # Pinned rows, which have no number, go with the first block.
             return keep_lookups(bags, torch.from_numpy((number < stop) & (number >= start) if start else number < stop))
 
         size = max(1, min(len(rows), storage.available))
@@ -264,7 +264,7 @@ class TableGroup:
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
         """Yield the rows of one table in chunks of (first row within the table, rows)."""
-        self.backend.synchronize()  # rows are leaving the device: a late complaint must come before them
+        self.backend.synchronize()  # before rows leave the device, it must report late errors
         storage, begin, stop = self.place(name)
         for start in range(begin, stop, chunk_rows):
             yield start - begin, storage.read(start, min(start + chunk_rows, stop))
@@ -289,7 +289,7 @@ class TableGroup:
 def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags, which: Tensor, grad: Tensor) -> Tensor:
     """Sum the gradient of each distinct row [U, D] float32, in order of occurrence, by the back end's own kernel.
 
-    ``which``, of the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
+    ``which``, in the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
     """
     sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
     backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))

@@ -1,6 +1,6 @@
-"""From a call's ids, offsets and weights to what each group of tables looks up, and back to one output.
+"""Split a call's ids, offsets and weights into the lookups of each group, and join the outputs.
 
-Everything is checked here before a kernel sees it, whichever way a batch comes: a call, or a stage that looks ahead.
+Everything is checked here before it reaches a kernel, both in a call and in a stage that looks ahead.
 
 Legend: B examples, F features, P positions: a feature kept step by step has one for each step, any other has one;
 D columns, L ids in all, T steps of a feature.
@@ -26,7 +26,7 @@ from stoker.tables.config import TableConfig
 
 __all__ = ["GroupLookups", "Lookups", "Splitter", "StepLayout", "keep_lookups", "offsets_of", "side_by_side"]
 
-_NO_PADDING = torch.iinfo(torch.int64).min  # stands for none
+_NO_PADDING = torch.iinfo(torch.int64).min  # no padding
 
 
 def version_of(ids: Tensor) -> int:
@@ -35,10 +35,10 @@ def version_of(ids: Tensor) -> int:
 
 
 class Lookups(NamedTuple):
-    """What one group looks up of a batch."""
+    """The lookups of one group in a batch."""
 
     bags: Bags
-    space: AddressSpace  # what the ids of ``bags`` address
+    space: AddressSpace  # addressed by the ids of ``bags``
 
 
 def offsets_of(bags: Bags) -> Tensor:
@@ -56,7 +56,7 @@ def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
 
 
 def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:
-    """Leave out what is looked up in some tables."""
+    """Return the lookups without those in some tables."""
     bags, space = lookups
     keep = torch.tensor([space.names[table] not in names for table in space.table_of], device=bags.ids.device)
     keep = keep.repeat(bags.batch_size(len(space.features)))
@@ -73,7 +73,7 @@ class StepLayout:
         steps: feature -> T, for those kept step by step.
 
     Raises:
-        ConfigError: a feature that is not there, or no step.
+        ConfigError: a feature does not exist, or has no step.
     """
 
     def __init__(self, features: Sequence[str], steps: Mapping[str, int]) -> None:
@@ -92,16 +92,16 @@ class StepLayout:
         self._count = begin
 
     def __len__(self) -> int:
-        """P."""
+        """Return P."""
         return self._count
 
     @property
     def widths(self) -> list[int]:
-        """The positions of each feature."""
+        """Return the number of positions of each feature."""
         return [where.stop - where.start for where in self.slices.values()]
 
     def names(self, features: Iterable[str]) -> tuple[str, ...]:
-        """Name each position of the features: ``seen[0]``, ..., or the feature's own where it is pooled."""
+        """Name each position of the features: ``seen[0]``, ..., or the name of the feature if it is pooled."""
         found: list[str] = []
         for name in features:
             count = self.steps.get(name)
@@ -109,11 +109,11 @@ class StepLayout:
         return tuple(found)
 
     def check(self, offsets: Tensor) -> None:
-        """Refuse a bag with more ids than its feature has steps."""
+        """Raise ValueError for a bag with more ids than its feature has steps."""
         lengths = bag_lengths(offsets).view(-1, len(self.features))
         places = [self.features.index(name) for name in self.steps]
         if not bool((lengths[:, places] > lengths.new_tensor(list(self.steps.values()))).any()):
-            return  # one wait for a GPU, whatever the number of features
+            return  # one wait for a GPU, for any number of features
         for name, count in self.steps.items():
             column = lengths[:, self.features.index(name)]
             if len(examples := (column > count).nonzero()):
@@ -136,7 +136,7 @@ class StepLayout:
             mine = slice(place, place + 1)
             if name in self.steps:
                 before_end = torch.arange(self.steps[name], 0, -1, device=offsets.device)
-                # A step k ids before the end; one that would be before the bag is missing, and empty.
+                # A step k ids before the end; a step before the bag is missing, so empty.
                 torch.maximum(ends[:, mine] - before_end, begins[:, mine], out=starts[:, self.slices[name]])
             else:
                 starts[:, self.slices[name]] = begins[:, mine]
@@ -147,7 +147,7 @@ class StepLayout:
 class GroupLookups:
     """The lookups of one group: its tables with the features they own, of all ``features`` in batch order.
 
-    ``steps``: sequence features that are not pooled, and how many steps they have.
+    ``steps``: sequence features that are not pooled, and their number of steps.
     """
 
     def __init__(self, features: Sequence[str], tables: Sequence[TableConfig], steps: Mapping[str, int]) -> None:
@@ -160,7 +160,7 @@ class GroupLookups:
         self.space = self._space_of(self.layout)
         places = [features.index(name) for name in self.features]
         self._columns = None if len(places) == len(features) else torch.tensor(places)
-        self._spaces: dict[tuple[int, ...], AddressSpace] = {}  # of max pooling, by the steps of each feature
+        self._spaces: dict[tuple[int, ...], AddressSpace] = {}  # for max pooling, by the steps of each feature
         self._layouts: dict[AddressSpace, StepLayout] = {self.space: self.layout}
         owner = {feature: table for table in tables for feature in table.features}
         padding = [owner[name].padding_row for name in self.features]
@@ -186,7 +186,7 @@ class GroupLookups:
             if weights is not None:
                 weights = columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
             bags = Bags(columns_of(call.ids, self._columns), None, weights, bags.mean)
-        # Steps keep their places, whatever is padding: only then is it taken out.
+        # Only now take out padding: so steps keep their places.
         if self._padding is not None and not self.layout.steps:
             bags = self._without_padding(self._padding, bags)
         space = self.space
@@ -201,7 +201,7 @@ class GroupLookups:
 
     @staticmethod
     def _without_padding(padding: Tensor, bags: Bags) -> Bags:
-        """Leave padding out of its bags; ``padding``: that of each feature or position."""
+        """Return bags without padding; ``padding``: the padding id of each feature or position."""
         ids, offsets, padding = bags.ids, bags.offsets, padding.to(bags.ids.device)
         if offsets is not None:
             padding = padding.repeat((len(offsets) - 1) // len(padding))
@@ -210,7 +210,7 @@ class GroupLookups:
         return bags if bool(keep.all()) else Bags(*keep_ids(keep, ids, offsets, bags.weights), bags.mean)
 
     def _unpooled(self, offsets: Tensor) -> AddressSpace:
-        """Return a space where each id of a bag has its own position: kernels only know sums."""
+        """Return a space where each id of a bag has its own position: kernels can only sum."""
         longest = bag_lengths(offsets).view(-1, len(self.features))
         most = longest.amax(0).tolist() if len(longest) else [1] * len(self.features)
         # Powers of two, so that few spaces are made.
@@ -229,7 +229,7 @@ class GroupLookups:
         return self._spaces[wanted]
 
     def pool(self, out: Tensor, lookups: Lookups) -> Tensor:
-        """Return [B, P, D] from what the kernels found: itself, but for max pooling."""
+        """Return [B, P, D] from the kernels' output: the same, except for max pooling."""
         if lookups.space is self.space:
             return out
         assert lookups.bags.offsets is not None
@@ -246,7 +246,7 @@ class GroupLookups:
         return torch.cat(parts, dim=1)
 
     def pool_gradient(self, out: Tensor, lookups: Lookups, grad: Tensor) -> Tensor:
-        """Return the gradient of ``out``, given that of :meth:`pool`'s result: for compiled code, without autograd."""
+        """Return the gradient of ``out`` from that of :meth:`pool`'s result: for compiled code, without autograd."""
         assert lookups.bags.offsets is not None
         layout, found = self._layouts[lookups.space], torch.zeros_like(out)
         present = (bag_lengths(lookups.bags.offsets) > 0).view(-1, len(layout), 1)
@@ -287,7 +287,7 @@ class GroupLookups:
     def alike(
         self, lookups: Lookups, grad: Tensor, largest: Callable[[Sequence[int]], list[int]]
     ) -> tuple[Lookups, Tensor]:
-        """Return the same in a form that all ranks have; ``largest`` finds the maximum of each number over ranks."""
+        """Return the same in a layout that all ranks share; ``largest`` finds the maximum of numbers over ranks."""
         if self._padding is None and self.pooling != "max":
             return lookups, grad
         return self._widened([(lookups, grad)], largest(self._layouts[lookups.space].widths))[0]
@@ -295,7 +295,7 @@ class GroupLookups:
     def _widened(
         self, many: Sequence[tuple[Lookups, Tensor]], least: Sequence[int] | None = None
     ) -> list[tuple[Lookups, Tensor]]:
-        """Give lookups of max pooling equally many positions, by empty ones in front; all of them get offsets."""
+        """Give lookups of max pooling equally many positions, with empty ones in front, and offsets."""
         layouts = [self._layouts[each.space] for each, _ in many]
         space = self.space
         if self.pooling == "max":
@@ -321,7 +321,7 @@ class GroupLookups:
 
 
 class Splitter:
-    """Checks calls and shares them out to the groups; ``steps`` is the layout of all features."""
+    """Check calls and split them by group; ``steps`` is the layout of all features."""
 
     def __init__(
         self, features: Sequence[str], groups: Sequence[GroupLookups], steps: StepLayout, *, include_last_offset: bool
@@ -334,7 +334,7 @@ class Splitter:
             self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
 
     def check(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Bags:
-        """Refuse what no kernel may see. Ids themselves are checked where they are read.
+        """Check a call before the kernels; they check the ids themselves when they read them.
 
         Returns:
             The call with offsets [B * F + 1] int64, or None.
@@ -396,7 +396,7 @@ class Splitter:
         return offsets
 
     def split(self, call: Bags) -> list[Lookups]:
-        """Return what each group looks up of a call, as :meth:`check` leaves it."""
+        """Return the lookups of each group in a call, which has passed :meth:`check`."""
         if call.weights is not None:
             call = replace(call, weights=call.weights.reshape(-1))
         return [group.select(call) for group in self.groups]
@@ -410,7 +410,7 @@ class Splitter:
         return side_by_side(self._runs, [each.flatten(1) for each in pooled])
 
     def apart(self, grad: Tensor) -> list[Tensor]:
-        """Return the gradient of each group's output, from that of :meth:`join`'s."""
+        """Return the gradient of each group's output, from that of :meth:`join`."""
         if len(self.groups) == 1:
             return [grad]
         parts = apart(self._runs, grad)
@@ -453,15 +453,15 @@ def apart(runs: _Runs, joined: Tensor) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in range(1 + max(group for group, _, _ in runs))]
     widths = [stop - first for _, first, stop in runs]
     for (group, _, _), part in zip(runs, joined.split(widths, dim=1), strict=True):
-        parts[group].append(part)  # the runs of a group are in its own order
-    # One run needs no copy: what follows takes any strides.
+        parts[group].append(part)  # the runs of a group keep its order
+    # One run needs no copy: its readers take any strides.
     return [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in parts]
 
 
 class _Join(torch.autograd.Function):
-    """Runs of several tensors side by side along the second dimension.
+    """Runs of several tensors joined along the second dimension.
 
-    Cut and joined by autograd, every run would have a gradient as large as its whole tensor, to be added up.
+    With autograd's own slicing, every run would have a gradient as large as its whole tensor, to be summed.
     """
 
     @staticmethod

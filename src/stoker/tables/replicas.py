@@ -1,9 +1,9 @@
 """Replicas: several processes hold the same rows and train as one process would on their batches together.
 
 Every rank looks up and backpropagates its own share of a batch. Before rows are updated, the ranks exchange ids and
-gradients and each updates the rows of the whole batch: sums run over the same occurrences in the same order as in a
-single process, so replicas cannot drift apart, and a hot row has no master copy to be kept in step with (FAE, section
-4.3, where hot rows are replicated on every GPU).
+gradients, and each updates the rows of the whole batch: sums run over the same occurrences in the same order as in a
+single process. So replicas cannot drift apart, and a hot row needs no master copy (FAE, section 4.3, where hot rows are
+replicated on every GPU).
 
 Legend: W ranks, B examples of a rank, F features, D columns, L ids of a rank.
 """
@@ -29,6 +29,12 @@ class Replicas:
     Each rank takes its share of the data, ``data.train.batches(..., rank=replicas.rank, world_size=replicas.size)``,
     and the mean of its own examples as loss; shares may differ in size.
 
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> replicas = stoker.Replicas()
+    >>> replicas.rank, replicas.size
+    (0, 1)
+    >>> torch.distributed.destroy_process_group()
+
     Args:
         group: of ``torch.distributed``; None means all processes.
 
@@ -47,13 +53,13 @@ class Replicas:
         self.size: int = dist.get_world_size(group)
 
     def joint(self, bags: Bags, grad: Tensor) -> tuple[Bags, Tensor]:
-        """The lookups of all ranks and their gradient [sum of B, P, D], of the mean over all their examples."""
+        """Return the lookups of all ranks and their gradient [sum of B, P, D] for the mean over all examples."""
         own = [len(grad), bags.ids.numel(), bags.offsets is not None, bags.weights is not None]
         own.append(bags.ids.dtype == torch.int64)
         counts = torch.stack(self._gather_equal(torch.tensor(own, dtype=torch.int64, device=grad.device)))
         examples: list[int] = counts[:, 0].tolist()
         lookups: list[int] = counts[:, 1].tolist()
-        # What some ranks leave out, all send in full.
+        # If some ranks leave offsets or weights out, all send them in full.
         jagged, weighted, wide = counts[:, 2:].any(0).tolist()
         ids = torch.cat(self._gather(bags.ids.reshape(-1).to(torch.int64 if wide else torch.int32), lookups))
         offsets = None
@@ -70,12 +76,12 @@ class Replicas:
         if weighted:
             factors = torch.ones(bags.ids.numel(), device=grad.device) if bags.weights is None else bags.weights
             weights = torch.cat(self._gather(factors.reshape(-1).float(), lookups))
-        # Each rank's loss is a mean over its own examples; the joint one is over all of them.
+        # The loss of a rank is a mean over its own examples; the joint loss is over all of them.
         share = grad * (len(grad) / sum(examples))
         return Bags(ids, offsets, weights, bags.mean), torch.cat(self._gather(share, examples))
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over all ranks."""
+        """Return the maximum of each number over all ranks."""
         found = torch.stack(self._gather_equal(torch.tensor(numbers, device=self._device())))
         largest: list[int] = found.amax(0).tolist()
         return largest
@@ -86,6 +92,7 @@ class Replicas:
         Sums run in the order of ranks on every rank, so the dense parts stay equal to the bit.
 
         Args:
+            parameters: with gradients.
             examples: B, of this rank.
         """
         counts = [int(c) for c in self._gather_equal(torch.tensor(examples, device=self._device()))]
@@ -99,7 +106,7 @@ class Replicas:
             parameter.grad = total
 
     def check_equal(self, name: str, value: Tensor) -> None:
-        """Refuse ranks that do not start alike.
+        """Check that all ranks start with the same values.
 
         Raises:
             ConfigError: ``value`` is not the same on every rank.
@@ -118,8 +125,8 @@ class Replicas:
         return torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
 
     def _gather_equal(self, value: Tensor) -> list[Tensor]:
-        """``value`` of every rank, all of one shape, on the device of ``value``."""
-        # The group may not carry tensors of this device: nccl carries none of the CPU, where cached rows are.
+        """Return ``value`` of every rank, all of one shape, on the device of ``value``."""
+        # The group may not take tensors of this device: nccl takes none of the CPU, where cached rows are.
         carried = {pair.partition(":")[0] for pair in dist.get_backend_config(self.group).split(",")}
         through = value.device if value.device.type in carried else self._device()
         sent = value.contiguous().to(through)
@@ -128,7 +135,7 @@ class Replicas:
         return [each.to(value.device) for each in found]
 
     def _gather(self, value: Tensor, counts: list[int]) -> list[Tensor]:
-        """``value`` [n, ...] of every rank, where n is ``counts[rank]``."""
+        """Return ``value`` [n, ...] of every rank, where n is ``counts[rank]``."""
         padded = value.new_zeros((max(counts), *value.shape[1:]))
         padded[: len(value)] = value
         return [found[:count] for found, count in zip(self._gather_equal(padded), counts, strict=True)]

@@ -1,8 +1,8 @@
-"""Looks ahead in the data and brings the rows of coming batches into fast memory. Leaving it out changes no number.
+"""Read ahead, and bring the rows of coming batches into fast memory. It changes no result.
 
 ``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
-are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` tells when
-rows are used after that window too (:mod:`stoker.tables.slots.foresight`).
+are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` also tells
+when rows are used after that window (:mod:`stoker.tables.slots.foresight`).
 
 Legend: C slots.
 """
@@ -34,12 +34,12 @@ from stoker.tables.storage import Lease
 
 __all__ = ["Stage", "stage"]
 
-_DEEPEST = 8  # batches in flight at most, where the depth adapts
-_STALL = 0.02  # share of the time spent waiting for rows above which one more batch is staged ahead
-_JUDGED = 16  # batches between two looks at the stalls
+_DEEPEST = 8  # most batches in flight, if the depth adapts
+_STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
+_JUDGED = 16  # batches between two checks of the stalls
 
 Item = TypeVar("Item")
-Lookup = Tensor | tuple[Tensor | None, ...]  # ids, and offsets and weights where there are
+Lookup = Tensor | tuple[Tensor | None, ...]  # ids, with offsets and weights if there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class _Upcoming:
     item: Any
     ids: Tensor
     version: int  # of their contents
-    copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, where others could change them
+    copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, if others could change them
 
 
 class Stage(Generic[Item]):
-    """Batches of ``stream`` whose rows are in place; made by :func:`stage`. A context manager; ``for`` goes through it.
+    """Batches of ``stream`` with resident rows; made by :func:`stage`. It is iterable, and a context manager.
 
-    Each loop goes through ``stream`` once. Leaving a loop early forgets what was staged: those batches were read from
-    the stream, but :meth:`state_dict` tells where the batches handed out end. Any number of stages may be open over the
-    same tables at a time; eviction follows the one that was begun last.
+    Each loop reads ``stream`` once. Leaving a loop early drops the staged batches: they were read from the stream, but
+    :meth:`state_dict` tells where the yielded batches end. Several stages may be open over the same tables; eviction
+    follows the stage that was begun last.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Stage(Generic[Item]):
         self.lookahead = lookahead
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
         self.background = background
-        self.window = 0  # batches looked ahead now
+        self.window = 0  # batches read ahead now
         self.stall_seconds = 0.0  # spent waiting for rows
-        self.step = getattr(stream, "step", 0)  # batches handed out; the next one carries this number
-        self.hurry: Callable[[], bool] = lambda: False  # asked while next uses are recorded: yes gives that up
+        self.step = getattr(stream, "step", 0)  # batches yielded; the number of the next one
+        self.hurry: Callable[[], bool] = lambda: False  # called while next uses are recorded: True stops the recording
         self._fixed = in_flight is not None
         self._lookups = lookups or _lookups_of_batch
-        # Batches of our own reader are in memory of their own: nobody changes them but through torch.
+        # Batches of our own reader have their own memory: only torch can change them.
         self._private = bool(getattr(stream, "fresh", False))
         storages = [group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
-        self._leaving = False  # the loop was left: nothing further is recorded
+        self._leaving = False  # the loop was left: stop recording
         self._foresight = self._watch(stream, progress) if foresight else None
 
     def _watch(self, stream: Iterable[Any], progress: Progress | None) -> Foresight:
@@ -100,7 +100,7 @@ class Stage(Generic[Item]):
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
-        """Return what each group looks up of a batch."""
+        """Return the lookups of each group in a batch."""
         return self.tables.splitter.split(self.tables.splitter.check(*self._lookups_of(item)))
 
     def _lookups_of(self, item: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -123,7 +123,7 @@ class Stage(Generic[Item]):
                 item, ids, offsets = self._hand_out(upcoming)
                 copies = upcoming.copies
                 if self.tables.device.type != "cpu":
-                    copies = None  # only torch can change what is there, and versions tell
+                    copies = None  # only torch can change them, which counts versions
                 elif copies is None:
                     copies = _copied(self.tables.splitter.check(ids, offsets))
                 self.tables.hand_over(ids, offsets, leases, copies)
@@ -149,13 +149,13 @@ class Stage(Generic[Item]):
         return item, ids, offsets
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream behind the batch handed out last."""
+        """Return the state of the stream after the last batch that was yielded."""
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
         return state
 
     @property
     def _recorded(self) -> float:
-        """Seconds that recording next uses has taken so far."""
+        """Seconds spent on recording next uses so far."""
         return 0.0 if self._foresight is None else self._foresight.seconds
 
 
@@ -165,22 +165,22 @@ class _Run:
     def __init__(self, stage: Stage[Any]) -> None:
         self.stage, self.tables = stage, stage.tables
         self._source = iter(stage.stream)
-        self._failure: Exception | None = None  # of the stream, raised behind the batches before it
+        self._failure: Exception | None = None  # of the stream, raised after the batches before it
         self._queues = [storage.queue() for _, storage in stage._groups]
         self._waiting: deque[_Upcoming] = deque()
-        self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
+        self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
         self._ready: deque[_Staged] = deque()
 
     def staged(self) -> Iterator[_Staged]:
-        """Yield the batches, resident."""
+        """Yield the batches with resident rows."""
         return self._threaded() if self.stage.background else self._inline()
 
     def close(self) -> None:
-        """Forget what was staged and not handed out."""
+        """Drop the staged batches that were not yielded."""
         self.stage._leaving = True
         if self.stage._foresight is not None:
             self.stage._foresight.close()
-        if sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
+        if sys.is_finalizing():  # a script that ends within its loop: nothing needs to be dropped
             return
         for queue in self._queues:
             queue.close()
@@ -189,7 +189,7 @@ class _Run:
         self._waiting.clear()
 
     def _look_ahead(self) -> bool:
-        """Announce further batches: as many as asked for, or as want enough rows for all slots; False if none waits."""
+        """Announce further batches, up to ``lookahead`` or until they need all slots; return False if none waits."""
         stage = self.stage
         while len(self._waiting) <= stage.lookahead and self._failure is None:
             storages = zip(self._queues, stage._groups, strict=True)
@@ -199,7 +199,7 @@ class _Run:
             try:
                 if not self._announce_next():
                     break
-            except Exception as error:  # without a stage, the batches before it would be worked on first
+            except Exception as error:  # without a stage, the batches before it would come first
                 self._failure = error
         stage.window = len(self._waiting)
         return bool(self._waiting)
@@ -213,7 +213,7 @@ class _Run:
             return False
         call = self.tables.splitter.check(*stage._lookups_of(item))
         ids, copies = call.ids, None if stage._private else _copied(call)
-        if copies is not None:  # what is announced is what is looked up, if nobody changes it meanwhile
+        if copies is not None:  # the announced ids are looked up, unless something changes them meanwhile
             call = Bags(*copies, call.weights)
         parts = self.tables.splitter.split(call)
         for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
@@ -222,7 +222,7 @@ class _Run:
         return True
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
-        """Return what is known of the next uses of the batch's rows, for each group."""
+        """Return hints of the next uses of the batch's rows, for each group."""
         groups, foresight = self.stage._groups, self.stage._foresight
         if foresight is None:
             return [None] * len(groups)
@@ -233,8 +233,8 @@ class _Run:
     def _next(self, *, busy: bool) -> _Staged | None:
         """Make the next waiting batch resident.
 
-        ``busy``: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
-        result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
+        ``busy``: batches are in flight, whose rows may leave too few slots. Then the batch waits, and the result is
+        None. Otherwise a group whose rows do not fit fetches them on demand.
         """
         for queue, (index, _) in zip(self._queues, self.stage._groups, strict=True):
             if index in self._begun:
@@ -272,7 +272,7 @@ class _Run:
 
         def work() -> None:
             nonlocal outstanding
-            least = 0  # batches in flight that left too few slots for the next one
+            least = 0  # batches in flight that leave too few slots for the next one
 
             def may_go_on() -> bool:
                 return stop or outstanding < (least or stage.in_flight)
@@ -308,9 +308,9 @@ class _Run:
                 if isinstance(staged, BaseException):
                     raise staged
                 count += 1
-                if count > 1:  # the first has nothing to hide behind
+                if count > 1:  # for the first, no work hides the wait
                     stage.stall_seconds += waited
-                    stalled += max(0.0, waited - (stage._recorded - recorded))  # which no depth would hide
+                    stalled += max(0.0, waited - (stage._recorded - recorded))  # which no depth can hide
                 yield staged
                 with changed:
                     outstanding -= 1
@@ -334,7 +334,7 @@ _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
 def _lookups_of_batch(item: Any) -> Lookup:
-    """Return ids, offsets and weights of a :class:`Batch` or what looks like one."""
+    """Return ids, offsets and weights of a :class:`Batch`, or of an object with these attributes."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
         raise ConfigError(
@@ -363,7 +363,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def _keeps(storage: SlottedRows) -> bool:
-    """Return True if rows stay after their use, so that it matters when the next one is."""
+    """Return True if rows may stay after their use, so that the next use matters."""
     return not storage.residency.transient
 
 
@@ -378,33 +378,33 @@ def stage(
     progress: Progress | None = None,
     lookups: Callable[[Item], Lookup] | None = None,
 ) -> Stage[Item]:
-    """Return the batches of ``stream``, with the rows of each in fast memory when it is handed out.
+    """Iterate over the batches of ``stream``, with the rows of each in fast memory.
 
-    Tables whose rows are all on the device are left alone. A batch that was not staged fetches its rows on demand and
-    gives the same numbers, as does one whose ids or offsets are changed before they are looked up.
+    It has no effect on tables whose rows are all on the device. A batch that was not staged fetches its rows on demand
+    and gives the same numbers, and so does one whose ids or offsets change before the lookup.
 
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a module that holds them.
-        lookahead: batches whose ids are known beyond those in flight; fewer are taken where they want twice as many
-            rows as there are slots.
-        in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
-            ``lookahead``. With more than the slots hold, batches wait until others are done, and more rows come than
-            need to: the slots hold rows in flight alone. None adapts: it grows while training waits for rows.
-        background: plan and move rows in a thread next to training. None: where that thread would wait, for a GPU or
-            for a file; on a CPU over ordinary memory both would want the same cores.
-        foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
-            The ids of each epoch are read once before its first step, and next uses kept in a temporary file, 4 bytes
+        lookahead: batches whose ids are known beyond those in flight; fewer if they need twice as many rows as there
+            are slots.
+        in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
+            ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
+            fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows.
+        background: plan and move rows in a thread next to training. None: only if that thread would wait, for a GPU or
+            for a file; on a CPU over ordinary memory both would compete for the same cores.
+        foresight: know the next use of every row to the end of the epoch, so that as few rows as possible are fetched.
+            The ids of each epoch are read once before its first step, and next uses are in a temporary file, 4 bytes
             for every distinct row of every batch. For streams that can be read twice: ``dataset.train.batches(...)``.
-        progress: called with (what is being done, batches done, batches in all) meanwhile, from any thread.
-        lookups: what a batch looks up: from an item of ``stream`` to its ids, or (ids, offsets), or (ids, offsets,
-            weights). None: the items have these attributes, as :class:`stoker.Batch`.
+        progress: called with (name of the work, batches done, batches in all) meanwhile, from any thread.
+        lookups: returns the lookups of an item of ``stream``: ids, or (ids, offsets), or (ids, offsets, weights).
+            None: the items have these attributes, as :class:`stoker.Batch`.
 
     Raises:
-        ConfigError: numbers out of their range, ``foresight`` on a stream that cannot be read twice, a stream that
-            overwrites its batches, or a module with no tables or several.
-        ValueError: (while read) lookups that the tables would refuse.
-        HomeError: (while read) the disk of the temporary file is full or fails.
+        ConfigError: a number is out of its range, ``foresight`` is set but the stream cannot be read twice, the stream
+            overwrites its batches, or the module has no tables or several.
+        ValueError: (in the loop) the tables refuse a lookup.
+        HomeError: (in the loop) the disk of the temporary file is full or fails.
 
     Example:
         >>> table = stoker.TableConfig(name="user", num_embeddings=1000, embedding_dim=8)
@@ -434,7 +434,7 @@ def stage(
 
 
 def _tables_of(given: Any) -> EmbeddingTables:
-    """Return the one EmbeddingTables of a module, which may be it."""
+    """Return the only EmbeddingTables of a module, or the module itself."""
     modules = given.modules() if isinstance(given, nn.Module) else ()
     found = [each for each in modules if isinstance(each, EmbeddingTables)]
     if len(found) != 1:
