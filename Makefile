@@ -47,16 +47,20 @@ test-quick: $(VENV)/.dev  ## Run the fast tests of every room, in less than a mi
 # the package compiled. One process more than two cores, since tests wait for those that they start.
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
-# Numbers of programs and of kills: FIRST:LAST, the last excluded. The tests run the programs 0:2000 and the kills 0:12.
+# Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:2000 and the kills 0:12, and
+# `make test` a quarter of them. STOKER_EFFORT multiplies what CI does (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50
 
-soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, and compare them bit for bit (half an hour)
+soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, malformed lookups, and properties (half an hour)
 	@$(PY) tests/soak.py $(SEEDS)
+	@STOKER_EFFORT=5 $(PYTEST) tests/tables/test_malformed.py
+	@STOKER_EFFORT=5 $(PYTEST) --dist worksteal --timeout=0 -m hypothesis
 
 kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, and preparations at every step; each must end as if undisturbed (minutes)
 	@$(PY) tests/soak.py --kills $(if $(findstring :,$(KILLS)),$(KILLS),0:$(KILLS))
 	@STOKER_KILLS=all $(PY) -m pytest tests/data/test_deaths.py --timeout=0
+	@STOKER_EFFORT=5 $(PY) -m pytest tests/data tests/training/test_scheduled_runs.py -k kill --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from stoker.models import MODELS
 from stoker.testing import make_dataset
@@ -54,13 +53,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     for name, source in FAKES.items():
         (tmp_path / f"{name}.py").write_text(source)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example), *SHORTER.get(example.stem, [])],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": path},
-    )
+    done = run_python("-W", "error", example, *SHORTER.get(example.stem, []), TMPDIR=str(tmp_path), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     if example.stem.startswith("log_to_"):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import context, start_process
 
 from stoker.base.errors import DataError
 from stoker.dataset import rebuild
@@ -324,34 +323,27 @@ def test_one_process_writes_at_a_time(data: Dataset, tmp_path: Path) -> None:
     assert Dataset(tmp_path / "out").verify() > 0
 
 
-_KILLED = """
-import sys
-from stoker.dataset.dataset import Dataset
-from stoker.rewrite.classified import write_classified
-data = Dataset(sys.argv[1])
-for number in range(1000):
-    limits = {"C1": 10 + number % 40, "C2": 12, "C3": 10}
-    print("begin", flush=True)
-    write_classified(data, sys.argv[2], hot_rows=limits, profile_hash=str(number), profile={}, overwrite=True)
-"""
+def classify_on_and_on(path: Path, out: Path, begun: Any) -> None:
+    data = Dataset(path)
+    for number in range(1000):
+        limits = {"C1": 10 + number % 40, "C2": 12, "C3": 10}
+        begun.release()
+        write_classified(data, out, hot_rows=limits, profile_hash=str(number), profile={}, overwrite=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(scaled(6)))
 def test_a_kill_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, number: int) -> None:
     data = make_dataset(tmp_path / "source", rows=3000, num_embeddings=SIZES, shard_rows=100)
     out, beside = tmp_path / "out", tmp_path / "out.tmp"
-    running = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(data.path), str(out)], stdout=subprocess.PIPE, text=True
-    )
-    assert running.stdout is not None
+    begun = context().Semaphore(0)
+    running = start_process(classify_on_and_on, data.path, out, begun)
     for _ in range(1 + number % 3):
-        running.stdout.readline()
+        begun.acquire()
     time.sleep(random.Random(number).uniform(0, 0.4))
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    running.stdout.close()
+    running.kill()
+    running.join()
     if out.exists():
         made = Dataset(out)
         made.verify()

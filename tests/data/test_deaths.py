@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from campaigns import EFFORT, scaled
+from processes import run_python
 
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
@@ -51,6 +51,7 @@ def write_log(path: Path, rows: int, items: int) -> None:
 @pytest.mark.parametrize(("job", "last", "every"), [("classify", 0, 2), ("prepare", 26, 5), ("reorder", 14, 3)])
 def test_a_death_at_any_step(tmp_path: Path, job: str, last: int, every: int) -> None:
     """Of a preparation the last steps, in which datasets change places, and not each of them; ``make kills``: all."""
+    every = round(every / EFFORT)
     if "STOKER_KILLS" in os.environ:
         last, every = 0, 1
     make_dataset(tmp_path / "source", rows=60, num_embeddings=(20, 10), shard_rows=30)
@@ -58,13 +59,7 @@ def test_a_death_at_any_step(tmp_path: Path, job: str, last: int, every: int) ->
     write_log(tmp_path / "old.csv", 40 if items < 10 else 2_000, items)
     write_log(tmp_path / "new.csv", 50 if items < 10 else 2_100, items)
     (tmp_path / "schema.toml").write_text(SCHEMA)
-    script = Path(__file__).parent / "dying.py"
-    found = subprocess.run(
-        [sys.executable, str(script), job, str(tmp_path), str(last), str(every)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = run_python(Path(__file__).parent / "dying.py", job, tmp_path, str(last), str(every))
     assert found.returncode == 0, found.stdout + found.stderr
-    assert int(found.stdout.split()[-1]) >= 5
+    assert int(found.stdout.split()[-1]) >= scaled(5)
     assert Dataset(tmp_path / "source").verify() > 0

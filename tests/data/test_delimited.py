@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ written = st.one_of(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=scaled(1500), deadline=None)
 @given(written)
 def test_floats_are_those_of_python(text: str) -> None:
     bare = text.strip(" ")
@@ -63,7 +64,7 @@ def test_floats_are_those_of_python(text: str) -> None:
         assert found == f"column a: {text[:40]!r} is not a number"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=scaled(600), deadline=None)
 @given(
     st.one_of(st.integers(-(2**64), 2**64).map(str), st.integers(-9, 9).map("{:+d}".format),
               st.text("0123456789+-.e_ ", max_size=5), st.sampled_from([str(2**63 - 1), str(-(2**63)), str(2**63)]))
@@ -78,7 +79,7 @@ def test_whole_numbers_are_those_of_int64(text: str) -> None:
         assert found == f"column a: {text!r} is not a whole number"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=scaled(600), deadline=None)
 @given(st.one_of(st.text("0123456789abcdefABCDEF", max_size=18), st.text("09afAF+-xg_ ", max_size=4)))
 def test_hexadecimal_numbers_have_up_to_16_digits(text: str) -> None:
     found, bare = one("hex", text), text.strip(" ")
@@ -188,7 +189,7 @@ plain = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(st.lists(st.tuples(plain, plain, plain, plain), min_size=1, max_size=8), st.sampled_from(["\n", "\r\n"]))
 def test_plain_numbers_are_read_as_polars_reads_them(rows: list[tuple[str, ...]], end: str) -> None:
     data = "".join("\t".join(row) + end for row in rows).encode()

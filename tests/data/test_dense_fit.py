@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from prepared import digests, rows_of
@@ -95,7 +96,7 @@ VALUES = st.one_of(
 
 
 # What fails is shown as it was drawn: shrinking lists of floats takes minutes.
-@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=scaled(60), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), rows=st.integers(1, 25), threads=st.sampled_from([1, 3]))
 def test_the_same_fit_however_rows_are_cut(data: st.DataObject, rows: int, threads: int) -> None:
     raw = np.array(data.draw(st.lists(st.lists(VALUES, min_size=6, max_size=6), min_size=rows, max_size=rows))).T

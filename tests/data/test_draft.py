@@ -345,7 +345,7 @@ def output(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> s
         ("a.csv", b"", "is empty"),
         ("a.csv", b"\n \n", "is empty"),
         ("a.csv", b"x,y\n", "no rows"),
-        ("a.csv.gz", gzip.compress(b""), "is empty"),
+        ("a.csv.gz", gzip.compress(b"", mtime=0), "is empty"),
         ("a.csv", bytes(range(256)) * 40, "binary file"),
         ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
         ("a.csv", "x,y\n1,2\n".encode("utf-16"), "UTF-16"),

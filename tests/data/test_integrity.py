@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def flip(file: Path, at: int, change: int = 1) -> None:
 
 
 @given(data=st.data(), number=st.integers(0, 2), change=st.integers(1, 255), seed=st.sampled_from([None, 1]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150), deadline=None)
 def test_any_altered_byte_is_refused_by_name(
     pristine: Path, data: st.DataObject, number: int, change: int, seed: int | None
 ) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def a_line(draw: st.DrawFn) -> bytes:
     return text.encode() + draw(st.sampled_from([b"", b"", b"\r", b"  "]))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(
     lines=st.lists(
         st.one_of(a_line(), a_line(), a_line(), st.sampled_from([b"", b"{", b"3", b'{"t": "\xff"}'])), max_size=6

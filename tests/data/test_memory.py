@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
@@ -260,10 +261,7 @@ def test_another_process_reads_it(tmp_path: Path) -> None:
         "import pickle, sys, torch; split = pickle.loads(open(sys.argv[1], 'rb').read()); "
         "print(sum(batch.labels.sum().item() for batch in split.batches(10)))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "split")], capture_output=True, text=True, check=True
-    )
-    assert float(found.stdout) == held.train.positives
+    assert float(run_python("-c", code, tmp_path / "split").stdout) == held.train.positives
     assert (held.path / "manifest.json").exists()
 
 

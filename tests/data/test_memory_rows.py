@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import digests
@@ -74,7 +75,7 @@ def same_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(*bits)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(log=logs(), most=st.integers(1, 60), threads=st.integers(1, 2), seed=st.integers(0, 9))
 def test_rows_are_those_in_files(
     log: tuple[Schema, pl.DataFrame], most: int, threads: int, seed: int, tmp_path_factory: Any

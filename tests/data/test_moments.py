@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import digests, quarantine, rows_of
@@ -84,13 +85,13 @@ def iso(draw: st.DrawFn, years: tuple[int, int] = (1, 9999)) -> str:
 
 
 @given(st.lists(iso(), min_size=1, max_size=20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 def test_every_form_of_iso_8601_is_read_as_python_reads_it(texts: list[str]) -> None:
     assert read(texts) == [micros(datetime.fromisoformat(text)) for text in texts]
 
 
 @given(iso(), st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=scaled(500), deadline=None)
 def test_what_python_refuses_is_refused(text: str, data: st.DataObject) -> None:
     """One character is changed, left out or put in."""
     at = data.draw(st.integers(0, len(text) - 1))

@@ -8,10 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ import numpy as np
 import polars as pl
 import pytest
 from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabulary
+from processes import start_process
 from recipe_logs import generated
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.cli.options import message_of
+from stoker.prep.parse.layout import Layout
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.ads import CATEGORICAL, COLUMNS, DENSE, criteo
@@ -629,17 +630,17 @@ def test_derived_recipe_checks_raw_lines_then_streams(tmp_path: Path) -> None:
         stoker.prepare(recipe, raw, out=tmp_path / "other")
 
 
-_SLOW_RUN = """
-import sys, time
-import stoker.prep.prepare as prepare
-from stoker.prep.parse.layout import Layout
-plain = Layout.arrays
-def slowly(self, block, file):
-    time.sleep(0.01)
-    return plain(self, block, file)
-Layout.arrays = slowly
-prepare.run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=4000, threads=2)
-"""
+def prepare_up_to(raw: Path, out: Path, blocks: int) -> None:
+    """Be killed when so many blocks are parsed; threads are in the middle of others."""
+    plain, parsed = Layout.arrays, count(1)
+
+    def counted(self: Layout, *given: Any) -> Any:
+        if next(parsed) == blocks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *given)
+
+    Layout.arrays = counted  # type: ignore[method-assign]
+    run_prepare("criteo", raw, out=out, block_bytes=4000, threads=2)
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> None:
@@ -648,16 +649,10 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> No
     expected = digests(tmp_path / "whole")
     out = tmp_path / "out"
     kept = []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for parts in (5, 25, 60):
-        process = subprocess.Popen([sys.executable, "-c", _SLOW_RUN, str(raw), str(out)], env=environment)
-        deadline = time.monotonic() + 60
-        while len(list((out / ".work" / "parts").glob("*.part"))) < parts and time.monotonic() < deadline:
-            if process.poll() is not None:
-                break
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for blocks in (7, 20, 35):
+        process = start_process(prepare_up_to, raw, out, blocks)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         assert not (out / "manifest.json").exists()
         with pytest.raises(DataError, match=r"no manifest\.json"):
             stoker.Dataset(out)

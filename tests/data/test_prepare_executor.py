@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
-import multiprocessing
+import importlib
 import os
 import pickle
 import random
@@ -21,6 +21,7 @@ from typing import Any
 import polars as pl
 import pytest
 from prepared import digests
+from processes import context
 
 import stoker
 from stoker.base.errors import DataError
@@ -85,15 +86,17 @@ class Pickled(Executor):
 
 
 def processes(**options: Any) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"), **options)
+    return ProcessPoolExecutor(2, mp_context=context(), **options)
 
 
 @contextmanager
 def dask() -> Iterator[Executor]:
     distributed = pytest.importorskip("distributed", reason="Dask's executor is in the package distributed")
-    cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
-    with cluster, distributed.Client(cluster) as client:
-        yield client.get_executor()
+    context()
+    with importlib.import_module("dask").config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        cluster = distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+        with cluster, distributed.Client(cluster) as client:
+            yield client.get_executor()
 
 
 @pytest.mark.slow

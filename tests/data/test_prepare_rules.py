@@ -9,6 +9,7 @@ from typing import Any
 import naive_prepare
 import numpy as np
 import pytest
+from campaigns import scaled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prepared import counts, quarantine, rows_of, vocabulary
@@ -98,7 +99,7 @@ def a_schema(draw: st.DrawFn) -> Schema:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=scaled(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     schema=a_schema(),
     lines=st.lists(a_line(), min_size=1, max_size=40),

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import zstandard
+from campaigns import scaled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prepared import quarantine, vocabulary
@@ -69,7 +70,7 @@ SIZES = st.sampled_from([1, 2, 7, 30, 100, 2**20])
 PACKED = st.sampled_from(["", ".gz", ".zst"])
 texts = st.lists(st.sampled_from(['"', ",", "\n", "\r\n", "x", "é", "1", ";"]), max_size=8).map("".join)
 tables = st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=12)
-checked = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+checked = settings(max_examples=scaled(200), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @checked

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,7 +122,7 @@ def same_batch(a: Batch, b: Batch, names: tuple[str, ...]) -> bool:
     return a.step == b.step and all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     key=KEYS,
     batch_size=st.integers(20, 700),
@@ -169,7 +170,7 @@ def test_the_rest_of_an_epoch_is_what_the_stream_goes_on_with(
         assert all(batch.dense.shape[1] == 0 and batch.labels is None for batch in found)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(150))
 @given(
     key=KEYS,
     batch_size=st.integers(1, 700),
@@ -226,7 +227,7 @@ def test_every_row_once_over_all_ranks(
             assert taken == list(range(len(taken)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     key=KEYS,
     batch_size=st.integers(1, 300),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
+from processes import context
 from recipe_logs import RETAIL, real
 
 import stoker
@@ -382,6 +382,6 @@ def test_ninety_unknown_columns_are_one_short_message(log: Path) -> None:
 
 
 def test_processes_write_the_bytes_of_threads(tmp_path: Path, log: Path) -> None:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(2, mp_context=context()) as executor:
         there = stoker.prepare(schema(), log, out=tmp_path / "processes", executor=executor)
     assert hashes(there) == hashes(stoker.prepare(schema(), log, out=tmp_path / "threads"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -16,9 +14,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import digests, rows_of, vocabulary
+from processes import context, start_process
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
@@ -429,33 +429,25 @@ def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None
     assert {p.name for p in tmp_path.iterdir()} == {"log.parquet", "once", "plain", "twice"}
 
 
-_KILLED = """
-import sys
-from stoker.rewrite.id_order import Reordering
-from stoker.rewrite.reorder import run_reorder
-for number in range(1000):
-    print("begin", flush=True)
-    how = Reordering(window=64, hot=number % 50)
-    run_reorder(sys.argv[1], sys.argv[2], how=how, tables=["C1", "C2"], overwrite=True)
-"""
+def reorder_on_and_on(path: Path, out: Path, begun: Any) -> None:
+    for number in range(1000):
+        begun.release()
+        run_reorder(path, out, how=Reordering(window=64, hot=number % 50), tables=["C1", "C2"], overwrite=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(scaled(4)))
 def test_a_killed_reorder_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, number: int) -> None:
     data = make_dataset(tmp_path / "source", rows=3000, num_embeddings=(200, 90, 10), shard_rows=100)
     out, beside = tmp_path / "out", tmp_path / "out.tmp"
-    running = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(data.path), str(out)], stdout=subprocess.PIPE, text=True
-    )
-    assert running.stdout is not None
+    begun = context().Semaphore(0)
+    running = start_process(reorder_on_and_on, data.path, out, begun)
     for _ in range(1 + number % 3):
-        running.stdout.readline()
+        begun.acquire()
     time.sleep(random.Random(number).uniform(0, 0.5))
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    running.stdout.close()
+    running.kill()
+    running.join()
     for path in (out, beside):
         if (path / "manifest.json").exists():
             made = Dataset(path)
@@ -466,32 +458,23 @@ def test_a_killed_reorder_leaves_nothing_that_is_taken_for_whole(tmp_path: Path,
     assert {p.name for p in tmp_path.iterdir()} == {"out", "source"}
 
 
-_KILLED_PREPARE = """
-import sys
-sys.path.insert(0, sys.argv[3])
-from test_reorder import LOG, SMALL
-from stoker.prep.prepare import run_prepare
-print("begin", flush=True)
-run_prepare(LOG, sys.argv[1], out=sys.argv[2], reorder=SMALL)
-"""
+def prepare_in_order(path: Path, out: Path, begun: Any) -> None:
+    begun.release()
+    run_prepare(LOG, path, out=out, reorder=SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
-@pytest.mark.parametrize("wait", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("wait", [0.3, 0.1, 0.6][: scaled(3)])
 def test_a_killed_preparation_is_whole_and_in_order_or_absent(tmp_path: Path, wait: float) -> None:
     log(rows=20_000).write_parquet(tmp_path / "log.parquet")
     out = tmp_path / "out"
-    running = subprocess.Popen(
-        [sys.executable, "-c", _KILLED_PREPARE, str(tmp_path / "log.parquet"), str(out), str(Path(__file__).parent)],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert running.stdout is not None
-    running.stdout.readline()
+    begun = context().Semaphore(0)
+    running = start_process(prepare_in_order, tmp_path / "log.parquet", out, begun)
+    begun.acquire()
     time.sleep(wait)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    running.stdout.close()
+    running.kill()
+    running.join()
     if out.exists():
         assert Dataset(out).reordered is not None
         Dataset(out).verify()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ traces = st.lists(
 ).filter(any)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(
     batches=traces,
     name=st.sampled_from(NAMES),
@@ -166,7 +167,7 @@ def least_misses(batches: Sequence[Counter[Row]], slots: int) -> int:
 small = st.lists(st.lists(st.tuples(st.integers(0, 5), st.just(0)), min_size=1, max_size=3), min_size=1, max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150), deadline=None)
 @given(batches=small, spare=st.integers(0, 2))
 def test_no_choice_of_victims_misses_less_than_belady(batches: list[Lookups], spare: int) -> None:
     slots = rows_in_flight(batches, 1) + spare

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import Tensor, nn
 
 import stoker
@@ -603,7 +603,7 @@ def worker(rank: int, size: int, folder: str) -> None:
 
 
 def test_replicas_hold_the_cores_of_one_process(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    start_ranks(worker, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name, counts in COUNTS.items():
         expected = run(make("cached", "adam"), lambda step, counts=counts: joint(step, counts))

@@ -1,4 +1,4 @@
-"""The tables under DistributedDataParallel, FSDP and fully_shard: two processes over gloo, spawned once.
+"""The tables under DistributedDataParallel, FSDP and fully_shard: two processes over gloo, started once.
 
 Rows and gradients are small integers and powers of two, so that sums are exact and ranks are compared with one process
 to the bit.
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -189,7 +189,7 @@ def train_bag(rank: int, optimizer: Any) -> Tensor:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
+    start_ranks(worker, str(folder))
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import draw, placed_run, resident_run, same
@@ -41,7 +42,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_dataset(path, rows=2000, num_embeddings=ROWS, sequence=request.param or {})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200), deadline=None)
 @given(
     batches=st.lists(st.lists(st.integers(0, 30), max_size=8, unique=True), min_size=1, max_size=20),
     chunk=st.sampled_from([1, 5, 2**20]),
@@ -107,7 +108,7 @@ def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) 
     test_training_fetches_no_more_than_belady(data, 5, 3, False)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(0, 4))
 def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:
     random = np.random.default_rng(seed)

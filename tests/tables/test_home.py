@@ -6,7 +6,6 @@ import ctypes
 import errno
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -21,8 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 import stoker.tables.stores.home as home_module
 from stoker import EmbeddingTables, RowWiseAdagrad, TableConfig
@@ -436,7 +437,7 @@ def histories(draw):
 
 
 @given(history=histories())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_history_equals_a_plain_tensor(kind, history):
     counts, dim, dtype, state, operations, seed = history
@@ -476,7 +477,7 @@ def test_any_history_equals_a_plain_tensor(kind, history):
 
 
 @given(rows=st.integers(1, 10**6), row_bytes=st.one_of(st.integers(1, 600), st.integers(1, 70_000)), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 def test_records_are_apart_inside_the_file_and_waste_little(rows, row_bytes, data):
     layout = Layout.of(rows, row_bytes)
     assert layout.record - 4 < row_bytes <= layout.record
@@ -764,8 +765,7 @@ def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path, monkeypa
         os.waitpid(child, 0)
         print(len(os.listdir(sys.argv[1])))
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "2\n"
+    assert run_python("-c", textwrap.dedent(code), tmp_path).stdout == "2\n"
     assert len(list(tmp_path.iterdir())) == 1, "that of the exit is gone, that of the kill is left"
     (tmp_path / "mine.rows").write_text("not ours")
     first = FileHome(one_table(10, 4), {}, directory=tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def in_use(home: LogHome) -> int:
     return home._used - len(home._free) - len(home._cleaned)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @example(rows=283, dim=300, seed=0, calls=[(1.0, False)] * 3)  # segments that a cleaned one fills to the last row
 @given(
     rows=st.integers(1, 3000),

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from campaigns import scaled
 
-SEEDS = 800
-PROCESSES = 2
+SEEDS = scaled(800)
+PROCESSES = scaled(2)
 
 
 @pytest.mark.parametrize("part", range(PROCESSES))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start_ranks
 from torch import Tensor
 
 import stoker
@@ -140,7 +140,7 @@ def worker(rank: int, size: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(2, str(folder)), nprocs=2)
+    start_ranks(worker, 2, str(folder))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

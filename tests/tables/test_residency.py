@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +114,7 @@ class Model:
             assert said == self.next_use(row)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(scripts())
 def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
     tables, slots, transient, steps, hints = script

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import start_ranks
 from torch import Tensor, nn
 
 import stoker
@@ -63,7 +64,7 @@ def draw_offsets(lengths: list[int], last: bool) -> Tensor:
     return ends if last else ends[:-1]
 
 
-@settings(max_examples=120)
+@settings(max_examples=scaled(120))
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     last=st.booleans(),
@@ -631,7 +632,7 @@ def worker(rank: int, size: int, folder: str) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    start_ranks(worker, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     expected = run(make(dtype=torch.float64), slice(0, 8))
     start = list(make(dtype=torch.float64).cores)

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from campaigns import scaled
+
 __all__ = ["EVENTS", "Ended", "Server", "kill_numbers"]
 
 #: What a run does, by what is called in it.
@@ -30,9 +32,9 @@ EVENTS = ("checkpoint", "rename", "staging", "writeback", "step")
 
 
 def kill_numbers(default: int) -> range:
-    """The kills to do: those of the environment's ``STOKER_KILLS=100:120``, or the first ones."""
-    first, _, last = os.environ.get("STOKER_KILLS", f"0:{default}").partition(":")
-    return range(int(first), int(last)) if last else range(default)
+    """The kills to do: those of the environment's ``STOKER_KILLS=100:120``, or the first ones: in CI ``default``."""
+    first, _, last = os.environ.get("STOKER_KILLS", "all").partition(":")
+    return range(int(first), int(last)) if last else range(scaled(default))
 
 
 @dataclass(frozen=True)
