@@ -19,7 +19,7 @@ import pytest
 import stoker
 import stoker.dataset.split
 from stoker.base import settings
-from stoker.models.base import ModelSettings
+from stoker.models.base import ModelArguments, ModelSettings
 from stoker.training.settings import MACHINE, PARTS, RESUMABLE
 
 ROOT = Path(stoker.__file__).parent
@@ -51,11 +51,11 @@ def test_settings_of_runs_are_the_fields_of_their_parts() -> None:
 
 
 def test_settings_of_models_are_the_arguments_of_the_base() -> None:
-    arguments = typing.get_type_hints(stoker.RecModel.__init__)
-    names = [name for name, one in inspect.signature(stoker.RecModel.__init__).parameters.items() if one.kind == 3]
-    # What subclasses decide: `steps` is for sequence models, `table_dims` for models of mixed widths.
-    assert set(names) - {"steps", "table_dims"} == set(ModelSettings.__annotations__)
-    assert typing.get_type_hints(ModelSettings) == {name: arguments[name] for name in ModelSettings.__annotations__}
+    assert typing.get_type_hints(ModelSettings) == typing.get_type_hints(ModelArguments)
+    assert [*typing.get_type_hints(ModelArguments)] == [field.name for field in dataclasses.fields(ModelArguments)]
+    model = stoker.DLRM(stoker.FeatureSpec.from_sizes(1, [3]), bottom=(4,), top=(4,), embedding_dim=4)
+    with pytest.raises(TypeError, match="embeding_dim"):
+        stoker.DLRM(model.spec, embeding_dim=4)  # type: ignore[call-arg]
 
 
 def test_arguments_of_a_class_are_those_of_the_function(tmp_path: Path) -> None:
@@ -104,6 +104,12 @@ stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)
 stoker.DIN(data.schema, activation="dics")  # wrong: arg-type
 stoker.TBSM(data.schema, pooling="min")  # wrong: arg-type
 stoker.SGD(learning_rate=0.1)  # wrong: call-arg
+stoker.EmbeddingTables(model.tables, optimizer=stoker.SGD(lr=0.1), sede=1)  # wrong: call-arg
+stoker.TTEmbeddingBag(100, 8, rank="x")  # wrong: arg-type
+stoker.plan(model.tables, device_memory="4GiB", strateggy="auto")  # wrong: call-arg
+stoker.replay(data, windows=3)  # wrong: call-arg
+stoker.save("a", model, overwrit=True)  # wrong: call-arg
+stoker.synthetic.write("criteo", "10k", "a.tsv", sead=1)  # wrong: call-arg
 for staged in stoker.stage(data.train.batches(8192, seed=0), model.embeddings, lookahead=64):
     model.loss(staged).backward()
 data.train.batches(8192, sed=0)  # wrong: call-arg

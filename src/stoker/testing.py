@@ -6,12 +6,15 @@ Legend: n rows, F features, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from stoker.base.settings import with_arguments_of
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
@@ -21,18 +24,24 @@ __all__ = ["make_dataset"]
 _SPLITS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # shares of the rows
 
 
-def make_dataset(
-    path: str | Path,
-    *,
-    rows: int,
-    num_dense: int = 4,
-    num_embeddings: Sequence[int] = (50, 20, 10),
-    sequence: Mapping[int, int] | None = None,
-    seed: int = 0,
-    shard_rows: int = 2**20,
-    id_type: str = "int32",
-    group_rows: int | None = None,
-) -> Dataset:
+@dataclass(frozen=True)
+class DatasetArguments:
+    """The arguments of :func:`make_dataset`."""
+
+    path: str | Path
+    _: KW_ONLY
+    rows: int
+    num_dense: int = 4
+    num_embeddings: Sequence[int] = (50, 20, 10)
+    sequence: Mapping[int, int] | None = None
+    seed: int = 0
+    shard_rows: int = 2**20
+    id_type: str = "int32"
+    group_rows: int | None = None
+
+
+@with_arguments_of(DatasetArguments)
+def make_dataset(path: str | Path, **given: Any) -> Dataset:
     """Write a dataset whose labels can be learnt, and open it.
 
     Every row of every table and every dense column has a hidden weight. The label is drawn from the logistic function
@@ -61,9 +70,10 @@ def make_dataset(
     from stoker.dataset.spec import Feature, FeatureSpec
     from stoker.rewrite.derived import table_ids
 
-    path = Path(path)
-    lengths = dict(sequence or {})
-    generator = np.random.default_rng(seed)
+    asked, path = DatasetArguments(path, **given), Path(path)
+    rows, num_dense, num_embeddings, shard_rows = asked.rows, asked.num_dense, asked.num_embeddings, asked.shard_rows
+    lengths = dict(asked.sequence or {})
+    generator = np.random.default_rng(asked.seed)
     names = [f"C{i + 1}" for i in range(len(num_embeddings))]
     spec = FeatureSpec(
         dense=tuple(f"I{i + 1}" for i in range(num_dense)),
@@ -83,7 +93,7 @@ def make_dataset(
         size, taken = min(size, rows - taken), taken + min(size, rows - taken)
         splits[name] = {"rows": size, "positives": 0, "shards": []}
         for number, start in enumerate(range(0, size, shard_rows)):
-            shard = _shard(generator, min(shard_rows, size - start), spec, hidden, slope, id_type)
+            shard = _shard(generator, min(shard_rows, size - start), spec, hidden, slope, asked.id_type)
             info = write_shard(path / name / f"{number:05d}.safetensors", **shard)
             splits[name]["shards"].append(info.to_dict())
             splits[name]["positives"] += int(shard["labels"].sum())
@@ -92,11 +102,11 @@ def make_dataset(
                 counts[table] += torch.from_numpy(np.bincount(ids, minlength=len(counts[table])))
     grouped: dict[str, Any] = {}
     files: dict[str, Any] = {}
-    if group_rows is not None:
+    if asked.group_rows is not None:
         grouped["groups"] = {"column": "group", "count": 0, "cut": 0}
         for name, split in splits.items():
             if split["rows"]:
-                files |= _group(path, name, split, group_rows, seed)
+                files |= _group(path, name, split, asked.group_rows, asked.seed)
                 grouped["groups"]["count"] += split["groups"]["count"]
     schema = {"made_by": "stoker.testing", **spec.to_dict()}
     write_manifest(

@@ -100,17 +100,22 @@ def method_with_arguments_of(
 
 
 def _with_signature(parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
-    known = [each.name for each in parameters]
+    name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
+    returned = inspect.signature(function).return_annotation
+    signature = inspect.Signature(parameters, return_annotation=returned)
 
     @wraps(function)
     def call(*values: Any, **given: Any) -> Any:
-        for name in given:
-            if name not in known:
-                raise ArgumentError(f"{function.__name__} takes no argument {name!r}.{near(name, known)}")
+        for argument in given:
+            if argument not in known:
+                raise ArgumentError(f"{name} takes no argument {argument!r}.{near(argument, known)}")
+        try:
+            signature.bind(*values, **given)
+        except TypeError as error:
+            raise ArgumentError(f"{name}: {error}.") from None
         return function(*values, **given)
 
-    returned = inspect.signature(function).return_annotation
-    call.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 
 

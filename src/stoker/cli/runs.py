@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
+from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, parse_count, plural, quoted
 from stoker.cli.options import (
     Data,
@@ -45,19 +47,22 @@ Run = Annotated[Path, typer.Argument(help="Run directory (the best checkpoint), 
 RowsToScore = Annotated[
     Path | None, typer.Option(help="Dataset, or raw rows such as today.csv. (default: the dataset of the run)")
 ]
-SplitName = Annotated[str, typer.Option(help="Split: train, valid or test.")]
-Rows = Annotated[int | None, typer.Option(help="Score this many rows only, the first ones.", min=1)]
-BatchSize = Annotated[int | None, typer.Option(help="Examples per batch. (default: 8192, or what fits)", min=1)]
 
 
-@takes(MachineConfig, of_run=_PLACED)
+@dataclass(frozen=True, kw_only=True)
+class _Scored(Settings):
+    """The rows that a model scores."""
+
+    split: str = setting("test", "Split: train, valid or test.")
+    rows: int | None = setting(None, "Score this many rows only, the first ones.", least=1)
+    batch_size: int | None = setting(None, "Examples per batch.", unset="8192, or what fits", least=1)
+
+
+@takes(_Scored, MachineConfig, of_run=_PLACED)
 def evaluate(
     run: Run,
     data: Data = None,
-    split: SplitName = "test",
-    rows: Rows = None,
     k: int | None = typer.Option(None, "--k", help="k of nDCG@k and hit rate@k. (default: that of the run)", min=1),
-    batch_size: BatchSize = None,
     *,
     settings: dict[str, Any],
     as_json: Json = False,
@@ -72,7 +77,9 @@ def evaluate(
     from stoker.training.scores.evaluation import finite
     from stoker.training.scores.metrics import metric_grid
 
-    loaded, chosen, size = _open(run, data, split, batch_size, settings)
+    wanted = _Scored.taken_from(settings)
+    loaded, chosen, size = _open(run, data, wanted, settings)
+    split, rows = wanted.split, wanted.rows
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
@@ -83,7 +90,7 @@ def evaluate(
     say(f"checkpoint: {loaded.path}")
 
 
-@takes(MachineConfig, of_run=_PLACED)
+@takes(_Scored, MachineConfig, of_run=_PLACED)
 def predict(
     run: Run,
     out: Annotated[
@@ -93,12 +100,9 @@ def predict(
         ),
     ],
     data: RowsToScore = None,
-    split: SplitName = "test",
     keep: list[str] | None = typer.Option(
         None, "--keep", help="Column of raw rows to write next to the scores. Repeatable."
     ),
-    rows: Rows = None,
-    batch_size: BatchSize = None,
     *,
     settings: dict[str, Any],
     as_json: Json = False,
@@ -117,8 +121,9 @@ def predict(
 
     check_scores_file(out)
     with _data_to_score(run, data, keep or (), quiet=as_json) as data:
-        loaded, chosen, size = _open(run, data, split, batch_size, settings)
-        count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
+        wanted = _Scored.taken_from(settings)
+        loaded, chosen, size = _open(run, data, wanted, settings)
+        count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=_LOOKAHEAD)
     if not printed({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
 
@@ -140,8 +145,7 @@ def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: 
 def _open(
     run: Path,
     data: Path | None,
-    split: str,
-    batch_size: int | None,
+    wanted: _Scored,
     settings: dict[str, Any],
 ) -> tuple[Any, Split, int]:
     """Load the model, placed as in the run or as the options say; return it, the split and the batch size."""
@@ -160,12 +164,12 @@ def _open(
     manifest = read_manifest(checkpoint)
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
-    chosen = _with_rows(dataset, split)
+    chosen = _with_rows(dataset, wanted.split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
     given = {name: settings.get(name, own.get(name)) for name in _PLACED}
     budget = MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given})
-    placement, size = place_scoring(manifest, dataset, budget, batch_size=batch_size, device=on)
+    placement, size = place_scoring(manifest, dataset, budget, batch_size=wanted.batch_size, device=on)
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, chosen, size

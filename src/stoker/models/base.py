@@ -9,7 +9,8 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,22 @@ from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, t
 from stoker.tables.config import check_strategies
 
 _ROWS = RowWiseAdagrad(lr=0.05)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """The settings of every model, with their defaults."""
+
+    embedding_dim: int = 16
+    pooling: Literal["sum", "mean", "max"] = "mean"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    dense_dtype: Literal["float32", "bfloat16"] = "float32"
+    optimizer: RowOptimizer | None = None
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    backend: BackendName = "auto"
+    placement: Strategy | Mapping[str, Strategy] | None = None
+    tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None = None
 
 
 class ModelSettings(TypedDict, total=False):
@@ -102,20 +119,13 @@ class RecModel(nn.Module, ABC):
         self,
         spec: FeatureSpec,
         *,
-        embedding_dim: int = 16,
-        pooling: Literal["sum", "mean", "max"] = "mean",
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        dense_dtype: Literal["float32", "bfloat16"] = "float32",
-        optimizer: RowOptimizer | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        backend: BackendName = "auto",
-        placement: Strategy | Mapping[str, Strategy] | None = None,
-        tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None = None,
         steps: Mapping[str, int] | None = None,
         table_dims: Mapping[str, int] | None = None,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__()
+        given = ModelArguments(**settings)
+        embedding_dim, dense_dtype, placement = given.embedding_dim, given.dense_dtype, given.placement
         if table_dims is not None and not self.mixed_dims:
             raise ConfigError(
                 f"model {self.name!r} takes tables of equal width. Leave table_dims out and choose embedding_dim."
@@ -129,24 +139,25 @@ class RecModel(nn.Module, ABC):
             raise ConfigError(f"dense_dtype {dense_dtype!r} is unknown. Choose 'float32' or 'bfloat16'.")
         self.spec = spec
         self.embedding_dim = embedding_dim
-        self.pooling = pooling
-        self.dtype = dtype
+        self.pooling = given.pooling
+        self.dtype = given.dtype
         self.dense_dtype = dense_dtype
-        self.seed = seed
-        tables = tables_for(spec, embedding_dim if table_dims is None else table_dims, pooling=pooling, dtype=dtype)
+        self.seed = given.seed
+        columns = embedding_dim if table_dims is None else table_dims
+        tables = tables_for(spec, columns, pooling=given.pooling, dtype=given.dtype)
         check_strategies(placement)
         where = {table.name: placement for table in tables} if isinstance(placement, Strategy) else placement or {}
         trains = {name: each for name, each in where.items() if isinstance(each, TensorTrain)}
-        for name, each in (tensor_train or {}).items():
+        for name, each in (given.tensor_train or {}).items():
             trains[name] = each if isinstance(each, TensorTrain) else TensorTrain.from_dict(each)
         self.tensor_train = {table.name: trains[table.name].to_dict(table) for table in tables if table.name in trains}
         self.embeddings = EmbeddingTables(
             tables,
-            optimizer=_ROWS if optimizer is None else optimizer,
+            optimizer=_ROWS if given.optimizer is None else given.optimizer,
             features=[feature.name for feature in spec.features],
-            seed=seed,
-            device=device,
-            backend=backend,
+            seed=given.seed,
+            device=given.device,
+            backend=given.backend,
             placement={**where, **trains},
             steps=steps,
         )

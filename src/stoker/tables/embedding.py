@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
+from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
@@ -73,6 +74,22 @@ def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strateg
     return found
 
 
+@dataclass(frozen=True)
+class TablesArguments:
+    """The arguments of :class:`EmbeddingTables`."""
+
+    tables: Sequence[TableConfig]
+    _: KW_ONLY
+    optimizer: RowOptimizer
+    features: Sequence[str] | None = None
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    backend: BackendName = "auto"
+    include_last_offset: bool = True
+    placement: Strategy | Mapping[str, Strategy] | None = None
+    steps: Mapping[str, int] | None = None
+
+
 class EmbeddingTables(nn.Module):
     """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
 
@@ -116,20 +133,11 @@ class EmbeddingTables(nn.Module):
         1
     """
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        *,
-        optimizer: RowOptimizer,
-        features: Sequence[str] | None = None,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        backend: BackendName = "auto",
-        include_last_offset: bool = True,
-        placement: Strategy | Mapping[str, Strategy] | None = None,
-        steps: Mapping[str, int] | None = None,
-    ) -> None:
+    @method_with_arguments_of(TablesArguments)
+    def __init__(self, tables: Sequence[TableConfig], **given: Any) -> None:
         super().__init__()
+        asked = TablesArguments(tables, **given)
+        optimizer, seed, device = asked.optimizer, asked.seed, asked.device
         if not tables:
             raise ConfigError("EmbeddingTables needs at least one TableConfig.")
         if not isinstance(optimizer, RowOptimizer):
@@ -143,8 +151,8 @@ class EmbeddingTables(nn.Module):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(f"tables {twice} are named twice. Give every table its own name.")
         self.tables = tuple(tables)
-        self.features = feature_order(tables, features)
-        self.include_last_offset = include_last_offset
+        self.features = feature_order(tables, asked.features)
+        self.include_last_offset = asked.include_last_offset
         self.seed = seed
         self.groups: list[TableGroup] = []
         self.number = next(_numbers)  # compiled code finds these tables by it
@@ -154,11 +162,11 @@ class EmbeddingTables(nn.Module):
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self._copied: int | None = None  # of a copy: the steps when it was made
-        self._layout = StepLayout(self.features, steps or {})
+        self._layout = StepLayout(self.features, asked.steps or {})
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
         lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
-        for table, strategy in zip(tables, _strategies(names, placement), strict=True):
+        for table, strategy in zip(tables, _strategies(names, asked.placement), strict=True):
             alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has its own cores
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
@@ -168,10 +176,10 @@ class EmbeddingTables(nn.Module):
             self.groups.append(
                 kind(
                     members, lookups[-1].space, optimizer=optimizer, strategy=strategy, seed=seed,
-                    device=torch.device(device), backend=backend,
+                    device=torch.device(device), backend=asked.backend,
                 )
             )  # fmt: skip
-        self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=include_last_offset)
+        self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=asked.include_last_offset)
         self._group_of: dict[str, TableGroup] = {}
         for group in self.groups:
             for name in {table.name for table in (*group.tables, *group.stored)}:

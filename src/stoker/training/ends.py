@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.picture import Grid, Shown
@@ -17,7 +17,7 @@ from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.logs import Logger
-from stoker.training.files.rundir import LOST, RunDirectory, open_dataset, own_dataset
+from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_dataset, own_dataset
 from stoker.training.notes import ending
 from stoker.training.progress import Progress, TrainState
 from stoker.training.replica import Replica
@@ -70,6 +70,16 @@ class TrainArguments(TrainConfig):
     loggers: Sequence[Logger] = ()
     if TYPE_CHECKING:
         batch_size: int | Literal["auto"] = 2048  # type: ignore[assignment]
+
+
+class Outputs(NamedTuple):
+    """Where a run goes: its directory, the screen, loggers and a URL."""
+
+    out: str | Path | None
+    resume: str | Path | None
+    display: Display | Mode
+    loggers: Sequence[Logger]
+    upload: Upload
 
 
 def open_run(

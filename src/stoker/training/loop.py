@@ -21,10 +21,10 @@ from stoker.optim import Constant
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import TrainArguments, TrainResult, finish, open_run, restore
+from stoker.training.ends import Outputs, TrainArguments, TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, RunLog
-from stoker.training.files.rundir import INTERIM, RunDirectory, Upload, local_run
+from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, iterate, place_run
 from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, TrainState, movement
@@ -78,19 +78,12 @@ def train(
         if choice is not None:
             config = config.replace(batch_size=choice.batch_size)
         with process_settings(config) as models:
-            return _train(data, config, out, resume, display, loggers, models, choice, upload)
+            outputs = Outputs(out, resume, display, loggers, upload)
+            return _train(data, config, outputs, models, choice)
 
 
 def _train(
-    data: Dataset,
-    config: TrainConfig,
-    out: str | Path | None,
-    resume: str | Path | None,
-    display: Display | Mode,
-    loggers: Sequence[Logger],
-    models: list[RecModel],
-    choice: BatchChoice | None,
-    upload: Upload,
+    data: Dataset, config: TrainConfig, outputs: Outputs, models: list[RecModel], choice: BatchChoice | None
 ) -> TrainResult:
     """:func:`train` with its arguments checked; ``models`` gets the model, ``choice`` says how its batch size came."""
     device = resolve_device(config.device)
@@ -108,7 +101,8 @@ def _train(
     replica = Replica(config, data.schema, config.make_schedule(total), placement)
     model = replica.model
     models.append(model)
-    run = RunDirectory(str(resume if out is None else out))
+    resume, display = outputs.resume, outputs.display
+    run = RunDirectory(str(resume if outputs.out is None else outputs.out))
     done = run.steps()
     dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
     steps = total - (done[-1] if done else 0)
@@ -135,8 +129,8 @@ def _train(
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
-            log=RunLog(run, progress.step, tensorboard=config.tensorboard, loggers=loggers, again=again),
-            shown=shown, upload=upload, progress=progress, timer=SaveTimer(config.checkpoint_minutes),
+            log=RunLog(run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again),
+            shown=shown, upload=outputs.upload, progress=progress, timer=SaveTimer(config.checkpoint_minutes),
         )  # fmt: skip
         try:
             shown.start(progress.step, total, facts(model, data, config, total, placement, stream))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
+from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_count
 from stoker.ops import BackendName, get_backend
 from stoker.ops.reference import add_in_order
@@ -98,6 +100,56 @@ class _Slices(NamedTuple):
         return _Slices([(digits, grad * factor) for digits, grad in self.cores])
 
 
+@dataclass(frozen=True, kw_only=True)
+class CoreArguments:
+    """What a :class:`TTEmbeddingBag` takes besides the arguments of ``nn.EmbeddingBag``."""
+
+    rank: int | tuple[int, ...] = 32
+    cores: int = 3
+    own: int | None = None
+    shape: TTShape | None = None
+    std: float = 1.0
+    seed: int | None = None
+    optimizer: RowOptimizer | None = None
+    backend: BackendName = "auto"
+
+
+@dataclass(frozen=True)
+class BagArguments(CoreArguments):
+    """The arguments of :class:`TTEmbeddingBag`."""
+
+    num_embeddings: int
+    embedding_dim: int
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    mode: str = "mean"
+    sparse: bool = False
+    _weight: Tensor | None = None
+    include_last_offset: bool = False
+    padding_idx: int | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class PretrainedArguments(CoreArguments):
+    """The arguments of :meth:`TTEmbeddingBag.from_pretrained`."""
+
+    embeddings: Tensor
+    freeze: bool = True
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    mode: str = "mean"
+    sparse: bool = False
+    include_last_offset: bool = False
+    padding_idx: int | None = None
+    _: KW_ONLY
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+
 class TTEmbeddingBag(nn.Module):
     """Replace ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
 
@@ -144,32 +196,13 @@ class TTEmbeddingBag(nn.Module):
         ConfigError: an argument has an impossible value.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        rank: int | tuple[int, ...] = 32,
-        cores: int = 3,
-        own: int | None = None,
-        shape: TTShape | None = None,
-        std: float = 1.0,
-        seed: int | None = None,
-        optimizer: RowOptimizer | None = None,
-        backend: BackendName = "auto",
-    ) -> None:
+    @method_with_arguments_of(BagArguments)
+    def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__()
-        if max_norm is not None or scale_grad_by_freq:
+        asked = BagArguments(*given, **settings)
+        num_embeddings, embedding_dim, mode, std = asked.num_embeddings, asked.embedding_dim, asked.mode, asked.std
+        padding_idx, device, dtype, optimizer = asked.padding_idx, asked.device, asked.dtype, asked.optimizer
+        if asked.max_norm is not None or asked.scale_grad_by_freq:
             raise ConfigError(
                 "TTEmbeddingBag has neither max_norm nor scale_grad_by_freq: rows are computed, and changing one "
                 "changes others. Leave them out; clip gradients instead."
@@ -187,11 +220,11 @@ class TTEmbeddingBag(nn.Module):
             raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
         table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
-        self.shape = TensorTrain(rank=rank, cores=cores, own=own, shape=shape).shape_of(table)
+        self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, asked.include_last_offset
+        self.shape = TensorTrain(rank=asked.rank, cores=asked.cores, own=asked.own, shape=asked.shape).shape_of(table)
         if optimizer is not None:
             check_cores(optimizer, "TTEmbeddingBag")
-        self.optimizer, self.backend, self.std = optimizer, backend, std
+        self.optimizer, self.backend, self.std = optimizer, asked.backend, std
         self._make_steps()
         self.import_error: float | None = None  # relative, if made from a table
         self.tick = 0  # updates inside backward
@@ -201,10 +234,10 @@ class TTEmbeddingBag(nn.Module):
             for name, kind in {} if optimizer is None else optimizer.state.items():
                 size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
                 self.register_buffer(f"state_{place}_{name}", torch.zeros(size, dtype=torch.float32, device=device))
-        if _weight is None:
-            self.reset_parameters(seed)
+        if asked._weight is None:
+            self.reset_parameters(asked.seed)
         else:
-            self._import(_weight.detach())
+            self._import(asked._weight.detach())
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -352,22 +385,19 @@ class TTEmbeddingBag(nn.Module):
         return cls(count, dim, rank=rank, cores=cores, own=own, shape=shape, _weight=weight, **options)
 
     @classmethod
-    def from_pretrained(
-        cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
-        padding_idx: int | None = None, **options: Any,
-    ) -> TTEmbeddingBag:  # fmt: skip
+    @method_with_arguments_of(PretrainedArguments)
+    def from_pretrained(cls, *given: Any, **settings: Any) -> TTEmbeddingBag:
         """Call :meth:`from_dense` with the arguments of ``nn.EmbeddingBag.from_pretrained``; ``freeze``: no training.
 
         Raises:
             ConfigError: as for :meth:`from_dense`, or an optimizer for frozen cores.
         """
-        if freeze and options.get("optimizer") is not None:
+        asked = vars(PretrainedArguments(*given, **settings))
+        embeddings, freeze = asked.pop("embeddings"), asked.pop("freeze")
+        if freeze and asked["optimizer"] is not None:
             raise ConfigError("frozen cores take no optimizer. Give freeze=False, or leave the optimizer out.")
-        made = cls.from_dense(
-            embeddings, max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, mode=mode,
-            sparse=sparse, include_last_offset=include_last_offset, padding_idx=padding_idx, **options,
-        )  # fmt: skip
+        kept = {name: value for name, value in asked.items() if name not in ("device", "dtype") or value is not None}
+        made = cls.from_dense(embeddings, **kept)
         if freeze:
             made.requires_grad_(False)
         return made
