@@ -232,7 +232,7 @@ def test_tables_append_unless_the_index_would_be_large_or_it_is_forbidden(monkey
 
     assert home() is LogHome
     assert home(writes="in-place") is FileHome
-    monkeypatch.setattr("stoker.tables.stores.registry.total_memory", lambda: 64 * LogHome.index_bytes(1000) - 1)
+    monkeypatch.setattr("stoker.tables.stores.log_home.total_memory", lambda: 64 * LogHome.index_bytes(1000) - 1)
     assert home() is FileHome
     assert home(writes="append") is LogHome
 

@@ -9,7 +9,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
-from stoker.tables.stores.registry import store_of
+from stoker.tables.stores.registry import store_class, store_of
 
 _MIB = 2**20
 
@@ -42,10 +42,11 @@ class Group:
     rows: int  # of all its tables
     bytes: int  # of all rows, with optimizer state
     strategy: str  # name of the class
-    home: Literal["memory", "file"] | None  # where all rows lie, if not in their slots
+    home: str | None  # where all rows lie, if not in their slots
     hot: int  # rows in slots of their own (HotCold)
     slots: int  # rows in fast memory
     slot_bytes: int  # what they take, with optimizer state
+    cache_bytes: int  # main memory for a RAM tier over the home
     beside_bytes: int  # main memory that it takes at most to find and plan them
     distinct_rows: float  # that a batch needs
     hit_rate: float  # share of a batch's distinct rows that lie in a slot already
@@ -69,7 +70,8 @@ class Workload:
 
     def depth(self, home: str | None) -> int:
         """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
-        return self.budget.in_flight or (2 if home == "file" or self.device.type == "cuda" else 1)
+        waits = home is not None and store_class(home).is_blocking
+        return self.budget.in_flight or (2 if waits or self.device.type == "cuda" else 1)
 
     def footprint(self, tables: Sequence[TableConfig]) -> Footprint:
         """The memory of tables that share slots."""
@@ -196,12 +198,13 @@ class Placement(Shown, UserDict[str, Strategy]):
         traffic = resting(uses)
         if isinstance(strategy, Slotted):
             beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + HOT_MARK * sum(of.hot)
-            beside += store_of(strategy, of.rows).index_bytes(of.rows)
+            store = store_of(strategy, of.rows)
+            beside += store.index_bytes(of.rows)
             traffic, parts = work.traffic(of.tables, strategy, of.slots)
             first = of.tables[0]
             profile = self._profile or measure_profile(
                 dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
-                directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
+                directory=strategy.path, file=store.in_files, writes=strategy.writes,
             )  # fmt: skip
             found = resting([parted(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
             planned = replace(
@@ -209,14 +212,15 @@ class Placement(Shown, UserDict[str, Strategy]):
                 lookups=traffic.lookups - found.lookups,
             )  # fmt: skip
             used = sum(float(use.rows.sum()) for use in uses)
-            cold = _cold_share(used * of.row_bytes) if of.home == "file" else 0.0
+            cold = _cold_share(used * of.row_bytes) if store.in_files else 0.0
             disk = profile.disk_seconds(traffic, of.row_bytes, cold)
             seconds = profile.plan_seconds(planned)
-            seconds += profile.move_seconds(traffic, of.row_bytes, home=strategy.home, cold=cold) + disk
+            seconds += profile.move_seconds(traffic, of.row_bytes, in_memory=not store.in_files, cold=cold) + disk
         return Group(
             tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
             bytes=of.bytes, strategy=type(strategy).__name__, home=of.home, hot=sum(of.hot), slots=of.slots,
-            slot_bytes=of.fast_bytes, beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
+            slot_bytes=of.fast_bytes, cache_bytes=of.cache_bytes, beside_bytes=beside,
+            distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
             written_mib=traffic.written * of.row_bytes / _MIB, in_parts=parts, seconds=seconds, disk_seconds=disk,
         )  # fmt: skip
@@ -291,6 +295,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "with optimizer state": lambda group: format_size(group.bytes),
     "strategy": lambda group: group.strategy + (", in parts" if group.in_parts else ""),
     "home": _moving(lambda group: str(group.home)),
+    "cached in main memory": _moving(lambda group: format_size(group.cache_bytes) if group.cache_bytes else "-"),
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
     "of them hot": _moving(lambda group: format_count(group.hot) if group.hot else "-"),
     "slots take": _moving(lambda group: format_size(group.slot_bytes)),
@@ -316,11 +321,12 @@ class _Bundle:
     def __init__(self, strategy: Strategy, tables: Sequence[TableConfig], state: Mapping[str, str]) -> None:
         self.strategy, self.tables = strategy, tables
         self.rows, self.row_bytes = sum(table.num_embeddings for table in tables), row_bytes(tables[0], state)
-        self.slots, self.home = self.rows, None
+        self.slots, self.home, self.cache_bytes = self.rows, None, 0
         self.hot: Sequence[int] = [0] * len(tables)
         self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows, and of those in fast memory
         if isinstance(strategy, Slotted):
             self.slots, self.home = strategy.count_slots(self.rows, self.row_bytes), strategy.home
+            self.cache_bytes = int(strategy.host_memory or 0)
             self.fast_bytes = self.slots * self.row_bytes
         if isinstance(strategy, HotCold):
             self.hot = strategy.count_hot(tables)
@@ -331,9 +337,8 @@ class _Bundle:
     def words(self) -> str:
         """Say in what slots the tables are, and where all their rows."""
         assert isinstance(self.strategy, Slotted)
-        where = (
-            f"in a file in {self.strategy.path or 'the temporary directory'}" if self.home == "file" else "in memory"
-        )
+        where = store_class(self.strategy.home).place(self.strategy.path)
+        where += f" behind {format_size(self.cache_bytes)} of memory" if self.cache_bytes else ""
         own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
         return (
             f"{plural(len(self.tables), 'table')} {type(self.strategy).__name__} in {format_count(self.slots)} slots"

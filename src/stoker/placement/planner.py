@@ -35,7 +35,7 @@ from stoker.placement.profile import Profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Slotted, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.stores.log_home import LogHome
+from stoker.tables.stores.registry import store_class, store_for
 
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
@@ -43,6 +43,7 @@ _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "ho
 _SHARES = 16  # parts in which memory is dealt out to several kinds
 _AS_GOOD = 1.01  # times the fewest bytes moved
 _HOME_SHARE = 0.8  # of the available memory
+_LEAST_TIER = 2**16  # bytes of a RAM tier that is worth having
 _INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part of the memory for rows
 
 
@@ -149,22 +150,31 @@ def plan(
 
     found = placed(limit)
     options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
-    if found.home == "file":
+    room = 0.0  # bytes of main memory for a RAM tier
+    if not store_class(found.home).in_memory:
         options |= {"path": settings.home_path, "writes": "in-place"}
+        # The system's page cache takes memory for a file anyway, and gives it back. A RAM tier takes what it is given.
+        room = found.room if settings.host_memory is not None else 0.0
         # The index of a log is worth a little of the memory that rows would have.
-        index = LogHome.index_bytes(sum(table.num_embeddings for table in tables))
-        if index * _INDEX_SHARE <= (limit if on_cpu else found.room):
+        index = store_class(found.home).index_bytes(sum(table.num_embeddings for table in tables))
+        if index and index * _INDEX_SHARE <= (limit if on_cpu else found.room):
             with suppress(ConfigError):  # the index leaves too little
                 found = placed(limit - index) if on_cpu else found
                 options["writes"] = "append"
+                room -= 0 if on_cpu else index
     division, moved, choice, note = found.division, found.moved, found.choice, found.note
     _check_device(needs.taken(division) + cores, chosen)
     resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
     kinds = by_kind(rest)
+    homes = {kind: sum(needs.bytes(table) for table in members) for kind, members in kinds.items()}
     of_kind = {
-        kind: division.of(memory=slots[kind] * row_bytes(members[0], state), **options)
+        kind: division.of(
+            memory=slots[kind] * row_bytes(members[0], state),
+            host_memory=_tier(room * homes[kind] / sum(homes.values()), members, row_bytes(members[0], state)),
+            **options,
+        )
         for kind, members in kinds.items()
-    }
+    }  # fmt: skip
     strategies = {table.name: Device() if table in resident else of_kind[kind_of(table)] for table in tables}
     return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice)
 
@@ -238,7 +248,7 @@ class _Placed(NamedTuple):
     division: Division
     moved: dict[str, float]  # as for Placement
     choice: str
-    home: Literal["memory", "file"]
+    home: str  # name of the store
     room: float  # bytes of main memory for rows at home
     note: str
 
@@ -388,7 +398,7 @@ def _deal(
     return slots, sum(moved(kind, value) for kind, value in given.items())
 
 
-def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[Literal["memory", "file"], float, str]:
+def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
     """Where rows lie that do not fit the device, the bytes of main memory there are for them, and why.
 
     Args:
@@ -408,9 +418,16 @@ def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple
         return "memory", room - beside, f"the rows at home take {format_size(needed)} of memory"
     if beside:
         given += f" less {format_size(beside)} to find and plan them"
-    where = "the system's temporary directory" if settings.home_path is None else settings.home_path
-    why = f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
-    return "file", room - beside, why
+    path = None if settings.home_path is None else str(settings.home_path)
+    home = store_for(path)
+    why = f"the rows at home need {format_size(needed)}, more than {given}: they lie {store_class(home).place(path)}"
+    return home, room - beside, why
+
+
+def _tier(room: float, members: Sequence[TableConfig], row_bytes: int) -> int | None:
+    """Return the bytes for a RAM tier over the store of tables of one kind; None where ``room`` holds few blocks."""
+    table = 8 * sum(each.num_embeddings for each in members)  # of pages, at most, and as much again
+    return int(room) if room >= _LEAST_TIER + table + 16 * row_bytes else None
 
 
 def _check_device(needed: int, device: torch.device) -> None:

@@ -54,17 +54,17 @@ class Profile:
         """Seconds a step to plan."""
         return self.plan_lookup * traffic.lookups + self.plan_row * traffic.distinct + self.plan_miss * traffic.fetched
 
-    def move_seconds(self, traffic: Traffic, row_bytes: int, *, home: Literal["memory", "file"], cold: float) -> float:
+    def move_seconds(self, traffic: Traffic, row_bytes: int, *, in_memory: bool, cold: float) -> float:
         """Seconds a step to move rows both ways, without waiting for a disk.
 
         Args:
             traffic: of a step.
             row_bytes: of the rows; those larger than the measured ones take longer in proportion.
-            home: where they come from.
+            in_memory: whether they come from memory, not from a file.
             cold: share of a file's rows that the system's page cache does not hold.
         """
         size = max(1.0, row_bytes / self.row_bytes)
-        if home == "memory" or self.file_warm is None or self.file_store is None:
+        if in_memory or self.file_warm is None or self.file_store is None:
             return size * (traffic.fetched / self.fetch + traffic.written / self.store)
         again = (1 - cold) * self._again(traffic)
         return size * (traffic.first / self.fetch + again / self.file_warm + traffic.written / self.file_store)

@@ -13,6 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec
 from stoker.ops.tt.shape import TTShape, factorize
+from stoker.tables.stores.registry import store_class, store_names
 
 __all__ = [
     "Cached",
@@ -70,8 +71,10 @@ class Slotted(Strategy):
     slots: int | None = None  # rows in fast memory
     fraction: float | None = None  # of the tables' rows, in (0, 1]
     memory: int | str | None = None  # bytes for weights and optimizer state in fast memory, such as "4GiB"
-    home: Literal["memory", "file"] = "memory"  # where the backing store is
-    path: str | None = None  # directory of the spill file; None means the system's temporary one
+    home: str = "memory"  # the backing store: "memory", "file", or a name given to stoker.register_store
+    path: str | None = None  # directory of the spill file, None: the system's temporary one; or a URL of the store
+    # A RAM tier: bytes of main memory for blocks of rows of a store that is not in memory, such as "2GiB".
+    host_memory: int | str | None = None
     direct: bool = False  # read and write the file past the page cache
     # How rows are stored in a file: appended to a log, which moves only the bytes of a row and keeps 4 bytes a row in
     # memory, or "in-place", which reads and writes a page a row. None: appended, if the index takes at most a 64th of
@@ -91,8 +94,16 @@ class Slotted(Strategy):
             raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
-        _check_choice(name, "home", self.home, "memory", "file")
-        if self.pin and self.home != "memory":
+        _check_choice(name, "home", self.home, *store_names())
+        store = store_class(self.home)
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_size(self.host_memory))
+            if store.in_memory:
+                raise ConfigError(
+                    f"{name}: host_memory caches rows of a store in main memory, but home={self.home!r} is in main "
+                    "memory. Leave host_memory out, or choose home='file'."
+                )
+        if self.pin and not store.in_memory:
             raise ConfigError(
                 f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
             )

@@ -33,7 +33,7 @@ from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
 from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
 from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
-from stoker.tables.stores.registry import make_home
+from stoker.tables.stores.ram_tier import make_home
 
 __all__ = ["Queue", "SlottedRows", "TooFewSlots", "make_residency", "make_slotted"]
 

@@ -128,7 +128,7 @@ class FileHome(Home):
     """
 
     kind = "file"
-    is_blocking = True
+    is_blocking = in_files = True
 
     def __init__(
         self,
@@ -192,6 +192,11 @@ class FileHome(Home):
     @classmethod
     def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> FileHome:
         return cls(initial, state, directory=strategy.path, direct=strategy.direct)
+
+    @classmethod
+    def place(cls, path: str | None) -> str:
+        where = "the system's temporary directory" if path is None else path
+        return f"in a file in {where}"
 
     def flush(self) -> None:
         """Wait until all stored rows are on disk: the system reports some disk failures only here."""

@@ -130,6 +130,8 @@ class Home(ABC):
 
     kind: str  # what it is, such as "memory" or "file", for messages
     is_blocking = False  # whether a fetch or store waits for a device
+    in_memory = False  # whether all rows are in main memory, which a GPU may read and no RAM tier would help
+    in_files = False  # whether rows are in files of a local directory, which the planner may measure
     block_rows = 1  # consecutive rows that it moves at the cost of one: blocks of a RAM tier over it
     directory: Path | None = None  # of its file
     pinned = False  # whether a GPU can read the rows in place
@@ -153,6 +155,16 @@ class Home(ABC):
     def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
         """Make a store as ``strategy`` says; ``gpu``: for slots on a GPU."""
         return cls(initial, state)
+
+    @classmethod
+    def choose(cls, strategy: Slotted, num_rows: int) -> type[Home]:
+        """Return the class for N rows under ``strategy``: this one, or one that suits them better."""
+        return cls
+
+    @classmethod
+    def place(cls, path: str | None) -> str:
+        """Say where the rows are, for a sentence."""
+        return f"at {path}" if path else f"in {cls.kind}"
 
     @staticmethod
     def index_bytes(num_rows: int) -> int:
@@ -316,6 +328,7 @@ class MemoryHome(Home):
     """
 
     kind = "memory"
+    in_memory = True
 
     def __init__(
         self, initial: Initial, state: Mapping[str, str], *, pin: bool = False, threads: int | None = None

@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from stoker.base.device import total_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
+from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
-from stoker.tables.stores.home import Held, Initial
+from stoker.tables.stores.home import Held, Home, Initial
 
 __all__ = ["LogHome"]
 
@@ -37,6 +39,7 @@ _SEGMENTS = 32
 _ROOM = 1.25  # most segments in use, relative to those that live rows fill
 _LEAST = 2  # segments in use that are never cleaned: the current one and one more
 _SPARE = 4  # segments for rows of a cleaned segment, and for segments that a fetch still reads
+_INDEX_SHARE = 64  # the index takes at most 1 / _INDEX_SHARE of memory, unless the user chose a log
 _OWNER = 8  # bytes at the end of a record: its row
 
 
@@ -77,6 +80,11 @@ class LogHome(FileHome):
         self._epoch = 0  # segments cleaned
         self._readers: Counter[int] = Counter()  # running fetches, by the epoch in which they began
         self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
+
+    @classmethod
+    def choose(cls, strategy: Slotted, num_rows: int) -> type[Home]:
+        fits = cls.index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
+        return cls if strategy.writes == "append" or (strategy.writes is None and fits) else FileHome
 
     @staticmethod
     def index_bytes(num_rows: int) -> int:

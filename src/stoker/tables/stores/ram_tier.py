@@ -9,22 +9,36 @@ Legend: F frames, R rows of a block, n rows of one call, m blocks of one call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
+from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home, Initial, MemoryHome
+from stoker.tables.stores.registry import store_of
 
-__all__ = ["RamTier"]
+__all__ = ["RamTier", "make_home"]
 
 _ENTRY = 4  # bytes of the page table a block
 _FRAME = 11  # bytes of bookkeeping a frame
 _STEP = 64  # frames that the hand of the clock looks at first
 _WRITTEN = 2**20  # rows written to the inner store at a time
+
+
+def make_home(strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
+    """Make the backing store of a group under ``strategy``, and the RAM tier over it; ``gpu``: its slots are on one."""
+    home: Home = store_of(strategy, initial.num_rows).of(strategy, initial, state, gpu=gpu)
+    if strategy.host_memory is None:
+        return home
+    try:
+        return RamTier(home, memory=int(strategy.host_memory))
+    except BaseException:
+        home.close()
+        raise
 
 
 class RamTier(Home):

@@ -1,34 +1,69 @@
-"""The backing store of each strategy: a new one is a class in its own module, and a line here."""
+"""Names of backing stores. A new store is a class in a file of its own, and a line here or a call of register_store.
+
+Strategies ask here whether a name is known and what its store can do, so nothing here imports strategies or stores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
 
-from stoker.base.device import total_memory
-from stoker.tables.config import Slotted
-from stoker.tables.stores.file_home import FileHome
-from stoker.tables.stores.home import Home, Initial, MemoryHome
-from stoker.tables.stores.log_home import LogHome
+from stoker.base.errors import ConfigError
+from stoker.base.files import url_of
 
-__all__ = ["make_home", "store_of"]
+__all__ = ["register_store", "store_class", "store_for", "store_names", "store_of"]
 
-_INDEX_SHARE = 64  # the index of a log takes at most 1 / _INDEX_SHARE of memory, unless the user chose a log
-
-
-def _file(strategy: Slotted, num_rows: int) -> type[Home]:
-    fits = LogHome.index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
-    return LogHome if strategy.writes == "append" or (strategy.writes is None and fits) else FileHome
+#: value of ``home`` in :class:`stoker.tables.config.Slotted` -> its class, or where that is
+_STORES: dict[str, Any] = {
+    "memory": "stoker.tables.stores.home:MemoryHome",
+    "file": "stoker.tables.stores.log_home:LogHome",
+}
+_BUILT_IN = tuple(_STORES)
 
 
-#: ``home`` of :class:`stoker.tables.config.Slotted` -> the class, by strategy and N
-_STORES: dict[str, Callable[[Slotted, int], type[Home]]] = {"memory": lambda *_: MemoryHome, "file": _file}
+def register_store(name: str, store: type[Any]) -> None:
+    """Make a backing store known as ``home="<name>"`` of a strategy, and to ``--home <name>://...``.
+
+    Args:
+        name: a new one.
+        store: a subclass of :class:`stoker.tables.stores.home.Home`.
+
+    Raises:
+        ConfigError: the name is that of a store of Stoker.
+
+    >>> import stoker
+    >>> from stoker.tables.stores.home import MemoryHome
+    >>> class Counted(MemoryHome):
+    ...     kind = "counted memory"
+    >>> stoker.register_store("counted", Counted)
+    >>> stoker.Cached(slots=100, home="counted").home
+    'counted'
+    """
+    if name in _BUILT_IN:
+        raise ConfigError(f"a store of Stoker is called {name!r}. Choose another name.")
+    _STORES[name] = store
 
 
-def store_of(strategy: Slotted, num_rows: int) -> type[Home]:
+def store_names() -> tuple[str, ...]:
+    """Return the names that ``home`` takes."""
+    return tuple(_STORES)
+
+
+def store_class(name: str) -> type[Any]:
+    """Return the class that a known name stands for, with what it can do."""
+    found = _STORES[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _STORES[name] = getattr(import_module(module), attribute)
+    return found  # type: ignore[no-any-return]
+
+
+def store_of(strategy: Any, num_rows: int) -> type[Any]:
     """Return the class of the backing store of N rows under ``strategy``."""
-    return _STORES[strategy.home](strategy, num_rows)
+    return store_class(strategy.home).choose(strategy, num_rows)  # type: ignore[no-any-return]
 
 
-def make_home(strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
-    """Make the backing store of a group under ``strategy``; ``gpu``: its slots are on a GPU."""
-    return store_of(strategy, initial.num_rows).of(strategy, initial, state, gpu=gpu)
+def store_for(path: str | None) -> str:
+    """Return the name of the store that keeps rows at ``path``: a directory, None for a temporary one, or a URL."""
+    scheme = (url_of(path) or "file").partition("://")[0]
+    return scheme if scheme in _STORES and scheme not in _BUILT_IN else "file"
