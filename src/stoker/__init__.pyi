@@ -57,6 +57,7 @@ from stoker.tables import Strategy as Strategy
 from stoker.tables import TableConfig as TableConfig
 from stoker.tables import TensorTrain as TensorTrain
 from stoker.tables import TTEmbeddingBag as TTEmbeddingBag
+from stoker.tables import register_store as register_store
 from stoker.tables import stage as stage
 from stoker.tables import tables_for as tables_for
 from stoker.training import Logger as Logger

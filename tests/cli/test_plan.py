@@ -86,6 +86,29 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
     assert "3 tables on the device, with all rows" in out
 
 
+def test_a_table_over_the_host_memory_gets_a_ram_tier_and_trains_to_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
+) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000, num_embeddings=(20_000, 100)).path
+    memory = ["--device-memory", "60KiB", "--host-memory", "300KiB", "--home", tmp_path / "home"]
+    code, out, err = output(capsys, "plan", data, *SIZES, "--batch-size", "64", *memory)
+    assert code == 0, err
+    assert "behind 300.0 KiB of memory" in " ".join(out.split())
+    assert "cached in main memory" in out
+    code, out, _ = output(capsys, "plan", data, *SIZES, "--batch-size", "64", *memory, "--json")
+    assert {group["home"]: group["cache_bytes"] for group in json.loads(out)["groups"]} == {
+        None: 0,
+        "file": 300 * 2**10,
+    }
+    for name, options in (("resident", []), ("nested", memory)):
+        assert call("train", data, "--out", tmp_path / name, *SMALL, *options) == 0
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "checkpoints").glob("*/tables/*")}
+        for name in ("resident", "nested")
+    ]
+    assert written[0] == written[1] != {}
+
+
 def test_strategies_are_weighed_and_can_be_chosen(
     data: Dataset, capsys: pytest.CaptureFixture[str], quick: None
 ) -> None:

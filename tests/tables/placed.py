@@ -193,6 +193,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     kind = random.choice([Cached, HostPipelined, HotCold], p=[0.55, 0.2, 0.25])
     options: dict[str, Any] = {"slots": slots, "home": "file" if random.random() < 0.15 else "memory"}
     options["writes"] = "append" if random.random() < 0.5 else "in-place"
+    if options["home"] == "file" and seed % 2:  # behind a RAM tier of some blocks; no draw, so that seeds keep theirs
+        options["host_memory"] = 9_000 + 4096 * (seed % 5)
     if kind is HotCold:
         # Hot rows leave room for an example in transit; some tables have none, others only hot ones.
         most = max(0, slots - 3 * features) // len(tables)

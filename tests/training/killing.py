@@ -138,7 +138,7 @@ def own_loop(path: str, *, out: str, home: str | None) -> None:
 
     data, last = stoker.Dataset(path), Path(out) / "last"
     torch.manual_seed(0)
-    placement = None if home is None else stoker.Cached(slots=150, home="file", path=home)
+    placement = None if home is None else stoker.Cached(slots=150, home="file", path=home, host_memory="12KiB")
     model = stoker.DLRM(
         data.schema, embedding_dim=4, bottom=(8,), top=(8,), optimizer=stoker.Adagrad(lr=0.1), placement=placement
     )

@@ -94,6 +94,24 @@ def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     assert moved[0] < 0.97 * moved[1]
 
 
+def test_a_ram_tier_over_a_file_ends_with_the_files_of_a_resident_run(tmp_path: Path) -> None:
+    """Also where it is stopped and goes on, and under another nesting."""
+    data = make_dataset(tmp_path / "d", rows=4000, num_embeddings=(20_000, 8_000))
+    settings = {**SMALL, "save_every": 25, "eval_every": 50, "log_every": 10}
+    stoker.train(data, out=tmp_path / "resident", **settings, steps=100)
+    placed = {"device_memory": "60KiB", "host_memory": "400KiB", "home_path": str(tmp_path / "home")}
+    result = stoker.train(data, out=tmp_path / "nested", **settings, **placed, steps=60)
+    homes = [group.storage.home for group in result.model.embeddings.groups if hasattr(group.storage, "home")]
+    assert [home.kind for home in homes] == ["memory over file"]
+    assert homes[0].num_frames < len(homes[0]._frame_of), "blocks came and went"
+    assert (homes[0]._frame_of > 0).any()
+    result.model.embeddings.close()
+    other = {"host_memory": "500KiB", "in_flight": 3, "lookahead": 5, "foresight": True}
+    stoker.train(resume=tmp_path / "nested", steps=100, display="quiet", **other).model.embeddings.close()
+    assert checkpoint_files(tmp_path / "nested", 100) == checkpoint_files(tmp_path / "resident", 100)
+    assert not list((tmp_path / "home").glob("*"))
+
+
 def test_a_run_stopped_in_an_epoch_goes_on_with_foresight(data: Dataset, resident: Path, tmp_path: Path) -> None:
     """And back: it is a setting that may change."""
     out = tmp_path / "run"

@@ -7,6 +7,7 @@ from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strateg
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.replicas import Replicas
 from stoker.tables.stage import Stage, stage
+from stoker.tables.stores.registry import register_store
 
 __all__ = [
     "Cached",
@@ -20,6 +21,7 @@ __all__ = [
     "TTEmbeddingBag",
     "TableConfig",
     "TensorTrain",
+    "register_store",
     "stage",
     "tables_for",
 ]

@@ -139,7 +139,8 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
             strategy = replace(strategy, hot=tuple(hot.items()))
         if isinstance(strategy, Slotted):
             strategy = replace(
-                strategy, slots=None, memory=None, fraction=1.0, home="memory", path=None, direct=False, writes=None,
+                strategy, slots=None, memory=None, fraction=1.0, home="memory", path=None, host_memory=None,
+                direct=False, writes=None,
             )  # fmt: skip
         found[name] = strategy
     return found

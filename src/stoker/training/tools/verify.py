@@ -31,8 +31,10 @@ from stoker.ops import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
+from stoker.tables.config import Slotted
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
+from stoker.tables.stores.registry import store_class
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, find_section, process_settings
 
@@ -211,7 +213,8 @@ def _check_memory(section: Section, placement: Placement) -> None:
     device = resolve_device(section.config.device)
     rows = _rows_bytes(section)
     needed = rows + parse_size(section.config.device_memory or 0)
-    if device.type == "cpu" and any(getattr(strategy, "home", None) == "memory" for strategy in placement.values()):
+    behind = {each.home for each in placement.values() if isinstance(each, Slotted)}
+    if device.type == "cpu" and any(store_class(home).in_memory for home in behind):
         needed += rows
     free = memory_of(device)[0]
     if free and needed > free:
