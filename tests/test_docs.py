@@ -26,8 +26,8 @@ FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
 #: Public names whose docstrings have no example yet.
 NO_EXAMPLE = {
-    *("HotProfile", "Placement", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "plan", "predict"),
-    *("profile", "reorder", "replay", "trace", "train", "verify"),
+    *("HotProfile", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "predict"),
+    *("profile", "reorder", "trace", "train", "verify"),
     *("Schema", "draft_schema", "prepare"),
 }
 

@@ -114,7 +114,7 @@ def test_homes_that_do_not_fit_become_files(tmp_path):
     assert (placement["big"].home, placement["big"].path) == ("file", str(tmp_path))
     assert "more than host_memory 10.0 MiB" in placement.note
     assert str(tmp_path) in placement.note
-    assert f"home in a file in {tmp_path}" in placement.summary()
+    assert f"all rows in a file in {tmp_path}" in placement.summary()
     (group,) = [group for group in placement.groups if group.home]
     assert group.home == "file"
 

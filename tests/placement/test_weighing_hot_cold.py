@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import stoker
 from stoker import Cached, Device, HotCold, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
-from stoker.placement.expected import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy, uses_of
+from stoker.placement.expected import HotBatches, choose_hot, expect_hot_cold, phases, split_hot, uses_of, with_margin
 from stoker.placement.planner import least_moved
 from stoker.placement.profile import Profile
 
@@ -79,14 +79,14 @@ def test_the_most_used_rows_are_hot_with_room_for_the_others(slots: int, in_flig
 
 
 def test_too_few_slots_leave_none_hot() -> None:
-    assert choose_hot(USES, int(roomy(sum(use.distinct for use in USES)) * 0.8), 1) == [0, 0, 0]
+    assert choose_hot(USES, int(with_margin(sum(use.distinct for use in USES)) * 0.8), 1) == [0, 0, 0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(table=st.integers(0, 2), share=st.floats(0, 1), hot=st.floats(0, 1))
 def test_parts_add_up(table: int, share: float, hot: float) -> None:
     uses, low = USES[table], int(hot * SIZES[table])
-    warm, cold = parted(uses, low)
+    warm, cold = split_hot(uses, low)
     for name in ("lookups", "q"):
         total = sum(float(getattr(part, name) @ part.rows) for part in (warm, cold))
         assert total == pytest.approx(float(getattr(uses, name) @ uses.rows))

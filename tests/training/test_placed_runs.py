@@ -299,7 +299,7 @@ def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pyt
     err = capsys.readouterr().err
     assert "910 rows, 17.8 KiB with optimizer state" in err
     assert "placement: 10.0% of 910 rows in fast memory" in err
-    assert "home in a file" in err
+    assert "all rows in a file" in err
     stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB", foresight=True)
     assert "host memory and foresight are ignored: without a limit on device memory" in capsys.readouterr().err
 

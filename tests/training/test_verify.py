@@ -58,7 +58,7 @@ def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str,
     assert found.identical
     assert (found.begin, found.steps) == (20, 12)
     assert found.checkpoint == run / "checkpoints" / "step_000000020"
-    assert found.placement.endswith(f"rows at home in {home}")
+    assert found.placement.endswith(f"rows in {home}")
     assert found.all_rows == sum(ROWS)
     assert found.touched_rows > 12 * 32
     # Every touched row carries a weight and two moments of 4 columns, before and after; in the end all rows do.

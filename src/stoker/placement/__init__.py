@@ -1,1 +1,1 @@
-"""Where rows should lie: what cache strategies cost on a given stream of ids."""
+"""Choose where rows are: in fast memory, in main memory or in a file."""

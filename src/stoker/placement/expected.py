@@ -1,33 +1,34 @@
-"""What a lookahead cache or hot rows will hit, from the training counts alone, and which rows to make hot.
+"""Predict the hits of a lookahead cache and of hot rows from the training counts, and choose the hot rows.
 
-Legend: N rows of a table, C slots, k lookups of a table in a batch, T batches of an epoch, W batches looked ahead,
+Legend: N rows of a table, C slots, k lookups of a table in a batch, T batches of an epoch, W batches of lookahead,
 F batches in flight, J buckets of neighbouring ids, H hot rows, n uses of a row in an epoch.
 
-**How often a row is used.** Ids of a batch are taken for independent draws, as in shuffled training. A row that occurs
-n times in an epoch of T batches is in a given batch with probability q = 1 - (1 - 1/T)^n. It is there, and was not in
-the w batches before, with probability S(w) = (1 - w/T)^(n-1) given its use: an epoch holds each occurrence once, so
-the other n - 1 lie anywhere in it. Where counts are not known, rows are drawn with replacement from Zipf's law with
-exponent 1.05: q = 1 - (1 - p)^k and S(w) = (1 - q)^w.
+**How often a row is used.** The model: the ids of a batch are independent draws, as in shuffled training. A row that
+occurs n times in an epoch of T batches is in a given batch with probability q = 1 - (1 - 1/T)^n. Given that it is in a
+batch, it was in none of the w batches before with probability S(w) = (1 - w/T)^(n-1), because the other n - 1
+occurrences are anywhere in the epoch. Without counts, rows are drawn with replacement from Zipf's law with exponent
+1.05: q = 1 - (1 - p)^k and S(w) = (1 - q)^w.
 
-**Who stays.** A row used at step s may leave from the plan of step s + F on, which knows all uses up to s + F + W.
-With room enough, then, a row is kept if its next use is at most F + W batches after the last. As the farthest use
-leaves first, a smaller cache keeps the rows whose gap between two uses is at most some h < F + W. If slots remain, they
-hold rows without a known use, the smallest ids first: rows with ids below some r, once used, stay for good. This is the
-characteristic time of Che et al. (2002) with the next use in the place of the last one. After a share t of the epoch,
-h (or r, and then h = F + W) is where the expected number of occupied slots equals C:
+**Which rows remain.** A row used at step s can be evicted from the plan of step s + F on. That plan knows all uses up
+to s + F + W. So with enough slots, a row remains if its next use is at most F + W batches after the last. A smaller
+cache evicts the row with the farthest use first, so it keeps rows whose gap between two uses is at most some
+h < F + W. Slots that are left over keep rows without a known use, the smallest ids first: a row with an id below some r
+remains from its first use on. This is the characteristic time of Che et al. (2002) with the next use in place of the
+last one. After a share t of the epoch, h (or r, and then h = F + W) is where the expected number of occupied slots
+equals C:
 
     sum over ids below r of P(used by t)
     + sum over the others of q (sum over g <= h of g P(gap = g) + F P(gap > h)) = C
 
-Below r a use hits if the row was used before; above, if its last use is at most h batches ago. Against the real
-residency on 355 shuffled Zipf traces (exponents 0.6 to 1.3, 2 % to 30 % of the rows in slots, W from 0 to 256) the hit
-rate was 0.8 points too low to 1.3 too high, and 0.3 too high on average: h is not quite the same from step to step.
+A use below r is a hit if the row was used before. A use above r is a hit if the last use is at most h batches ago.
+On 355 shuffled Zipf traces (exponents 0.6 to 1.3, 2 % to 30 % of the rows in slots, W from 0 to 256) this hit rate was
+between 0.8 points too low and 1.3 too high, and 0.3 too high on average, because h changes a little with each step.
 
-The first epoch begins with empty slots, so first uses, which no cache avoids, are among the misses.
+The first epoch begins with empty slots, so the misses include first uses, which no cache avoids.
 
-**Hot rows.** In shuffled batches a cache moves less than ``HotCold`` with as many slots: it may keep the same rows, and
-chooses anew from step to step. What speaks for hot rows is that finding them costs nothing, and a dataset whose batches
-were made of them alone (FAE, VLDB 2022, section 4.2): those move nothing.
+**Hot rows.** In shuffled batches a cache moves fewer rows than ``HotCold`` with as many slots, because it can keep the
+same rows and changes its choice with each step. Two things are in favor of hot rows: finding them costs nothing, and
+batches that contain only hot rows (FAE, VLDB 2022, section 4.2) move nothing.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
-ZIPF = 1.05  # exponent where counts are not known
-_SINGLE = 64  # the first so many ids have a bucket each
-_GROWTH = 1.04  # from one bucket to the next
-_CHUNK = 2**24  # counts looked at together
-_MOMENTS = 12  # of the epoch at which the cache is looked at
+ZIPF = 1.05  # exponent without counts
+_SINGLE = 64  # first ids, with a bucket each
+_GROWTH = 1.04  # factor from one bucket to the next
+_CHUNK = 2**24  # counts read at a time
+_MOMENTS = 12  # of the epoch at which the cache is evaluated
 _ROUNDS = 24  # halvings of h
-_ENDLESS = 2**20  # batches of an epoch of which no counts are known
+_ENDLESS = 2**20  # batches of an epoch without counts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Uses:
     """How often the rows of one table are used, by buckets of neighbouring ids [J]."""
 
-    rows: Floats  # rows of the bucket that are used at all
-    place: Int64  # number of the bucket, the same ids in every table
+    rows: Floats  # used rows of the bucket
+    place: Int64  # number of the bucket; the ids of a bucket are the same in each table
     q: Floats  # probability that such a row is in a given batch
-    lookups: Floats  # of such a row in a batch, on average
-    n: Floats  # occurrences of such a row in an epoch; where counts are not known: unused
-    batches: float  # T; infinite where counts are not known
+    lookups: Floats  # mean lookups of such a row in a batch
+    n: Floats  # occurrences of such a row in an epoch; not used without counts
+    batches: float  # T; infinite without counts
     num_rows: int  # N
 
     @property
@@ -76,7 +77,7 @@ class Uses:
 
 
 def _edges(num_rows: int) -> Int64:
-    """First id of each bucket and the one after the last; the inner ones are the same for every table."""
+    """Return the first id of each bucket, and N at the end; the inner ones are the same for each table."""
     edges = list(range(min(_SINGLE, num_rows)))
     edge = _SINGLE
     while edge < num_rows:
@@ -86,7 +87,7 @@ def _edges(num_rows: int) -> Int64:
 
 
 def _sums(counts: Any, edges: Int64) -> tuple[Floats, Floats]:
-    """Return the sum of counts, and counts above zero, of each bucket; a few megabytes at a time."""
+    """Return the sum of the counts and the number of counts above zero for each bucket, chunked."""
     total, used = np.zeros((2, len(edges) - 1))
     array = np.asarray(counts)
     for begin in range(0, len(array), _CHUNK):
@@ -104,7 +105,7 @@ def uses_of(num_rows: int, counts: Any | None, lookups: float) -> Uses:
 
     Args:
         num_rows: N.
-        counts: [N] occurrences of each id in an epoch of training, falling; None takes Zipf's law.
+        counts: [N] training occurrences of each id in an epoch, falling; None takes Zipf's law.
         lookups: k.
     """
     edges = _edges(num_rows)
@@ -120,7 +121,7 @@ def uses_of(num_rows: int, counts: Any | None, lookups: float) -> Uses:
             return Uses(
                 rows=used[keep], place=place[keep], q=q, lookups=n / batches, n=n, batches=batches, num_rows=num_rows
             )
-    # The sum of (i + 1)^-a over a bucket, by the midpoint rule; exact enough where buckets are narrow.
+    # The sum of (i + 1)^-a over a bucket, by the midpoint rule, which is accurate for narrow buckets.
     first, last = edges[:-1] + 0.5, edges[1:] + 0.5
     weight = (first ** (1 - ZIPF) - last ** (1 - ZIPF)) / (ZIPF - 1)
     p = weight / weight.sum() / rows
@@ -132,33 +133,33 @@ def uses_of(num_rows: int, counts: Any | None, lookups: float) -> Uses:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What is expected of one cache, for each step of the first epoch."""
+    """The expected traffic of a cache, per step of the first epoch."""
 
-    distinct: float  # rows that a batch needs
-    hits: float  # of them in their slots
-    lookups: float  # occurrences
-    lookups_hit: float
-    first: float  # rows used for the first time: no cache avoids their misses
-    written: float  # changed rows that leave
+    distinct: float  # distinct rows of a batch
+    hits: float  # of those, in their slots already
+    lookups: float  # occurrences of rows
+    lookups_hit: float  # of those, rows in their slots already
+    first: float  # rows used for the first time, which no cache has
+    written: float  # evicted rows; all are changed
 
     @property
     def fetched(self) -> float:
-        """Rows that come."""
+        """Rows that are fetched."""
         return self.distinct - self.hits
 
     @property
     def hit_rate(self) -> float:
-        """Of distinct rows."""
+        """Hit rate of distinct rows."""
         return self.hits / self.distinct if self.distinct else 1.0
 
     @property
     def lookup_hit_rate(self) -> float:
-        """Of lookups."""
+        """Hit rate of lookups."""
         return self.lookups_hit / self.lookups if self.lookups else 1.0
 
 
 class _Group:
-    """The buckets of several tables that share slots, side by side."""
+    """The buckets of several tables that share slots, one table after the other."""
 
     def __init__(self, tables: Sequence[Uses]) -> None:
         self.rows, self.q, self.n, self.lookups = (
@@ -170,7 +171,7 @@ class _Group:
         self.log_rest = np.log1p(-np.minimum(self.q, 1 - 1e-12))  # ln(1 - q)
 
     def unused(self, width: Floats | float) -> Floats:
-        """Return S: the probability that a row in use was in none of the ``width`` batches before."""
+        """Return S: the probability that a used row was in none of the ``width`` batches before."""
         return np.exp(self._log_unused(width))
 
     def _log_unused(self, width: Floats | float) -> Floats:
@@ -184,14 +185,14 @@ class _Group:
         rate = np.where(self.finite, (self.n - 1) / self.batches, -self.log_rest)
         whole = np.maximum(-np.expm1(-rate), 1e-300)
         geometric = np.where(rate * width < 1e-6, width * (1 - rate * width / 2), -np.expm1(log) / whole)
-        # Where several batches pass between uses, a sum is an integral and half a step at either end.
+        # If several batches pass between uses, the sum is an integral and half a step at each end.
         n, share = self.n, np.minimum(np.where(self.finite, width / self.batches, 0.0), 1 - 1e-12)
         integral = -np.expm1(n * np.log1p(-share)) * np.where(self.finite, self.batches, 1.0) / n
         total: Floats = np.where(self.finite & (rate < 0.2), integral - np.expm1(log) / 2, geometric)
         return total
 
     def occupied(self, keep: float, in_flight: int) -> Floats:
-        """Return the slots that a row takes on average if it stays for its next use at most ``keep`` batches away."""
+        """Return the mean slots of a row that is kept if its next use is at most ``keep`` batches away."""
         survive = self.unused(keep)
         return self.q * (np.maximum(self._unused_sum(keep) - keep * survive, 0.0) + in_flight * survive)
 
@@ -201,9 +202,9 @@ class _Group:
         return np.where(width == np.inf, 1.0, 1 - self.unused(np.where(width == np.inf, 0.0, width)))
 
     def staying(self, share: float, taken: Floats, spare: float) -> tuple[Floats, float]:
-        """The probability that a row stays for good once used, and how many of the ``spare`` slots such rows take.
+        """Return the probability that a row remains from its first use on, and the spare slots that such rows take.
 
-        All with ids below r do, where r is as high as the slots allow after ``share`` of the epoch.
+        Rows with ids below r do, where r is as high as the slots allow after ``share`` of the epoch.
         """
         ever = np.where(self.finite, -np.expm1(self.n * np.log1p(-share)), 1.0)
         gain = np.bincount(self.place, weights=np.maximum(self.rows * ever - taken, 0.0))
@@ -218,16 +219,16 @@ class _Group:
 def expect(
     tables: Sequence[Uses], slots: int, *, lookahead: float | None, in_flight: int, transient: bool = False
 ) -> Traffic:
-    """Return the traffic expected of tables that share ``slots``.
+    """Return the expected traffic of tables that share ``slots``.
 
     Args:
         tables: their uses.
         slots: C, enough for the rows of ``in_flight`` batches.
-        lookahead: W, on average; None means that the whole epoch is known.
+        lookahead: mean W; None means that the whole epoch is known.
         in_flight: F.
-        transient: rows leave after their last use in flight (``HostPipelined``).
+        transient: rows are evicted after their last use in flight (``HostPipelined``).
     """
-    if not any(len(uses.rows) for uses in tables):  # such as the cold batches of a dataset that is all hot
+    if not any(len(uses.rows) for uses in tables):  # for example, cold batches of a dataset that is all hot
         return Traffic(distinct=0.0, hits=0.0, lookups=0.0, lookups_hit=0.0, first=0.0, written=0.0)
     group = _Group(tables)
     if lookahead is None:
@@ -252,7 +253,7 @@ def expect(
         hits += float((group.rows * group.q * hit).sum()) / moments
         lookups_hit += float((group.rows * group.lookups * hit).sum()) / moments
     distinct = float((group.rows * group.q).sum())
-    # Every row that came has left, changed, but for those in their slots at the end of the epoch.
+    # Each fetched row is written back, except those in slots at the end of the epoch.
     held += min(float(taken.sum()), slots)
     first = float((group.rows / group.batches).sum())
     return Traffic(
@@ -261,32 +262,32 @@ def expect(
     )  # fmt: skip
 
 
-_MARGIN = 0.05  # batches are not quite independent draws
-_DEVIATIONS = 5.0  # and their distinct rows scatter
+_MARGIN = 0.05  # batches are not exactly independent draws
+_DEVIATIONS = 5.0  # standard deviations of the distinct rows of a batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HotBatches:
-    """A classified dataset read by its schedule: batches whose rows are all hot, and others."""
+    """Batches of a classified dataset: some have hot rows only, the others are mixed."""
 
     rows: Mapping[str, int]  # table -> H
-    share: float  # of the batches that are hot
+    share: float  # of hot batches
 
 
-def roomy(expected: float) -> int:
-    """Return the slots for as many rows on average; few batches have more."""
+def with_margin(expected: float) -> int:
+    """Return slots for this many rows on average, with a margin that few batches exceed."""
     return math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))
 
 
 @lru_cache(maxsize=64)
 def _begins(num_rows: int) -> Floats:
     """Return the first id of each bucket of a table, [J]."""
-    widths = uses_of(num_rows, None, 1.0).rows  # without counts every id of a bucket is used
+    widths = uses_of(num_rows, None, 1.0).rows  # without counts, all ids of a bucket are used
     return np.concatenate([[0.0], np.cumsum(widths)[:-1]])
 
 
-def parted(uses: Uses, hot: float) -> tuple[Uses, Uses]:
-    """The uses of the ids below ``hot``, and of the others. Counts fall, so the used ids of a bucket come first."""
+def split_hot(uses: Uses, hot: float) -> tuple[Uses, Uses]:
+    """Return the uses of the ids below ``hot``, and of the others; the used ids of a bucket are its first ones."""
     below = np.clip(hot - _begins(uses.num_rows)[uses.place], 0.0, uses.rows)
     return _only(uses, below), _only(uses, uses.rows - below)
 
@@ -298,29 +299,31 @@ def _only(uses: Uses, rows: Floats) -> Uses:
 
 
 def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequence[int] = ()) -> list[int]:
-    """Return H of each table, [T]: the most used rows of all, as many as leave room for the others in flight.
+    """Return H of each table [T]: as many of the most used rows as leave slots for the other rows in flight.
 
     Args:
         tables: their uses.
         slots: C.
-        in_flight: batches whose rows have slots at a time.
-        least: [T] rows that are hot anyway; () means none.
+        in_flight: F.
+        least: [T] least H of each table; () means 0.
     """
     hot = [float(count) for count in least] or [0.0] * len(tables)
     owner, reach, width, rank, transit = [], [], [], [], []
     for number, (uses, low) in enumerate(zip(tables, hot, strict=True)):
-        cold = parted(uses, low)[1]
+        cold = split_hot(uses, low)[1]
         ends = np.maximum(_begins(uses.num_rows)[cold.place], low) + cold.rows
         owner.append(np.full(len(ends), number))
         reach.append(ends)
         width.append(np.diff(ends, prepend=low))
-        # A hot row takes all before it along, also the one of unknown values, which may be rare.
+        # Hot rows are a prefix of the ids, so a hot row includes all before it, even rare ones (unknown values).
         rank.append(np.maximum.accumulate(cold.q[::-1])[::-1])
         transit.append(cold.rows * -np.expm1(in_flight * np.log1p(-np.minimum(cold.q, 1 - 1e-12))))
     order = np.argsort(-np.concatenate(rank), kind="stable")
     owners, ends, widths = (np.concatenate(each)[order] for each in (owner, reach, width))
     away = np.concatenate(transit)[order]
-    left = np.maximum(away.sum() - np.concatenate([[0.0], np.cumsum(away)]), 0.0)  # in transit, after each bucket
+    left = np.maximum(
+        away.sum() - np.concatenate([[0.0], np.cumsum(away)]), 0.0
+    )  # in flight and not hot, after each bucket
     taken = sum(hot) + np.concatenate([[0.0], np.cumsum(widths)])
     needed = taken + (1 + _MARGIN) * left + _DEVIATIONS * np.sqrt(left)
     enough = np.flatnonzero(needed <= slots)
@@ -335,31 +338,31 @@ def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequen
 
 
 def phases(uses: Uses, hot: int, share: float) -> tuple[Uses, Uses]:
-    """Return the uses of a table in batches whose rows are all hot, and in the others.
+    """Return the uses of a table in hot batches, and in the other batches.
 
-    Lookups of rows that are not hot are all in the others; there hot rows share the remaining lookups in proportion.
-    H is taken to the nearest border of a bucket.
+    All lookups of cold rows are in the other batches. The remaining lookups there go to hot rows in proportion. H is
+    rounded to the nearest border of a bucket.
 
     Args:
-        uses: of the table in all batches.
+        uses: uses of the table in all batches.
         hot: H.
-        share: of the batches that are hot.
+        share: share of hot batches.
     """
     if not math.isfinite(uses.batches):
         return uses, uses
     borders = np.append(_begins(uses.num_rows), uses.num_rows)
-    warm, cold = parted(uses, float(borders[np.abs(borders - hot).argmin()]))
+    warm, cold = split_hot(uses, float(borders[np.abs(borders - hot).argmin()]))
     all_cold = float((cold.rows * cold.n).sum())
     all_warm = float((warm.rows * warm.n).sum())
-    beside = (1 - share) * (all_cold + all_warm) - all_cold  # lookups of hot rows in the other batches
-    part = min(1.0, max(0.0, beside / all_warm)) if all_warm else 0.0
-    inside = _in(warm, 1 - part, uses.batches * share)
-    outside = _in(warm, part, uses.batches * (1 - share)), _in(cold, 1.0, uses.batches * (1 - share))
+    elsewhere = (1 - share) * (all_cold + all_warm) - all_cold  # lookups of hot rows in the other batches
+    part = min(1.0, max(0.0, elsewhere / all_warm)) if all_warm else 0.0
+    inside = _thinned(warm, 1 - part, uses.batches * share)
+    outside = _thinned(warm, part, uses.batches * (1 - share)), _thinned(cold, 1.0, uses.batches * (1 - share))
     return inside, _joined(*outside)
 
 
-def _in(uses: Uses, part: float, batches: float) -> Uses:
-    """Return the same with so much of each row's uses, in so many batches."""
+def _thinned(uses: Uses, part: float, batches: float) -> Uses:
+    """Return the uses with this part of the occurrences of each row, in this many batches."""
     batches = max(batches, 1.0 + 1e-9)
     n = uses.n * part
     rows, n = uses.rows * np.minimum(n, 1.0), np.maximum(n, 1.0)
@@ -375,16 +378,16 @@ def _joined(a: Uses, b: Uses) -> Uses:
 
 
 def expect_hot_cold(tables: Sequence[Uses], hot: Sequence[int], slots: int, *, in_flight: int) -> Traffic:
-    """Return the traffic of tables whose hot rows stay.
+    """Return the traffic of tables whose hot rows are pinned.
 
     Args:
         tables: their uses.
         hot: [T] H of each.
-        slots: C, hot rows and rows in transit together.
-        in_flight: batches whose rows have slots at a time.
+        slots: C, for hot rows and rows in flight together.
+        in_flight: F.
     """
-    parts = [parted(uses, count) for uses, count in zip(tables, hot, strict=True)]
-    stays = resting([warm for warm, _ in parts])
+    parts = [split_hot(uses, count) for uses, count in zip(tables, hot, strict=True)]
+    stays = all_hits([warm for warm, _ in parts])
     cold = [uses for _, uses in parts if len(uses.rows)]
     if not cold:
         return stays
@@ -392,13 +395,13 @@ def expect_hot_cold(tables: Sequence[Uses], hot: Sequence[int], slots: int, *, i
     return Traffic(**{f.name: getattr(stays, f.name) + getattr(moves, f.name) for f in fields(Traffic)})
 
 
-def resting(tables: Sequence[Uses]) -> Traffic:
-    """Return the traffic of tables whose used rows all lie in slots."""
+def all_hits(tables: Sequence[Uses]) -> Traffic:
+    """Return the traffic of tables whose used rows are all in slots."""
     distinct = sum(uses.distinct for uses in tables)
     lookups = sum(float(uses.lookups @ uses.rows) for uses in tables)
     return Traffic(distinct=distinct, hits=distinct, lookups=lookups, lookups_hit=lookups, first=0.0, written=0.0)
 
 
-def mixed(a: Traffic, b: Traffic, share: float) -> Traffic:
-    """Average the traffic where ``share`` of the batches are of the first kind."""
+def weighted(a: Traffic, b: Traffic, share: float) -> Traffic:
+    """Average two kinds of traffic, with weight ``share`` for the first."""
     return Traffic(**{f.name: share * getattr(a, f.name) + (1 - share) * getattr(b, f.name) for f in fields(Traffic)})

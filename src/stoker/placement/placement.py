@@ -1,7 +1,4 @@
-"""A placement: which strategy every table has, and what is to be expected of it.
-
-Legend: C slots of a group.
-"""
+"""A placement: the strategy of each table, and the traffic and time that it costs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,17 @@ from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import format_count, format_size, plural
 from stoker.placement.budget import MemoryBudget
-from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
+from stoker.placement.expected import (
+    HotBatches,
+    Traffic,
+    Uses,
+    all_hits,
+    expect,
+    expect_hot_cold,
+    phases,
+    split_hot,
+    weighted,
+)
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
@@ -35,53 +42,53 @@ def row_bytes(table: TableConfig, state: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tables that lie together, and what is expected of them in each step of a first epoch."""
+    """Tables that share slots, and their expected figures for a step of the first epoch."""
 
     tables: tuple[str, ...]
     dim: int  # columns
     rows: int  # of all its tables
     bytes: int  # of all rows, with optimizer state
     strategy: str  # name of the class
-    home: str | None  # where all rows lie, if not in their slots
-    hot: int  # rows in slots of their own (HotCold)
+    home: str | None  # backing store; None: all rows are in fast memory
+    hot: int  # pinned rows (HotCold)
     slots: int  # rows in fast memory
-    slot_bytes: int  # what they take, with optimizer state
-    cache_bytes: int  # main memory for a RAM tier over the home
-    beside_bytes: int  # main memory that it takes at most to find and plan them
-    distinct_rows: float  # that a batch needs
-    hit_rate: float  # share of a batch's distinct rows that lie in a slot already
-    lookup_hit_rate: float  # the same share of lookups
-    fetched_mib: float  # MiB a step from home to slots
-    written_mib: float  # MiB a step back
-    in_parts: bool  # a typical batch has more rows than slots: it is worked on in parts
-    seconds: float  # a step takes to plan and to move rows, on the machine that was measured
-    disk_seconds: float  # of them waiting for a disk
+    slot_bytes: int  # bytes of the slots, with optimizer state
+    cache_bytes: int  # main memory for a RAM tier over the backing store
+    beside_bytes: int  # main memory for bookkeeping, at most
+    distinct_rows: float  # of a batch
+    hit_rate: float  # share of a batch's distinct rows that are in a slot already
+    lookup_hit_rate: float  # the same as a share of lookups
+    fetched_mib: float  # MiB per step from the backing store to slots
+    written_mib: float  # MiB per step back
+    in_parts: bool  # a typical batch has more rows than slots, so it is split into parts
+    seconds: float  # per step, to plan and to move rows on the measured machine
+    disk_seconds: float  # of those, waiting for a disk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """What a placement is judged by."""
+    """What the cost of a placement depends on."""
 
-    uses: Mapping[str, Uses]  # of every table
-    state: Mapping[str, str]  # of the row optimizer
+    uses: Mapping[str, Uses]  # table -> use of its rows
+    state: Mapping[str, str]  # state of the row optimizer
     budget: MemoryBudget
     device: torch.device
-    hot_batches: HotBatches | None = None  # where batches of hot rows are kept apart
+    hot_batches: HotBatches | None = None  # of a classified dataset
 
     def depth(self, home: str | None) -> int:
-        """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
+        """Return the batches in flight: the given number, or the one with which :func:`stoker.stage` begins."""
         waits = home is not None and store_class(home).is_blocking
         return self.budget.in_flight or (2 if waits or self.device.type == "cuda" else 1)
 
     def footprint(self, tables: Sequence[TableConfig]) -> Footprint:
-        """The memory of tables that share slots."""
+        """Return the memory of tables that share slots."""
         return Footprint(
             [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state), self.budget,
             on_cpu=self.device.type == "cpu", rounded=tables[0].dtype == "bfloat16",
         )  # fmt: skip
 
     def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
-        """What is expected of tables behind ``slots``, and whether batches come in parts."""
+        """Return the expected traffic of tables that share ``slots``, and whether batches are split into parts."""
         uses = [self.uses[table.name] for table in tables]
         stay = strategy.count_hot(tables) if isinstance(strategy, HotCold) else ()
         if self.hot_batches is None:
@@ -90,13 +97,13 @@ class Workload:
         share = self.hot_batches.share
         inside, outside = zip(*(phases(use, rows, share) for use, rows in zip(uses, hot, strict=True)), strict=True)
         others, parts = self._traffic(outside, stay, strategy, slots)
-        # Batch after batch of the same rows: whatever keeps rows at all keeps these.
+        # Hot batches use the same rows again and again, so any strategy that keeps rows keeps these.
         kept = sum(hot) <= slots if isinstance(strategy, Cached) else all(map(int.__ge__, stay, hot)) and bool(stay)
-        warm = resting(inside) if kept else self._traffic(inside, stay, strategy, slots)[0]
-        found = mixed(warm, others, share)
-        if kept and not stay:  # rows that a cache meets in hot batches only have to come there
+        warm = all_hits(inside) if kept else self._traffic(inside, stay, strategy, slots)[0]
+        found = weighted(warm, others, share)
+        if kept and not stay:  # a cache fetches the rows that occur in hot batches only
             new = sum(
-                float(parted(use, rows)[0].rows.sum() - parted(out, rows)[0].rows.sum()) / use.batches
+                float(split_hot(use, rows)[0].rows.sum() - split_hot(out, rows)[0].rows.sum()) / use.batches
                 for use, out, rows in zip(uses, outside, hot, strict=True)
             )
             found = replace(found, hits=found.hits - new, first=found.first + new)
@@ -105,11 +112,11 @@ class Workload:
     def _traffic(
         self, uses: Sequence[Uses], stay: Sequence[int], strategy: Slotted, slots: int
     ) -> tuple[Traffic, bool]:
-        """The same in batches of one kind, where ``stay`` [T] rows of each table never leave."""
-        moving = [parted(use, rows)[1] for use, rows in zip(uses, stay, strict=True)] if stay else uses
+        """Return the same for batches of one kind, where ``stay`` [T] rows of each table are pinned."""
+        moving = [split_hot(use, rows)[1] for use, rows in zip(uses, stay, strict=True)] if stay else uses
         room, depth = slots - sum(stay), self.depth(strategy.home)
         while depth > 1 and sum(use.distinct_of(depth) for use in moving) > room:
-            depth -= 1  # the next batch is staged when one is done
+            depth -= 1  # too few slots: the next batch is staged later
         if stay:
             found = expect_hot_cold(uses, stay, slots, in_flight=depth)
         else:
@@ -121,26 +128,34 @@ class Workload:
         distinct = sum(use.distinct for use in moving)
         if distinct <= room:
             return found, False
-        # In parts, rows come once for the lookup and once more for the update.
+        # A batch in parts fetches its rows once for the lookup and once more for the update.
         still = max(0.0, found.distinct - distinct) if stay else 0.0
         twice = replace(found, distinct=still + 2 * distinct, hits=still, lookups_hit=0.0, written=distinct)
         return twice, True
 
 
 class Placement(Shown, UserDict[str, Strategy]):
-    """A strategy for every table; made by :func:`stoker.plan`, taken by :class:`stoker.EmbeddingTables`.
+    """A strategy for each table. :func:`stoker.plan` makes it, and :class:`stoker.EmbeddingTables` takes it.
 
-    ``placement["C3"] = stoker.Device()`` replaces a decision; a table that is deleted lies on the device. Tables of
-    equal width, pooling, type and (equal) strategy share slots, so the memory in a strategy is that of its group.
+    ``placement["C3"] = stoker.Device()`` replaces a decision. A table without a strategy is on the device. Tables of
+    equal width, pooling, type and strategy share slots, so the memory in a strategy is that of its group.
 
     Args:
         tables: the tables.
-        strategies: one for each.
-        workload: what to judge by.
-        profile: costs of this machine; None measures it at the first look at :attr:`groups`.
-        note: why the rows at home lie where they do.
-        moved: bytes a step, both ways, of the strategies that were weighed, by name.
-        choice: in a sentence, what they move and which one it is.
+        strategies: one for each table.
+        workload: what the cost depends on.
+        profile: costs of this machine. None measures it when :attr:`groups` is first read.
+        note: the reason for the backing store.
+        moved: strategy -> bytes moved in a step, both ways, for the strategies that were compared.
+        choice: a sentence on what they move and which one was chosen.
+
+    >>> tables = [stoker.TableConfig(name="user", num_embeddings=10_000, embedding_dim=16)]
+    >>> placement = stoker.plan(tables, optimizer=stoker.SGD(lr=0.1), device_memory="256KiB", batch_size=64)
+    >>> placement
+    <placement: ... of 10.00 k rows in fast memory: 1 table Cached in ... slots (...), all rows in memory (625.0 KiB)>
+    >>> placement["user"] = stoker.Device()
+    >>> placement.resident
+    True
     """
 
     def __init__(
@@ -166,7 +181,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         if name not in {table.name for table in self.tables}:
             raise ConfigError(f"there is no table {name!r}, only {', '.join(table.name for table in self.tables)}.")
         if not isinstance(strategy, Strategy):
-            raise ConfigError(f"{strategy!r} is no strategy. Use for example stoker.Cached(memory='1GiB').")
+            raise ConfigError(f"{strategy!r} is not a strategy. Use for example stoker.Cached(memory='1GiB').")
         super().__setitem__(name, strategy)
 
     def __repr__(self) -> str:
@@ -174,18 +189,18 @@ class Placement(Shown, UserDict[str, Strategy]):
 
     @property
     def resident(self) -> bool:
-        """Whether every row lies on the device."""
+        """True if all rows are on the device."""
         return not any(isinstance(strategy, Slotted) for strategy in self.values())
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
+        """The groups of tables. Without a profile, reading them measures this machine (:func:`measure_profile`)."""
         if self._judged is None or self._judged[0] != self.data:
             self._judged = dict(self.data), tuple(map(self._judge, self._bundles()))
         return self._judged[1]
 
     def _bundles(self) -> list[_Bundle]:
-        """Return the tables that :class:`stoker.EmbeddingTables` will put together."""
+        """Return the tables in the groups that :class:`stoker.EmbeddingTables` will make."""
         found: dict[Any, list[TableConfig]] = {}
         for table in self.tables:
             strategy = self.get(table.name, Device())
@@ -195,7 +210,7 @@ class Placement(Shown, UserDict[str, Strategy]):
     def _judge(self, of: _Bundle) -> Group:
         work, strategy, uses = self.workload, of.strategy, [self.workload.uses[table.name] for table in of.tables]
         beside, seconds, disk, parts = 0, 0.0, 0.0, False
-        traffic = resting(uses)
+        traffic = all_hits(uses)
         if isinstance(strategy, Slotted):
             beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + HOT_MARK * sum(of.hot)
             store = store_of(strategy, of.rows)
@@ -206,7 +221,7 @@ class Placement(Shown, UserDict[str, Strategy]):
                 dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
                 directory=strategy.path, file=store.in_files, writes=strategy.writes,
             )  # fmt: skip
-            found = resting([parted(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
+            found = all_hits([split_hot(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
             planned = replace(
                 traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
                 lookups=traffic.lookups - found.lookups,
@@ -227,16 +242,16 @@ class Placement(Shown, UserDict[str, Strategy]):
 
     @property
     def seconds(self) -> float:
-        """A step takes to plan and to move rows, in all groups."""
+        """Seconds per step to plan and to move rows, in all groups."""
         return sum(group.seconds for group in self.groups)
 
     @property
     def disk_seconds(self) -> float:
-        """Of them, waiting for a disk."""
+        """Seconds of those that wait for a disk."""
         return sum(group.disk_seconds for group in self.groups)
 
     def summary(self) -> str:
-        """Return one line: tables, slots, share of the rows, home. Measures nothing."""
+        """Return tables, slots, share of the rows and backing store in one line. Measures nothing."""
         bundles = self._bundles()
         trains = [each for each in bundles if isinstance(each.strategy, TensorTrain)]
         slotted = [each for each in bundles if isinstance(each.strategy, Slotted)]
@@ -285,7 +300,7 @@ class Placement(Shown, UserDict[str, Strategy]):
 
 
 def _moving(words: Callable[[Group], str]) -> Callable[[Group], str]:
-    """For figures of groups whose rows come and go."""
+    """Return "-" in place of a figure for groups whose rows are all in fast memory."""
     return lambda group: "-" if group.home is None else words(group)
 
 
@@ -294,12 +309,12 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "rows": lambda group: format_count(group.rows),
     "with optimizer state": lambda group: format_size(group.bytes),
     "strategy": lambda group: group.strategy + (", in parts" if group.in_parts else ""),
-    "home": _moving(lambda group: str(group.home)),
+    "backing store": _moving(lambda group: str(group.home)),
     "cached in main memory": _moving(lambda group: format_size(group.cache_bytes) if group.cache_bytes else "-"),
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
     "of them hot": _moving(lambda group: format_count(group.hot) if group.hot else "-"),
-    "slots take": _moving(lambda group: format_size(group.slot_bytes)),
-    "finding and planning rows": _moving(lambda group: format_size(group.beside_bytes)),
+    "memory of slots": _moving(lambda group: format_size(group.slot_bytes)),
+    "bookkeeping": _moving(lambda group: format_size(group.beside_bytes)),
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
     "hit rate": lambda group: f"{group.hit_rate:.1%}",
     "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",
@@ -310,12 +325,12 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
 
 
 class _Bundle:
-    """Tables of equal width, pooling, type and strategy, and what they take.
+    """Tables of equal width, pooling, type and strategy, and their memory.
 
     Args:
-        strategy: of all of them.
+        strategy: the strategy of all of them.
         tables: at least one.
-        state: of the row optimizer.
+        state: state of the row optimizer.
     """
 
     def __init__(self, strategy: Strategy, tables: Sequence[TableConfig], state: Mapping[str, str]) -> None:
@@ -323,7 +338,7 @@ class _Bundle:
         self.rows, self.row_bytes = sum(table.num_embeddings for table in tables), row_bytes(tables[0], state)
         self.slots, self.home, self.cache_bytes = self.rows, None, 0
         self.hot: Sequence[int] = [0] * len(tables)
-        self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows, and of those in fast memory
+        self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows; of those in fast memory
         if isinstance(strategy, Slotted):
             self.slots, self.home = strategy.count_slots(self.rows, self.row_bytes), strategy.home
             self.cache_bytes = int(strategy.host_memory or 0)
@@ -335,20 +350,20 @@ class _Bundle:
             self.bytes = self.fast_bytes = sum(core.num_embeddings * row_bytes(core, state) for core in cores)
 
     def words(self) -> str:
-        """Say in what slots the tables are, and where all their rows."""
+        """Describe the slots of the tables and their backing store."""
         assert isinstance(self.strategy, Slotted)
         where = store_class(self.strategy.home).place(self.strategy.path)
         where += f" behind {format_size(self.cache_bytes)} of memory" if self.cache_bytes else ""
         own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
         return (
             f"{plural(len(self.tables), 'table')} {type(self.strategy).__name__} in {format_count(self.slots)} slots"
-            f"{own} ({self.slots / self.rows:.1%} of their rows, {format_size(self.fast_bytes)}), home {where} "
+            f"{own} ({self.slots / self.rows:.1%} of their rows, {format_size(self.fast_bytes)}), all rows {where} "
             f"({format_size(self.bytes)})"
         )
 
 
 def _named(tables: Sequence[str]) -> str:
-    """Return as many names as a column holds."""
+    """Return the first names, as many as fit a column."""
     shown = ", ".join(tables[:2])
     return shown if len(tables) <= 2 else f"{shown} and {len(tables) - 2} more"
 

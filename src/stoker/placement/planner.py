@@ -1,10 +1,10 @@
-"""``stoker.plan``: where every table should lie, given how much memory there is.
+"""``stoker.plan``: choose the place of each table for a given memory.
 
-If all rows fit the device, they lie there. If not, tables stay on the device one after the other, those with the most
-used rows per byte first, as far as that lowers the traffic of the others, which share the remaining memory as slots.
+If all rows fit the device, they are there. If not, whole tables are on the device, those with the most used rows per
+byte first, as long as that lowers the traffic of the others. The others share the remaining memory as slots.
 
-Finding and planning rows takes main memory beside them (:mod:`stoker.placement.footprint`). Where the slots lie in main
-memory too, their budget has to cover it; behind a GPU, that of the rows at home.
+Bookkeeping takes more main memory (:mod:`stoker.placement.footprint`). On a CPU the budget of the slots covers it, and
+with a GPU that of the backing store.
 
 Legend: C slots of a group, H hot rows of a table.
 """
@@ -28,7 +28,7 @@ from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, parse_size
 from stoker.optim import RowOptimizer
 from stoker.placement.budget import MemoryBudget
-from stoker.placement.expected import HotBatches, Uses, choose_hot, parted, phases, roomy, uses_of
+from stoker.placement.expected import HotBatches, Uses, choose_hot, phases, split_hot, uses_of, with_margin
 from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
@@ -40,11 +40,11 @@ from stoker.tables.stores.registry import store_class, store_for
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
 
-_SHARES = 16  # parts in which memory is dealt out to several kinds
-_AS_GOOD = 1.01  # times the fewest bytes moved
+_SHARES = 16  # shares of memory that are given to kinds of tables one by one
+_AS_GOOD = 1.01  # factor on the fewest bytes moved
 _HOME_SHARE = 0.8  # of the available memory
-_LEAST_TIER = 2**16  # bytes of a RAM tier that is worth having
-_INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part of the memory for rows
+_LEAST_TIER = 2**16  # least bytes of a RAM tier
+_INDEX_SHARE = 8  # the index of a log-structured file takes at most 1/8 of the memory for rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,44 +76,51 @@ class PlanArguments(MemoryBudget, _Asked):
 def plan(
     tables: EmbeddingTables | nn.Module | Sequence[TableConfig], counts: Mapping[str, Any] | None = None, **given: Any
 ) -> Placement:
-    """Where every table should lie. The numbers a model computes do not depend on it.
+    """Choose the place of each table. It changes no number that a model computes.
 
     Args:
-        tables: the tables: an :class:`EmbeddingTables`, a module that holds one (``model``), or their configurations
+        tables: an :class:`EmbeddingTables`, a module that contains one (``model``), or configurations of tables
             (``model.tables``).
         counts: table -> training occurrences by id [num_embeddings], falling, such as ``dataset.counts``. Tables
-            without are taken to follow Zipf's law with exponent 1.05.
-        optimizer: the row optimizer, whose state travels with a row; None: that of ``tables``, if it has one.
-        budget: the memory settings; None takes them from ``memory``.
-        batch_size: examples.
-        tensor_trains: tables whose cores lie on the device instead of their rows. Never chosen: they change the model.
-        hot_batches: of a classified dataset that is read by its schedule; ``HotCold`` keeps its profile's hot rows.
-        device: where the slots are; None takes the first GPU, else the CPU.
-        profile: costs of the machine; None measures this one when they are first asked for.
-        ids_per_feature: mean ids of a feature in an example, for all features or by feature; None means 1.
-        max_ids: the most ids of a feature in an example; None means ``ids_per_feature`` rounded up.
-        memory: the memory settings by name. ``device_memory``: bytes for rows and their state in fast memory, such as
-            "4GiB"; where the device is the CPU they also cover what it takes to find and plan the rows; the dense part
-            needs its own. ``host_memory``: bytes for all rows in main memory, and with a GPU for finding and planning
-            rows; None takes 80 % of what is available (less ``device_memory``, where the device is the CPU); rows that
-            need more are in a file in the directory ``path``, None: the system's temporary one. ``strategy`` of tables
-            that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is expected to move the
-            fewest bytes. ``lookahead``, ``in_flight`` and ``foresight`` as for :func:`stoker.stage`. ``spill``: whether
-            batches with more rows than slots are worked on in "parts" or refused ("refuse").
+            without counts are assumed to follow Zipf's law with exponent 1.05.
+        optimizer: the row optimizer, whose state moves with a row. None: that of ``tables``, if it has one.
+        budget: the memory settings. None takes them from ``memory``.
+        batch_size: examples per batch.
+        tensor_trains: tables whose cores are on the device instead of their rows. The planner does not choose them,
+            because they change the model.
+        hot_batches: batches of a classified dataset that the schedule reads. ``HotCold`` pins the hot rows of its
+            profile.
+        device: device of the slots. None takes the first GPU, else the CPU.
+        profile: costs of the machine. None measures this machine when they are first read.
+        ids_per_feature: mean ids of a feature in an example, for all features or by feature. None means 1.
+        max_ids: the most ids of a feature in an example. None means ``ids_per_feature`` rounded up.
+        memory: the memory settings by name. ``device_memory``: fast memory for rows and their state, such as "4GiB"; on
+            a CPU it also covers bookkeeping; the dense part is not in it. ``host_memory``: main memory for all rows,
+            and with a GPU for bookkeeping; None takes 80 % of what is available (on a CPU, less ``device_memory``).
+            Rows that need more are in a file in the directory ``path``; None: the temporary one of the system.
+            ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one with the
+            fewest expected bytes moved. ``lookahead``, ``in_flight`` and ``foresight`` as for :func:`stoker.stage`.
+            ``spill``: "parts" splits a batch with more rows than slots, "refuse" refuses it.
 
     Raises:
-        ConfigError: a budget that cannot work, with the smallest that does; or a setting out of its range.
+        ConfigError: a budget that cannot work, with the smallest one that does; or a setting out of its range.
+
+    >>> tables = [stoker.TableConfig(name=name, num_embeddings=rows, embedding_dim=16) for name, rows in
+    ...           [("user", 100_000), ("item", 1_000)]]
+    >>> placement = stoker.plan(tables, optimizer=stoker.RowWiseAdagrad(lr=0.1), device_memory="1MiB", batch_size=256)
+    >>> {name: type(strategy).__name__ for name, strategy in placement.items()}
+    {'user': 'Cached', 'item': 'Device'}
     """
     asked = _Asked(**{item.name: given.pop(item.name) for item in fields(_Asked) if item.name in given})
-    tables, optimizer = _given(tables, asked.optimizer)
+    tables, optimizer = _configurations(tables, asked.optimizer)
     batch_size, profile = asked.batch_size, asked.profile
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
-    settings = _memory(asked.budget, given)
+    settings = _settings(asked.budget, given)
     chosen = resolve_device(asked.device)
     limit = parse_size(settings.device_memory or 0)
-    mean = {name: _of(asked.ids_per_feature, name, 1.0) for table in tables for name in table.features}
-    most = {name: int(_of(asked.max_ids, name, math.ceil(mean[name]))) for name in mean}
+    mean = {name: _per_feature(asked.ids_per_feature, name, 1.0) for table in tables for name in table.features}
+    most = {name: int(_per_feature(asked.max_ids, name, math.ceil(mean[name]))) for name in mean}
     state = dict(optimizer.state)
     work = Workload(
         uses=_uses(tables, counts or {}, batch_size, mean), state=state, budget=settings, device=chosen,
@@ -146,19 +153,19 @@ def plan(
         division, moved, choice = weigh(first, work, limit, needs.largest_slots)
         homes = sum(needs.bytes(table) for table in division.rest)
         beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
-        return _Placed(division, moved, choice, *_home(homes, beside, given, settings))
+        return _Placed(division, moved, choice, *_choose_store(homes, beside, given, settings))
 
     found = placed(limit)
     options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
     room = 0.0  # bytes of main memory for a RAM tier
     if not store_class(found.home).in_memory:
         options |= {"path": settings.home_path, "writes": "in-place"}
-        # The system's page cache takes memory for a file anyway, and gives it back. A RAM tier takes what it is given.
+        # The page cache of the system uses memory for a file anyway and frees it. A RAM tier keeps what it is given.
         room = found.room if settings.host_memory is not None else 0.0
-        # The index of a log is worth a little of the memory that rows would have.
+        # A log-structured file is worth a little memory for its index.
         index = store_class(found.home).index_bytes(sum(table.num_embeddings for table in tables))
         if index and index * _INDEX_SHARE <= (limit if on_cpu else found.room):
-            with suppress(ConfigError):  # the index leaves too little
+            with suppress(ConfigError):  # the index leaves too little memory
                 found = placed(limit - index) if on_cpu else found
                 options["writes"] = "append"
                 room -= 0 if on_cpu else index
@@ -179,7 +186,7 @@ def plan(
     return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice)
 
 
-def _memory(budget: MemoryBudget | None, given: dict[str, Any]) -> MemoryBudget:
+def _settings(budget: MemoryBudget | None, given: dict[str, Any]) -> MemoryBudget:
     """Return the memory settings."""
     if budget is None:
         if "path" in given:
@@ -192,32 +199,32 @@ def _memory(budget: MemoryBudget | None, given: dict[str, Any]) -> MemoryBudget:
     return budget
 
 
-def _of(given: float | Mapping[str, float] | None, name: str, default: float) -> float:
+def _per_feature(given: float | Mapping[str, float] | None, name: str, default: float) -> float:
     if given is None:
         return default
     return given if isinstance(given, int | float) else given.get(name, default)
 
 
-def _given(
+def _configurations(
     tables: EmbeddingTables | nn.Module | Sequence[TableConfig], optimizer: RowOptimizer | None
 ) -> tuple[Sequence[TableConfig], RowOptimizer]:
     """Return the configurations of the tables, and the row optimizer.
 
     Raises:
-        ConfigError: saying what to pass.
+        ConfigError: the arguments are something else; the message says what to pass.
     """
     if isinstance(tables, nn.Module):
         found = [module for module in tables.modules() if isinstance(module, EmbeddingTables)]
         if len(found) != 1:
             raise ConfigError(
-                f"{type(tables).__name__} holds {len(found)} EmbeddingTables; plan places one. Pass it, or a list of "
-                "TableConfig."
+                f"{type(tables).__name__} contains {len(found)} EmbeddingTables; plan places one. Pass it, or a "
+                "list of TableConfig."
             )
         return found[0].tables, optimizer or found[0].optimizer
     tables = list(tables) if isinstance(tables, Iterable) and not isinstance(tables, str | Mapping) else []
     if not tables or not all(isinstance(table, TableConfig) for table in tables):
         raise ConfigError(
-            "plan needs tables: an EmbeddingTables, a module that holds one, or a list of TableConfig (model.tables)."
+            "plan needs tables: an EmbeddingTables, a module with one, or a list of TableConfig (model.tables)."
         )
     if optimizer is None:
         raise ConfigError("a list of TableConfig has no optimizer. Pass optimizer=, such as stoker.RowWiseAdagrad().")
@@ -227,7 +234,7 @@ def _given(
 def _uses(
     tables: Sequence[TableConfig], counts: Mapping[str, Any], batch_size: int, mean: Mapping[str, float]
 ) -> dict[str, Uses]:
-    """How often the rows of each table are used."""
+    """Return the use of the rows, by table."""
     found: dict[str, Uses] = {}
     for table in tables:
         known = counts.get(table.name)
@@ -243,18 +250,18 @@ def _uses(
 
 
 class _Placed(NamedTuple):
-    """Where tables lie within a budget, and why."""
+    """The places of tables within a budget, and the reasons."""
 
     division: Division
     moved: dict[str, float]  # as for Placement
     choice: str
     home: str  # name of the store
-    room: float  # bytes of main memory for rows at home
+    room: float  # bytes of main memory for the backing store
     note: str
 
 
 class _Needs:
-    """What tables need: rows in slots, and bytes of fast memory."""
+    """The needs of tables: slots, and bytes of memory."""
 
     def __init__(self, work: Workload, most: Mapping[str, int]) -> None:
         self.work, self.most, self.spill = work, most, work.budget.spill
@@ -262,53 +269,53 @@ class _Needs:
         self._footprints: dict[tuple[str, ...], Footprint] = {}
 
     def bytes(self, table: TableConfig) -> int:
-        """Of all rows of a table."""
+        """Return the bytes of all rows of a table."""
         return table.num_embeddings * row_bytes(table, self.state)
 
     def density(self, table: TableConfig) -> float:
-        """Rows used a step, per byte."""
+        """Return the used rows per step and byte."""
         return self.uses[table.name].distinct / self.bytes(table)
 
     def footprint(self, members: Sequence[TableConfig]) -> Footprint:
-        """Of tables of one kind."""
+        """Return the footprint of tables of one kind."""
         names = tuple(table.name for table in members)
         if names not in self._footprints:
             self._footprints[names] = self.work.footprint(members)
         return self._footprints[names]
 
     def in_flight_slots(self, members: Sequence[TableConfig], depth: int) -> int:
-        """Rows of ``depth`` batches of tables of one kind, with a margin: few batches have more."""
+        """Return the slots for ``depth`` batches of tables of one kind, with a margin that few batches exceed."""
         expected = sum(self.uses[table.name].distinct_of(depth) for table in members)
-        return min(roomy(expected), sum(table.num_embeddings for table in members))
+        return min(with_margin(expected), sum(table.num_embeddings for table in members))
 
     def largest_slots(self, members: Sequence[TableConfig]) -> int:
-        """Rows of the largest example, of tables of one kind."""
+        """Return the rows of the largest example, in tables of one kind."""
         rows = sum(min(table.num_embeddings, sum(self.most[name] for name in table.features)) for table in members)
         return max(1, rows)
 
     def least_slots(self, members: Sequence[TableConfig]) -> int:
-        """With fewer, tables of one kind cannot be trained."""
+        """Return the minimum of slots to train tables of one kind."""
         largest = self.largest_slots(members)
         if self.spill == "refuse":
             return max(largest, self.in_flight_slots(members, self.work.budget.in_flight or 1))
         return largest
 
     def wanted_slots(self, members: Sequence[TableConfig]) -> int:
-        """With these, one batch can be staged while another is trained."""
+        """Return the slots to stage one batch while another is trained."""
         return self.in_flight_slots(members, self.work.budget.in_flight or 2)
 
     def fast(self, tables: Sequence[TableConfig], slots: Callable[[Sequence[TableConfig]], int]) -> int:
-        """Bytes of fast memory for tables of any kinds, each kind behind so many slots."""
+        """Return the fast memory of tables, where ``slots`` returns the slots of a kind."""
         return sum(self.footprint(members).fast(slots(members)) for members in by_kind(tables).values())
 
     def taken(self, division: Division) -> int:
-        """Bytes of fast memory that tables take so divided."""
+        """Return the fast memory of a division."""
         whole = sum(self.bytes(table) for table in division.resident)
         parts = by_kind(division.rest).items()
         return whole + sum(self.footprint(members).fast(division.slots[kind]) for kind, members in parts)
 
     def beside(self, division: Division) -> int:
-        """Bytes of main memory to find and plan the rows of tables so divided."""
+        """Return the main memory for the bookkeeping of a division."""
         kinds = by_kind(division.rest).items()
         return sum(self.footprint(members).counted(division.slots[kind]) for kind, members in kinds)
 
@@ -321,14 +328,14 @@ class _Needs:
             depth = self.work.budget.in_flight or 1
             number = "a batch" if depth == 1 else f"{depth} batches in flight"
             what = f"{number} of {batch_size:,} examples needs about {format_size(least)} of rows at once"
-            remedy = "lower in_flight or batch_size, or choose spill='parts', which works on large batches in parts"
+            remedy = "lower in_flight or batch_size, or choose spill='parts', which splits large batches"
         else:
             kinds = list(by_kind(tables).values())
             beside = sum(self.footprint(m).fast(0) for m in kinds) if self.work.device.type == "cpu" else 0
             rows = sum(self.footprint(m).slot_bytes * self.least_slots(m) for m in kinds)
             if beside > rows:
                 what = (
-                    f"finding and planning rows takes {format_size(least - rows)} with batches of {batch_size:,} "
+                    f"bookkeeping takes {format_size(least - rows)} with batches of {batch_size:,} "
                     f"examples, and the largest example has {format_size(rows)} of rows"
                 )
                 remedy = "or choose a smaller batch_size"
@@ -345,30 +352,30 @@ class _Needs:
 def _divide(
     tables: Sequence[TableConfig], budget: int, needs: _Needs, work: Workload
 ) -> tuple[list[TableConfig], dict[Kind, int]]:
-    """The tables that stay on the device, and the slots of the others by kind."""
+    """Return the tables that are on the device as a whole, and the slots of the others by kind."""
     order = sorted(tables, key=lambda table: (-needs.density(table), table.name))
     options: list[tuple[float, int, dict[Kind, int]]] = []
     used = 0
     for count in range(len(order)):
         rest = order[count:]
-        # Where not even all memory holds the batches in flight, it all goes to slots.
+        # If even all memory does not fit the batches in flight, all of it goes to slots.
         if count and used + needs.fast(rest, needs.wanted_slots) > budget:
             break
-        slots, moved = _deal(by_kind(rest), budget - used, needs, work)
+        slots, moved = _share_memory(by_kind(rest), budget - used, needs, work)
         options.append((moved, count, slots))
         used += needs.bytes(order[count])
     least = min(moved for moved, _, _ in options)
-    # Of those as good as the best, the one with the most tables on the device: they need no planning.
+    # Among the best ones, choose the most tables on the device, because they need no planning.
     _, count, slots = max((option for option in options if option[0] <= _AS_GOOD * least), key=lambda o: o[1])
     return order[:count], slots
 
 
-def _deal(
+def _share_memory(
     kinds: Mapping[Kind, Sequence[TableConfig]], memory: int, needs: _Needs, work: Workload
 ) -> tuple[dict[Kind, int], float]:
-    """The slots of each kind, and the bytes that are then fetched in a step.
+    """Return the slots of each kind, and the bytes fetched in a step.
 
-    Each kind gets what it needs; the rest is dealt out in parts to whoever it saves most traffic.
+    Each kind gets its minimum. Each share of the rest goes to the kind whose traffic it lowers most.
     """
     prints = {kind: needs.footprint(members) for kind, members in kinds.items()}
     limit = {kind: found.fast(found.rows) for kind, found in prints.items()}
@@ -398,14 +405,17 @@ def _deal(
     return slots, sum(moved(kind, value) for kind, value in given.items())
 
 
-def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
-    """Where rows lie that do not fit the device, the bytes of main memory there are for them, and why.
+def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
+    """Choose the backing store of rows that do not fit the device.
 
     Args:
-        needed: bytes of all their rows.
-        beside: bytes of main memory that it takes to find and plan them.
-        slots: bytes of main memory that are given away already.
+        needed: bytes of all these rows.
+        beside: bytes of main memory for bookkeeping.
+        slots: bytes of main memory that slots take.
         settings: ``host_memory`` and ``home_path``.
+
+    Returns:
+        The kind of the store, the bytes of main memory for it, and the reason in a sentence.
     """
     if settings.host_memory is not None:
         room: float = parse_size(settings.host_memory)
@@ -415,17 +425,17 @@ def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple
         room = math.inf if available is None else _HOME_SHARE * max(0, available - slots)
         given = f"80 % of the available memory, {format_size(room)}"
     if needed + beside <= room:
-        return "memory", room - beside, f"the rows at home take {format_size(needed)} of memory"
+        return "memory", room - beside, f"the backing store takes {format_size(needed)} of main memory"
     if beside:
-        given += f" less {format_size(beside)} to find and plan them"
+        given += f" less {format_size(beside)} for bookkeeping"
     path = None if settings.home_path is None else str(settings.home_path)
     home = store_for(path)
-    why = f"the rows at home need {format_size(needed)}, more than {given}: they lie {store_class(home).place(path)}"
+    why = f"the backing store needs {format_size(needed)}, more than {given}: it is {store_class(home).place(path)}"
     return home, room - beside, why
 
 
 def _tier(room: float, members: Sequence[TableConfig], row_bytes: int) -> int | None:
-    """Return the bytes for a RAM tier over the store of tables of one kind; None where ``room`` holds few blocks."""
+    """Return the bytes for a RAM tier over the store of tables of one kind; None if ``room`` is a few blocks only."""
     table = 8 * sum(each.num_embeddings for each in members)  # of pages, at most, and as much again
     return int(room) if room >= _LEAST_TIER + table + 16 * row_bytes else None
 
@@ -435,12 +445,12 @@ def _check_device(needed: int, device: torch.device) -> None:
     if total and needed > total:
         raise ConfigError(
             f"the rows on {device} would take {format_size(needed)}, but it has {format_size(total)} of memory. "
-            f"Give a smaller --device-memory: the other rows then lie at home."
+            f"Give a smaller --device-memory: the other rows are then in main memory or in a file."
         )
 
 
 def _at_least(size: int) -> str:
-    """A size as it is typed, rounded up."""
+    """Return a size as a user types it, rounded up."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= factor:
             return f"{math.ceil(size / factor * 10) / 10:g}{unit}"
@@ -448,12 +458,12 @@ def _at_least(size: int) -> str:
 
 
 def kind_of(table: TableConfig) -> Kind:
-    """What tables that share slots have in common."""
+    """Return what tables that share slots have in common."""
     return table.embedding_dim, table.pooling, table.dtype
 
 
 def by_kind(tables: Sequence[TableConfig]) -> dict[Kind, list[TableConfig]]:
-    """Tables that may share slots."""
+    """Group tables that may share slots."""
     found: dict[Kind, list[TableConfig]] = {}
     for table in tables:
         found.setdefault(kind_of(table), []).append(table)
@@ -462,7 +472,7 @@ def by_kind(tables: Sequence[TableConfig]) -> dict[Kind, list[TableConfig]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Tables that lie on the device, and the slots of the others."""
+    """Tables that are on the device as a whole, and the slots of the others."""
 
     strategy: type[Slotted]
     resident: Sequence[TableConfig]
@@ -471,13 +481,13 @@ class Division:
     hot: Mapping[str, int] = field(default_factory=dict)  # table -> H, for HotCold
 
     def of(self, **options: Any) -> Slotted:
-        """The strategy of a kind of tables."""
+        """Return the strategy of a kind of tables."""
         if self.strategy is HotCold:
             options["hot"] = self.hot
         return self.strategy(**options)
 
     def moved(self, work: Workload) -> float:
-        """Bytes a step of a first epoch, both ways. Hot rows come once, before the first step."""
+        """Return the bytes moved per step of the first epoch, both ways. Hot rows are fetched once, at the start."""
         total = 0.0
         for kind, members in by_kind(self.rest).items():
             slots = self.slots[kind]
@@ -490,16 +500,19 @@ class Division:
 def weigh(
     cached: Division, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int]
 ) -> tuple[Division, dict[str, float], str]:
-    """The division asked for, or the one that moves the fewest bytes; what each moves in a step, and why in a sentence.
+    """Choose the strategy that the user wants, or the one that moves the fewest bytes.
 
     Args:
-        cached: how a cache would lie.
-        work: what to judge by, and the strategy that the user asked for.
+        cached: the division for a cache.
+        work: what the cost depends on, and the strategy that the user wants.
         budget: bytes of fast memory.
-        largest: rows of the largest example of tables of one kind.
+        largest: rows of the largest example in tables of one kind.
+
+    Returns:
+        The division, the bytes that each strategy moves per step, and the reason in a sentence.
 
     Raises:
-        ConfigError: hot rows were asked for, and there is no room for them.
+        ConfigError: the user wants hot rows, and there is no memory for them.
     """
     found, strategy = {"cached": cached}, work.budget.strategy
     hot, problem = _hot_cold(cached, work, budget, largest)
@@ -507,10 +520,10 @@ def weigh(
         found["hot-cold"] = hot
     found["host-pipelined"] = replace(cached, strategy=HostPipelined)
     if strategy != "auto" and strategy not in found:
-        # A profile's hot rows take the same room whatever the batch.
+        # The hot rows of a profile take the same memory for any batch size.
         smaller = "a smaller batch_size, " if work.hot_batches is None else ""
         raise ConfigError(
-            f"strategy 'hot-cold' cannot be: {problem}. Give more memory (--device-memory), {smaller}or another "
+            f"strategy 'hot-cold' does not work: {problem}. Give more memory (--device-memory), {smaller}or another "
             "strategy.",
             settings=("strategy",),
         )
@@ -526,8 +539,11 @@ def weigh(
 
 
 def least_moved(moved: Mapping[str, float], *, known: bool) -> str:
-    """The fewest bytes. Where it makes hardly a difference, hot rows, as finding them costs nothing; but a cache if
-    counts are not ``known``, for it need not know them either."""
+    """Return the strategy that moves the fewest bytes.
+
+    Among nearly equal ones it is hot rows, because finding them costs nothing; but a cache if counts are not ``known``,
+    because a cache does not need them.
+    """
     least = min(moved.values())
     order = ("hot-cold", "cached", "host-pipelined") if known else ("cached", "hot-cold", "host-pipelined")
     return next(name for name in order if moved.get(name, math.inf) <= least * _AS_GOOD)
@@ -535,16 +551,16 @@ def least_moved(moved: Mapping[str, float], *, known: bool) -> str:
 
 def _why(strategy: str, chosen: str, moved: Mapping[str, float], problem: str) -> str:
     if strategy != "auto":
-        return ", as asked for"
+        return ", as requested"
     if moved[chosen] > min(moved.values()):
-        return ", which moves hardly more" + (" and need not plan hot rows" if chosen == "hot-cold" else "")
+        return ", which moves little more" + (" and does not plan hot rows" if chosen == "hot-cold" else "")
     return f" (no HotCold: {problem})" if problem else ""
 
 
 def _hot_cold(
     cached: Division, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int]
 ) -> tuple[Division | None, str]:
-    """Hot rows of a classified dataset, or else the most used ones; None and why not, if there is no room."""
+    """Return the division with hot rows: those of a classified dataset, else the most used ones; or why not."""
     if work.hot_batches is not None:
         return _classified(cached, work.hot_batches, work, budget, largest)
     hot: dict[str, int] = {}
@@ -554,12 +570,12 @@ def _hot_cold(
         depth = work.depth(None)
         slots[kind] = cached.slots[kind]
         chosen = choose_hot(uses, slots[kind], depth)
-        if any(chosen):  # what is not needed to plan rows holds more of them
+        if any(chosen):  # hot rows need less bookkeeping, so there is memory for more of them
             slots[kind] = footprint.hot_slots_within(footprint.fast(slots[kind]), slots[kind] - sum(chosen))
             chosen = choose_hot(uses, slots[kind], depth)
         hot |= {table.name: count for table, count in zip(members, chosen, strict=True)}
     if not any(hot.values()):
-        return None, "the rows of a batch take all slots, and leave none for hot rows"
+        return None, "the rows of a batch take all slots, so none are left for hot rows"
     return replace(cached, strategy=HotCold, slots=slots, hot=hot), ""
 
 
@@ -567,21 +583,21 @@ def _classified(
     cached: Division, batches: HotBatches, work: Workload, budget: int,
     largest: Callable[[Sequence[TableConfig]], int],
 ) -> tuple[Division | None, str]:  # fmt: skip
-    """All rows that the profile calls hot, room for those in transit, and more hot rows where memory is left."""
+    """Pin all hot rows of the profile, keep slots for rows in flight, and pin more rows if memory is left."""
     tables = [*cached.resident, *cached.rest]
     hot = {table.name: batches.rows.get(table.name, 0) for table in tables}
     whole = [table for table in tables if hot[table.name] >= table.num_embeddings]
     rest = [table for table in tables if table not in whole]
     if not any(hot[table.name] for table in rest):
-        return None, "the profile calls whole tables hot, and no part of one"
+        return None, "in the profile, a table is hot as a whole or not at all"
     kinds = by_kind(rest)
     left = budget - sum(table.num_embeddings * row_bytes(table, work.state) for table in whole)
     needed, wanted, transit = dict[Kind, int](), dict[Kind, int](), dict[Kind, int]()
-    uses: dict[Kind, list[Uses]] = {}  # in batches that are not of hot rows only
+    uses: dict[Kind, list[Uses]] = {}  # in batches that are not hot
     for kind, members in kinds.items():
         uses[kind] = [phases(work.uses[table.name], hot[table.name], batches.share)[1] for table in members]
-        cold = [parted(use, hot[table.name])[1] for use, table in zip(uses[kind], members, strict=True)]
-        transit[kind] = roomy(sum(use.distinct_of(work.depth(None)) for use in cold))
+        cold = [split_hot(use, hot[table.name])[1] for use, table in zip(uses[kind], members, strict=True)]
+        transit[kind] = with_margin(sum(use.distinct_of(work.depth(None)) for use in cold))
         footprint = work.footprint(members)
         own = footprint.hot_bytes * sum(hot[table.name] for table in members)
         needed[kind] = footprint.fast(largest(members)) + own
@@ -589,7 +605,7 @@ def _classified(
     least = sum(needed.values())
     if least > left:
         return None, (
-            f"the profile's hot rows and those of one example in transit take {format_size(budget - left + least)}, "
+            f"the hot rows of the profile and the rows of one example take {format_size(budget - left + least)}, "
             f"more than {format_size(budget)}"
         )
     spare = left - least
@@ -597,13 +613,13 @@ def _classified(
     part = min(1.0, spare / total) if (total := sum(more.values())) else 0.0
     given = {kind: needed[kind] + int(part * more[kind]) for kind in kinds}
     first = next(iter(kinds))
-    given[first] += left - sum(given.values())  # nobody else needs it
+    given[first] += left - sum(given.values())  # the others do not need it
     slots: dict[Kind, int] = {}
     for kind, members in kinds.items():
         least_hot = [hot[table.name] for table in members]
         own, footprint = sum(least_hot), work.footprint(members)
         slots[kind] = own + footprint.slots_within(given[kind] - own * footprint.hot_bytes)
-        if slots[kind] > own + transit[kind]:  # room for more hot rows than the profile has
+        if slots[kind] > own + transit[kind]:  # memory for more hot rows than the profile has
             slots[kind] = footprint.hot_slots_within(given[kind], transit[kind])
             more_hot = choose_hot(uses[kind], slots[kind], work.depth(None), least_hot)
             hot |= {table.name: count for table, count in zip(members, more_hot, strict=True)}
@@ -619,19 +635,19 @@ def rows_to_compress(
     cores: int = 3,
     already: Mapping[str, TensorTrain] | None = None,
 ) -> int | None:
-    """The fewest largest tables that have to become tensor trains for everything to lie on the device.
+    """Find the fewest largest tables to compress as tensor trains so that everything fits the device.
 
     Args:
         tables: of the model.
         budget: bytes for rows, cores and their optimizer state.
-        state: of the row optimizer.
-        rank: of the tensor trains.
-        cores: of each.
+        state: state of the row optimizer.
+        rank: rank of the tensor trains.
+        cores: cores of each.
         already: tables that are compressed in any case, by name.
 
     Returns:
-        The rows from which on a table is compressed. Where even all those that get smaller leave too much, these. None
-        where everything fits as it is, or no table gets smaller.
+        The number of rows from which a table is compressed. If even all tables that become smaller are too large, that
+        of these. None if everything fits already, or no table becomes smaller.
     """
 
     def size(several: Sequence[TableConfig]) -> int:

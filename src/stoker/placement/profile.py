@@ -1,7 +1,4 @@
-"""What moving rows costs on this machine: measured in a few seconds, once a process.
-
-Legend: N rows at home, C slots, L lookups of a batch, U distinct rows of a batch.
-"""
+"""Measure what moving rows costs on this machine: in a few seconds, once per process."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome
 
-_HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
-_PLAIN_HOME = 2 * 2**20  # where plain Python plans
+_HOME = 128 * 2**20  # bytes of rows in the backing store: more than processor caches hold
+_PLAIN_HOME = 2 * 2**20  # without Numba
 _FILE = 64 * 2**20
 _MOST_ROWS = 2**21
-_PART = 2**16  # rows stored at a time while a home is filled
+_PART = 2**16  # rows stored at a time while a backing store is filled
 _BATCHES = 8
-_COLD_SECONDS = 0.5  # spent on reads from the disk
-_FILE_ROWS = 1024  # of one call: what a step misses, more or less
+_COLD_SECONDS = 0.5  # for reads from the disk
+_FILE_ROWS = 1024  # per call: about what a step misses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +38,27 @@ class Profile:
     """Costs of this machine, for rows of one size."""
 
     row_bytes: int  # weights and optimizer state
-    fetch: float  # rows/s from random places of a home in memory to slots
+    fetch: float  # rows/s from random places in main memory to slots
     store: float  # rows/s back
-    plan_row: float  # seconds to plan for one distinct row in its slot
-    plan_miss: float  # seconds more for one that has to come, and for the one that leaves
-    plan_lookup: float  # seconds to find out which distinct row a lookup wants
-    file_cold: float | None = None  # rows/s from random places of a file that is not in memory; None: not measured
-    file_warm: float | None = None  # of one that is, in the system's page cache
-    file_store: float | None = None  # rows/s to it
+    plan_row: float  # seconds to plan for a distinct row in its slot
+    plan_miss: float  # additional seconds for a row to fetch, and for the row to evict
+    plan_lookup: float  # seconds to find the distinct row of a lookup
+    file_cold: float | None = None  # rows/s from random places of a file on the disk; None: not measured
+    file_warm: float | None = None  # rows/s from a file in the page cache
+    file_store: float | None = None  # rows/s to a file
 
     def plan_seconds(self, traffic: Traffic) -> float:
-        """Seconds a step to plan."""
+        """Return the seconds per step to plan."""
         return self.plan_lookup * traffic.lookups + self.plan_row * traffic.distinct + self.plan_miss * traffic.fetched
 
     def move_seconds(self, traffic: Traffic, row_bytes: int, *, in_memory: bool, cold: float) -> float:
-        """Seconds a step to move rows both ways, without waiting for a disk.
+        """Return the seconds per step to move rows both ways, without waiting for a disk.
 
         Args:
-            traffic: of a step.
-            row_bytes: of the rows; those larger than the measured ones take longer in proportion.
-            in_memory: whether they come from memory, not from a file.
-            cold: share of a file's rows that the system's page cache does not hold.
+            traffic: traffic of a step.
+            row_bytes: bytes of a row. Larger rows than the measured ones take longer in proportion.
+            in_memory: True if the backing store is in memory, not in a file.
+            cold: share of the rows of a file that are not in the page cache.
         """
         size = max(1.0, row_bytes / self.row_bytes)
         if in_memory or self.file_warm is None or self.file_store is None:
@@ -70,13 +67,13 @@ class Profile:
         return size * (traffic.first / self.fetch + again / self.file_warm + traffic.written / self.file_store)
 
     def disk_seconds(self, traffic: Traffic, row_bytes: int, cold: float) -> float:
-        """Seconds a step that rows not in memory take to come from the disk."""
+        """Return the seconds per step to read rows from the disk."""
         if self.file_cold is None or cold == 0:
             return 0.0
         return max(1.0, row_bytes / self.row_bytes) * cold * self._again(traffic) / self.file_cold
 
     def _again(self, traffic: Traffic) -> float:
-        """Rows to be read: one that nobody has stored yet is computed."""
+        """Return the rows to read; a row that was never stored is computed instead."""
         return max(0.0, traffic.fetched - traffic.first)
 
 
@@ -90,18 +87,18 @@ def measure_profile(
     file: bool = False,
     writes: Literal["append", "in-place"] | None = None,
 ) -> Profile:
-    """Measure this machine; the same question again is answered from memory.
+    """Measure this machine. A second call with the same arguments returns the same profile.
 
-    Takes under 3 seconds and up to 200 MB of memory. The first run after an installation also compiles kernels.
+    A measurement takes under 3 seconds and up to 200 MB of memory. The first one also compiles kernels.
 
     Args:
         dim: columns of a row.
-        dtype: of its weights.
-        state: its optimizer state, name -> "row" or "scalar".
-        device: where the slots are.
-        directory: of a home in a file; None means the system's temporary one.
-        file: whether to measure a file too (64 MiB are written).
-        writes: how rows go home to it; None as a strategy without does.
+        dtype: type of the weights.
+        state: optimizer state of a row, name -> "row" or "scalar".
+        device: device of the slots.
+        directory: directory of a spill file; None means the temporary one of the system.
+        file: measure a file, too (writes 64 MiB).
+        writes: how rows are written to the file; None takes the default of a strategy.
     """
     return _measure(dim, dtype, tuple((state or {}).items()), str(device), directory, file, writes)
 
@@ -139,7 +136,7 @@ def _storage(rows: int, dim: int, dtype: str, state: dict[str, str], device: str
 
 
 def _fill(storage: SlottedRows, rows: int) -> None:
-    """Store the first ``rows`` rows: others would be computed when fetched."""
+    """Store the first ``rows`` rows, because a row that was never stored is computed when it is fetched."""
     part = storage.home.empty(_PART)
     part.weight.zero_()
     for tensor in part.state.values():
@@ -150,10 +147,10 @@ def _fill(storage: SlottedRows, rows: int) -> None:
 
 
 def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float, float]:
-    """The costs of planning, and rows/s fetched and stored.
+    """Measure the costs of planning, and rows/s fetched and stored.
 
-    How long a row takes depends on whether the processor's caches still know it, so batches are drawn from Zipf's law
-    as in click logs; uniform ones beside them tell misses from hits.
+    The time for a row depends on the caches of the processor, so batches follow Zipf's law, as in click logs. Uniform
+    batches separate the cost of a miss from that of a hit.
     """
     random = np.random.default_rng(0)
     slots, rows = storage.num_slots, storage.num_rows
@@ -172,12 +169,14 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
     _steps(storage, uniform(2, 256))
     hot = _steps(storage, uniform(_BATCHES, 256))
     plan_lookup = hot.planning / lookups
-    _steps(storage, uniform(5 * slots // (4 * lookups) + LANDED + 2))  # all slots taken, and rows on their way home
+    _steps(
+        storage, uniform(5 * slots // (4 * lookups) + LANDED + 2)
+    )  # all slots are taken, and rows are being written back
     cold = _steps(storage, uniform(_BATCHES))
     _steps(storage, zipf(LANDED))
     real = _steps(storage, zipf(_BATCHES))
     whole, part = cold.planning - hot.planning, real.planning - hot.planning
-    # Two batches, two costs: rows that were in their slots, and those that had to come.
+    # Two kinds of batches give two costs: of a row in its slot, and of a row to fetch.
     apart = max(1.0, cold.fetched * real.rows - real.fetched * cold.rows)
     plan_miss = min(max(0.0, (whole * real.rows - part * cold.rows) / apart), max(0.0, whole) / cold.fetched)
     plan_row = max(0.0, part - plan_miss * real.fetched) / real.rows
@@ -186,7 +185,7 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
 
 
 class _Step(NamedTuple):
-    """The quickest of several batches: seconds and rows."""
+    """Seconds of the quickest batch, and mean rows of several batches."""
 
     planning: float
     fetching: float
@@ -197,7 +196,7 @@ class _Step(NamedTuple):
 
 
 def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
-    """Take batches through the storage."""
+    """Run batches through the storage and time them."""
     stats, queue = storage.stats, storage.queue()
     seen = []
     for ids in batches:

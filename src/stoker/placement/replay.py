@@ -1,8 +1,8 @@
-"""``stoker.replay``: what cache strategies would do on a stream of ids, without training.
+"""``stoker.replay``: simulate cache strategies on a stream of ids, without training.
 
-Placement does not change the ids of a run, so its hits, misses and traffic follow from the ids alone. A stream becomes
-a trace: for each step its distinct rows, numbered from the most frequent on. The strategies are defined in
-:mod:`stoker.placement.replay_reference`; here they run as Numba kernels.
+Placement does not change the ids of a run, so hits, misses and traffic depend on the ids only. A stream becomes a
+trace: the distinct rows of each step, numbered by falling frequency. :mod:`stoker.placement.replay_reference` defines
+the strategies; here they run as Numba kernels.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows that occur at all, N rows of all tables,
 C slots, B examples, F features.
@@ -40,37 +40,37 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IdTrace:
-    """Distinct rows step by step.
+    """The distinct rows of each step.
 
     Rows are numbered from 0 in the order of (id within its table, position of the table), and listed rising within a
-    step. ``rows``, ``counts`` and ``following`` lie in unnamed temporary files, 16 bytes a place in all; what a
-    simulation keeps in memory grows with K (about 40 bytes a row while recording), not with L.
+    step. ``rows``, ``counts`` and ``following`` are in unnamed temporary files, 16 bytes per place in all. The memory
+    of a simulation grows with K (about 40 bytes per row while recording), not with L.
     """
 
     offsets: Int64  # [T + 1] first place of each step
     rows: Int32  # [L]
     counts: Int32  # [L] occurrences of the row in its batch
-    following: Int64  # [L] place of the row's next use; L + row if there is none
+    following: Int64  # [L] place of the next use of the row; L + row if there is none
     num_rows: int  # K
     lookups: int  # occurrences of all rows
 
     @property
     def steps(self) -> int:
-        """T."""
+        """T, the number of steps."""
         return len(self.offsets) - 1
 
     @property
     def places(self) -> int:
-        """L."""
+        """L, the number of places."""
         return int(self.offsets[-1])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield steps [first, last) that are worked on together."""
+        """Yield chunks of steps [first, last)."""
         return spool.stretches(self.offsets)
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
-    """Return the tables of a dataset as one group, in the order that models make them in.
+    """Return the address space of the tables of a dataset, in the order of a model.
 
     Raises:
         DataError: a dataset without categorical columns.
@@ -89,11 +89,14 @@ def dataset_space(dataset: Dataset) -> AddressSpace:
 def dataset_steps(
     dataset: Dataset, space: AddressSpace, *, batch_size: int, seed: int | None, steps: int | None
 ) -> tuple[int, Iterator[Int64]]:
-    """Return the number of steps, and the keys ``id * tables + table`` of each training batch's lookups.
+    """Return the number of steps, and for each training batch the keys ``id * tables + table`` of its lookups.
 
     Args:
-        seed: of the shuffled order, as in ``Split.batches``; None keeps the order of the file.
-        steps: batches in all, over several epochs where needed; None takes one epoch.
+        dataset: the dataset.
+        space: its tables.
+        batch_size: examples per batch.
+        seed: seed of the shuffled order, as in ``Split.batches``; None keeps the order of the file.
+        steps: batches in all, over several epochs if needed; None takes one epoch.
 
     Raises:
         DataError: no training rows, or (while reading) an id outside its table.
@@ -123,7 +126,7 @@ def dataset_steps(
 
 
 def array_steps(arrays: Iterable[Any], num_embeddings: int | None, steps: int | None) -> Iterator[Int64]:
-    """Yield the keys of batches given as arrays of ids of one table, any shape."""
+    """Yield the keys of batches that are arrays of ids of one table, of any shape."""
     for number, array in enumerate(arrays):
         if number == steps:
             return
@@ -139,10 +142,10 @@ def array_steps(arrays: Iterable[Any], num_embeddings: int | None, steps: int | 
 
 
 def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step: None) -> tuple[IdTrace, int]:
-    """Make a trace of each step's keys.
+    """Record a trace from the keys of each step.
 
     Args:
-        steps: for each step the keys of its lookups, where the greater key leaves first when all else is equal.
+        steps: for each step, the keys of its lookups. Of equal rows, the one with the greater key is evicted first.
         advance: called with the number of steps read.
 
     Returns:
@@ -165,7 +168,7 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
             lookups += len(keys)
             fresh.append(distinct)
             waiting += len(distinct)
-            if waiting >= max(4 * spool.CHUNK, len(known)):  # as rarely as memory in proportion to K allows
+            if waiting >= max(4 * spool.CHUNK, len(known)):  # seldom, but with memory in proportion to K
                 known, fresh, waiting = np.unique(np.concatenate([known, *fresh])), [], 0
             advance(len(offsets) - 1)
         known = np.unique(np.concatenate([known, *fresh]))
@@ -178,7 +181,7 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
     greatest = int(known[-1])
     nearest = len(rows) + np.arange(len(known), dtype=np.int64)
     for begin, end in reversed(list(spool.spans(len(rows)))):
-        link(rows, begin, end, nearest, places)  # the keys are no longer needed: their file takes the links
+        link(rows, begin, end, nearest, places)  # the file of the keys, which are no longer needed, takes the links
     trace = IdTrace(
         offsets=np.array(offsets, np.int64), rows=rows, counts=occurrences, following=places, num_rows=len(known),
         lookups=lookups,
@@ -186,7 +189,7 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
     return trace, greatest
 
 
-#: replayed unless others are asked for
+#: the default strategies
 STRATEGIES = (
     "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "hot-cold",
     "host-pipelined", "belady",
@@ -195,33 +198,40 @@ STRATEGIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFigures:
-    """One strategy over the whole trace. A row counts once per batch that needs it, however often it occurs there."""
+    """The figures of one strategy over the whole trace. A row counts once per batch that uses it."""
 
     strategy: str
-    hit_rate: float  # share of the batches' distinct rows that lay in a slot
-    lookup_hit_rate: float  # the same share of all lookups: frequent rows count as often as they occur
+    hit_rate: float  # share of the distinct rows of batches that were in a slot
+    lookup_hit_rate: float  # the same as a share of all lookups
     hits: int  # rows
-    misses: int  # rows fetched, the compulsory ones included
-    compulsory: int  # rows fetched because never used before: no strategy avoids them
-    written_back: int  # rows that left; all are dirty. What is resident at the end goes home with a checkpoint
+    misses: int  # rows fetched, including compulsory ones
+    compulsory: int  # rows fetched for their first use, which no strategy avoids
+    written_back: int  # rows evicted; all are dirty. Rows resident at the end are written by a checkpoint
     mib_in_per_step: float  # MiB fetched per step, weights and optimizer state
     mib_out_per_step: float  # MiB written back per step
-    above_belady: float | None  # misses over Belady's, minus 1; None if Belady's were not asked for
+    above_belady: float | None  # misses / misses of belady - 1; None without belady
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replay(Shown):
-    """Figures of several strategies on one trace, best hit rate first."""
+    """The figures of several strategies on one trace, the best hit rate first.
+
+    >>> found = stoker.replay([[0, 1], [0, 2], [0, 3], [0, 1]], slots=3, strategies=["lru", "belady"])
+    >>> found
+    <Replay: belady is best with a hit rate of 50.00%; 4 batches, 3 slots for 4 rows>
+    >>> found["lru"].misses
+    5
+    """
 
     steps: int  # T
     batch_size: int | None  # examples; None for a trace of arrays
-    in_flight: int  # batches whose rows may not leave
+    in_flight: int  # batches whose rows may not be evicted
     num_rows: int  # N
     rows_used: int  # rows that occur in the trace
     slots: int  # C
-    least_slots: int  # the most rows in flight at one step: with fewer slots no strategy works
-    row_bytes: int  # of a slot: weights and optimizer state
-    rows_needed: int  # distinct rows of each batch, over all batches: hits and misses together
+    least_slots: int  # most rows in flight at a step: the minimum of slots for all strategies
+    row_bytes: int  # bytes of a slot: weights and optimizer state
+    rows_needed: int  # distinct rows of all batches: hits and misses together
     lookups: int
     strategies: tuple[StrategyFigures, ...]
 
@@ -229,7 +239,7 @@ class Replay(Shown):
         """Return the figures of one strategy by name.
 
         Raises:
-            KeyError: it was not asked for.
+            KeyError: it was not replayed.
         """
         for figures in self.strategies:
             if figures.strategy == strategy:
@@ -293,25 +303,25 @@ class ReplayArguments(ReplaySettings):
 
 @with_arguments_of(ReplayArguments)
 def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay:
-    """Replay cache strategies on the ids of a stream, without training: their hit rates and traffic.
+    """Replay cache strategies on a stream of ids, without training, and return their hit rates and traffic.
 
     Args:
-        source: a dataset or its directory, whose training batches are read as the trainer reads them; or an iterable
-            with one array of ids for each batch (one table, any shape).
-        slots: rows that fast memory holds. Give at most one of slots, fraction and device_memory.
-        fraction: the same as a share of all rows, ``0.1`` or ``"10%"``; 10 % where none of the three is given.
-        device_memory: the same in bytes, ``"1GiB"``, of which rows and their state take all.
+        source: a dataset or its directory, whose training batches are read as in training; or an iterable with one
+            array of ids per batch (one table, any shape).
+        slots: rows in fast memory. Give at most one of slots, fraction and device_memory.
+        fraction: the slots as a share of all rows, ``0.1`` or ``"10%"``. The default is 10 %.
+        device_memory: the slots in bytes, such as ``"1GiB"``, all for rows and their state.
         strategies: ``"lru"``, ``"lfu"``, ``"hot-cold"``, ``"host-pipelined"``, ``"belady"``, and ``"lookahead-W"`` for
             W batches known ahead.
-        in_flight: batches whose rows may not leave, the current one included.
+        in_flight: batches whose rows may not be evicted, including the current one.
         batch_size: examples per batch.
-        steps: batches in all, over several epochs where needed; None takes one epoch, or all arrays.
-        seed: of the shuffled order, as in training; None keeps the order of the file.
-        dim: columns of every table; with ``dtype`` and ``optimizer`` it gives the bytes of a row.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        optimizer: the row optimizer or its kind, whose state travels with the row.
-        num_embeddings: rows of the table that arrays address; None takes the greatest id and one.
-        progress: called with (what is being done, done, total) while it works.
+        steps: batches in all, over several epochs if needed; None takes one epoch, or all arrays.
+        seed: seed of the shuffled order, as in training; None keeps the order of the file.
+        dim: columns of each table. ``dim``, ``dtype`` and ``optimizer`` determine the bytes of a row.
+        dtype: type of the weights, ``"float32"`` or ``"bfloat16"``.
+        optimizer: the row optimizer or its kind, whose state moves with the row.
+        num_embeddings: rows of the table of the arrays; None takes the greatest id plus 1.
+        progress: called with (what is being done, done, total).
 
     Returns:
         The figures. The trace takes 16 bytes of temporary file for each distinct row of each batch, and about 40 bytes
@@ -321,6 +331,13 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         ConfigError: settings that contradict each other or do not exist; a batch whose rows exceed the slots.
         DataError: no dataset there, or ids that its tables do not have.
         DependencyError: Numba is not installed.
+
+    >>> batches = [[0, 1], [0, 2], [0, 3], [0, 1]]
+    >>> print(stoker.replay(batches, slots=3, strategies=["lru", "belady"]).grids()[0].text())
+    strategy  hit rate  of lookups  misses  above belady  in a step  out a step
+    --------  --------  ----------  ------  ------------  ---------  ----------
+    belady      50.00%      50.00%       4         +0.0%       68 B        17 B
+    lru         37.50%      37.50%       5        +25.0%       85 B        34 B
     """
     asked = ReplayArguments(source, **given)
     in_flight, steps, num_embeddings = asked.in_flight, asked.steps, asked.num_embeddings
@@ -348,7 +365,7 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         share = parse_share(0.1 if asked.fraction is None else asked.fraction)
     capacity = Cached(slots=slots, memory=memory, fraction=share).count_slots(num_rows, size)
 
-    # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
+    # The strategy without a cache always runs first, because it tells how many slots all strategies need.
     pipelined, (_, least, step, needed) = _replayed(
         trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report
     )
@@ -387,10 +404,10 @@ def _replayed(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress,
     hot: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[Counts, list[int]]:  # fmt: skip
-    """Replay a trace once; with ``hot`` [K], those rows stay and take no slot, and all others pass.
+    """Replay a trace once; with ``hot`` [K], those rows are pinned and take no slot, and no other row is cached.
 
     Returns:
-        The counts; and the slots taken at the end, the most there were, the first step that needs more than the slots
+        The counts; and the slots taken at the end, their maximum, the first step that needs more than the slots
         (-1: none), and how many it needs.
     """
     from stoker.placement import replay_kernels as kernels
@@ -399,7 +416,7 @@ def _replayed(
     kind = kernels.PASSING if passing else {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
     state = kernels.State.begin(
         np.zeros(trace.num_rows, np.bool_) if hot is None else hot,
-        0 if passing else 2 * min(slots, trace.num_rows) + 1,  # more slots are never taken
+        0 if passing else 2 * min(slots, trace.num_rows) + 1,  # never more slots are taken
     )
     places = kernels.Places(trace.rows, trace.counts, trace.following, trace.offsets)
     window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
@@ -410,7 +427,7 @@ def _replayed(
 
 
 def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress) -> Counts:
-    """The most used rows stay, as many as leave room for the others."""
+    """Pin as many of the most used rows as leave slots for the others."""
     uses = np.zeros(trace.num_rows, np.int64)
     for first, last in trace.chunks():
         uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
@@ -421,7 +438,7 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
         hot[order[:count]] = True
         return _replayed(trace, strategy, slots, in_flight, report, hot)
 
-    # The more are hot, the fewer of the others are in flight, but not by more.
+    # With one more hot row, at most one row less is in flight, so bisection works.
     most = bisect_right(
         range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count)[1][1]
     )
@@ -431,7 +448,7 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
 def simulate(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
-    """Replay one strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
+    """Replay one strategy on a trace whose rows in flight fit the slots; equals ``replay_reference``."""
     if strategy.kind == "hot-cold":
         return _hot_cold(trace, strategy, slots, in_flight, report)
     return _replayed(trace, strategy, slots, in_flight, report)[0]

@@ -1,8 +1,8 @@
-"""The Numba kernels that replay cache strategies over a trace, some steps at a time. Import only where Numba is.
+"""Numba kernels that replay cache strategies over a trace, some steps at a time. Importing this needs Numba.
 
-Rows are numbered such that of two rows the greater leaves first when all else is equal; a step lists its rows in
-rising order. So a place p in the trace orders victims: a later next use is a greater place, and within a step the
-greater row is. The next victim is the smallest entry of a heap.
+Of two equal rows, the one with the greater number is evicted first, and a step lists its rows in rising order. So a
+place p in the trace orders victims: a later next use has a greater place, and within a step the greater row has. The
+next victim is the smallest entry of a heap.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows of the trace, C slots, k batches in flight.
 """
@@ -20,35 +20,35 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-# Who leaves: last use longest ago, fewest batches, farthest next use; all that no batch in flight uses.
+# Which row is evicted: last use longest ago; fewest batches; farthest next use; any row not in flight.
 LRU, LFU, AHEAD, PASSING = 0, 1, 2, 3
 
 
 class Places(NamedTuple):
-    """A trace as kernels take it."""
+    """A trace for the kernels."""
 
     rows: Int32  # [L]
     counts: Int32  # [L] occurrences of the row in its batch
-    following: Int64  # [L] place of the row's next use; L + row if there is none
+    following: Int64  # [L] place of the next use of the row; L + row if there is none
     offsets: Int64  # [T + 1] first place of each step
 
 
 class State(NamedTuple):
-    """What a simulation knows between two steps."""
+    """The state of a simulation between two steps."""
 
     last_use: Int32  # [K] step of the last use; -1: none
     resident: Flags  # [K]
-    hot: Flags  # [K] rows that stay in slots of their own
+    hot: Flags  # [K] pinned rows
     rank: Int64  # [K] step of the last use (LRU), uses (LFU), or ``following`` at the last use (AHEAD)
-    entry: Int64  # [K] the entry of the heap that counts, others are stale; -1: none
-    heap: Int64  # [more than 2 C] see :func:`advance`; room for none where all rows pass
+    entry: Int64  # [K] the valid entry of the row in the heap, others are stale; -1: none
+    heap: Int64  # [more than 2 C] see :func:`advance`; empty if rows pass without a cache
     size: Int64  # [1] entries of the heap
-    taken: Int64  # [4] slots of rows that are not hot, the most so far, first step that needs too many (-1), how many
+    taken: Int64  # [4] slots of cold rows, their maximum, first step that needs too many (-1: none), how many it needs
     counts: Int64  # [5] hits, lookups hit, misses, compulsory misses, rows written back
 
     @classmethod
     def begin(cls, hot: Flags, heap: int) -> State:
-        """Return the state before the first step, with a heap of so many entries."""
+        """Return the state before the first step, with a heap of this many entries."""
         return cls(
             last_use=np.full(hot.size, -1, np.int32), resident=np.zeros(hot.size, np.bool_), hot=hot,
             rank=np.zeros(hot.size, np.int64), entry=np.full(hot.size, -1, np.int64), heap=np.empty(heap, np.int64),
@@ -58,9 +58,9 @@ class State(NamedTuple):
 
 @jit
 def link(rows: Int32, begin: int, end: int, nearest: Int64, following: Int64) -> None:
-    """Fill ``following`` [L] for places [begin, end) from the back: the place of the row's next use, or L + row.
+    """Fill ``following`` [L] for places [begin, end) from the back: the place of the next use of the row, or L + row.
 
-    ``nearest`` [K] holds each row's first place behind ``end``, at first L + row.
+    ``nearest`` [K] is the first place of each row after ``end``, at first L + row.
     """
     for place in range(end - 1, begin - 1, -1):
         row = rows[place]
@@ -95,7 +95,7 @@ def _row_of(key: int, kind: int, rows: Int32, num_rows: int) -> int:
 
 @jit
 def _drop_stale(heap: Int64, size: int, entry: Int64, kind: int, rows: Int32) -> int:
-    """Keep one entry of each row that may leave; returns how many there are."""
+    """Keep one entry of each row that may be evicted; return their number."""
     kept = 0
     for at in range(size):
         key = heap[at]
@@ -113,7 +113,7 @@ def _drop_stale(heap: Int64, size: int, entry: Int64, kind: int, rows: Int32) ->
 
 @jit
 def _push(heap: Int64, size: int, key: int, entry: Int64, kind: int, rows: Int32) -> int:
-    """Let the row of ``key`` leave when its turn comes; returns the entries of the heap."""
+    """Add a row, as ``key``, to the heap of rows that may be evicted; return the size of the heap."""
     if size == heap.size:
         size = _drop_stale(heap, size, entry, kind, rows)
     entry[_row_of(key, kind, rows, entry.size)] = key
@@ -129,10 +129,10 @@ def _push(heap: Int64, size: int, key: int, entry: Int64, kind: int, rows: Int32
 def advance(
     kind: int, trace: Places, first: int, last: int, window: int, in_flight: int, slots: int, state: State
 ) -> None:
-    """Replay steps [first, last); ``kind`` and ``window``, the batches known ahead (T or more: all), say who leaves.
+    """Replay steps [first, last) with the strategy of ``kind`` and ``window`` known batches (T or more: all).
 
-    The heap has an entry for every row that may leave, smallest first: ``rank * K + (K - 1 - row)``, or how far before
-    the end of the places L + K the row's next use is, L + row where it is not known.
+    The heap has an entry for each row that may be evicted, the smallest first: ``rank * K + (K - 1 - row)``, or the
+    distance of the next use of the row (L + row if it is not known) from the end of the places, L + K.
     """
     rows, following, offsets = trace.rows, trace.following, trace.offsets
     last_use, resident, hot, rank, entry, heap = (
@@ -152,7 +152,7 @@ def advance(
             for place in range(offsets[step + window], horizon):
                 if entry[rows[place]] == num_rows - 1 - rows[place]:
                     size = _push(heap, size, end - place, entry, kind, rows)
-        missing = 0  # slots that are needed
+        missing = 0  # slots to fill
         for place in range(begin, stop):
             row = rows[place]
             if resident[row]:

@@ -1,9 +1,9 @@
 """Cache strategies on a trace of batches, in plain Python: the definition that the fast simulation equals.
 
-A step needs the distinct rows of its batch. Those that lie in one of the C slots are hits, the others misses.
-Each miss takes a free slot or, where none is left, the slot of a victim: a resident row that no batch in flight
-uses. Batches ``t - in_flight + 1 .. t`` are in flight at step t. A victim is dirty, for every row of a training
-batch was updated, so it is written back.
+A step needs the distinct rows of its batch. Rows that are in one of the C slots are hits, the others are misses.
+Each miss takes a free slot or, if there is none, the slot of a victim: a resident row that no batch in flight
+uses. Batches ``t - in_flight + 1 .. t`` are in flight at step t. A victim is dirty, because training updated it, so it
+is written back.
 
 Legend: T steps, C slots, W batches whose ids are known ahead.
 """
@@ -19,26 +19,25 @@ from typing import Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
 
-Row = tuple[int, int]  # (id within its table, position of the table): the greater is the rarer, and leaves first
+Row = tuple[int, int]  # (id within its table, position of the table): the greater one is rarer and is evicted first
 Kind = Literal["lru", "lfu", "lookahead", "belady", "hot-cold", "host-pipelined"]
 _PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "hot-cold", "host-pipelined")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStrategy:
-    """Which resident row leaves when a slot is needed.
+    """Which resident row is evicted when a slot is needed.
 
     * ``lru``: the one whose last use is longest ago.
     * ``lfu``: the one that the fewest batches have used so far, counted over the whole trace.
-    * ``lookahead``: the one whose next use is farthest, where only the next ``window`` batches are known and
-      a row in none of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
-    * ``belady``: the same with all batches known; no strategy misses less (Belady 1966).
-    * ``hot-cold``: rows that came never leave if they are hot; all others as in ``host-pipelined``. Hot are the rows
-      that the most batches of the whole trace use, as many as leave slots for the others in flight (FAE, 2022).
-    * ``host-pipelined``: no cache. A row leaves as soon as no batch in flight uses it.
+    * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
+      of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
+    * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
+    * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that
+      the most batches of the trace use, as many as leave slots for the other rows in flight (FAE, 2022).
+    * ``host-pipelined``: no cache. A row is evicted as soon as no batch in flight uses it.
 
-    Ties leave in order of falling id (ids are numbered by falling frequency, so the greater is the rarer), then of
-    falling table position.
+    Among equals, the greater id is evicted first (it is the rarer one), then the later table.
     """
 
     kind: Kind
@@ -46,7 +45,7 @@ class CacheStrategy:
 
     @property
     def name(self) -> str:
-        """As users write it, ``lookahead-64`` for example."""
+        """The name that users write, such as ``lookahead-64``."""
         return f"lookahead-{self.window}" if self.kind == "lookahead" else self.kind
 
     @classmethod
@@ -69,25 +68,25 @@ class CacheStrategy:
 
 
 class Counts(NamedTuple):
-    """What a strategy did over a trace."""
+    """Hits and misses of a strategy over a trace."""
 
     hits: int  # distinct rows of batches that were resident
-    lookups_hit: int  # their occurrences
-    misses: int  # distinct rows of batches that had to be fetched
+    lookups_hit: int  # occurrences of those
+    misses: int  # distinct rows of batches that were fetched
     compulsory: int  # misses of rows never used before
-    written_back: int  # victims; rows still resident at the end are not among them
+    written_back: int  # evicted rows, without those resident at the end
 
 
 def replay_reference(
     batches: Sequence[Mapping[Row, int]], slots: int, strategy: CacheStrategy, *, in_flight: int = 1
 ) -> Counts:
-    """Simulate one strategy; slow, and short enough to be checked by eye.
+    """Simulate one strategy, slowly, in code that is short enough to check by reading.
 
     Args:
-        batches: for each step its distinct rows and how often each occurs.
+        batches: for each step, its distinct rows and how often each occurs.
         slots: C.
-        strategy: who leaves.
-        in_flight: batches whose rows may not leave, the current one included.
+        strategy: which row is evicted.
+        in_flight: batches whose rows may not be evicted, including the current one.
 
     Raises:
         ConfigError: a step whose rows in flight exceed the slots.
@@ -100,7 +99,7 @@ def replay_reference(
     hot = _hot_rows(batches, slots, in_flight) if strategy.kind == "hot-cold" else set[Row]()
 
     def rank(row: Row, step: int) -> tuple[float, Row]:
-        """The resident row of the highest rank leaves first."""
+        """Return the rank of a resident row; the highest one is evicted first."""
         if strategy.kind == "lru":
             return -last_use[row], row
         if strategy.kind == "lfu":
@@ -129,7 +128,7 @@ def replay_reference(
 
 
 def _hot_rows(batches: Sequence[Mapping[Row, int]], slots: int, in_flight: int) -> set[Row]:
-    """The most used rows; the more are hot, the fewer of the others are in flight, but not by more."""
+    """Return as many of the most used rows as leave slots for the other rows in flight."""
     uses = Counter(row for batch in batches for row in batch)
     order = sorted(uses, key=lambda row: (-uses[row], row))
     flights = [set().union(*batches[max(0, step - in_flight + 1) : step + 1]) for step in range(len(batches))]

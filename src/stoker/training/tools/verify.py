@@ -229,7 +229,7 @@ def _describe(model: RecModel) -> str:
     storages = slotted(model)
     rows, slots = sum(storage.num_rows for storage in storages), sum(storage.num_slots for storage in storages)
     homes = " and ".join(sorted({storage.home.kind for storage in storages}))
-    return f"{slots:,} slots for {rows:,} rows at home in {homes}"
+    return f"{slots:,} slots for {rows:,} rows in {homes}"
 
 
 class _Comparison:
