@@ -26,8 +26,8 @@ FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
 #: Public names whose docstrings have no example yet.
 NO_EXAMPLE = {
-    *("HotProfile", "Reordering", "classify", "compare", "evaluate", "find_lr", "load", "predict"),
-    *("profile", "reorder", "trace", "train", "verify"),
+    *("compare", "evaluate", "find_lr", "load", "predict"),
+    *("trace", "train", "verify"),
     *("Schema", "draft_schema", "prepare"),
 }
 

@@ -123,7 +123,7 @@ def test_strategies_are_weighed_and_can_be_chosen(
     assert said.split(": ")[1].startswith(least)
     code, out, err = output(capsys, *asked, "--strategy", "hot-cold")
     assert code == 0, err
-    assert "HotCold, as asked for" in out
+    assert "HotCold, as requested" in out
     assert "of them hot" in out
     code, _, err = output(capsys, *asked, "--strategy", "warm")
     assert code == 2

@@ -107,7 +107,7 @@ def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path
     [
         (["--exact", "--sample", "5%"], "Leave out one of them"),
         (["--confidence", "99%"], "Give --sample, such as 5%, or leave out --confidence"),
-        (["--device-memory", "8"], "--device-memory 8 B holds not even one row"),
+        (["--device-memory", "8"], "--device-memory 8 B is less than one row"),
         (["--sample", "0"], "--sample is 0"),
         (["--sample", "nan"], "--sample: share 'nan' is not a number from 0 to 100 %"),
         (["--sample", "-1e-3"], "--sample: share '-1e-3' is not a number from 0 to 100 %"),

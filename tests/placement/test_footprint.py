@@ -133,4 +133,4 @@ def test_behind_a_gpu_it_comes_out_of_the_memory_for_homes(monkeypatch: pytest.M
     assert placement["t0"] == Cached(memory=GIB // ROW * ROW)
     close = stoker.plan(tables, host_memory=total + 2**20, **given)
     assert close["t0"].home == "file"
-    assert "to find and plan them" in close.note
+    assert "for bookkeeping" in close.note

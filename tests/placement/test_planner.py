@@ -104,7 +104,7 @@ def test_every_decision_can_be_replaced():
     assert len(placement.groups) == 1
     with pytest.raises(ConfigError, match="no table 'C3', only big, small, other"):
         placement["C3"] = Device()
-    with pytest.raises(ConfigError, match="is no strategy"):
+    with pytest.raises(ConfigError, match="is not a strategy"):
         placement["big"] = "cached"  # type: ignore[assignment]
 
 
@@ -393,7 +393,7 @@ def test_tables_or_the_module_that_holds_them_can_be_planned() -> None:
     assert dict(stoker.plan(torch.nn.ModuleDict({"embeddings": tables}), **asked)) == dict(expected)
     EmbeddingTables(tables.tables, optimizer=OPTIMIZER, placement=stoker.plan(tables, **asked))
     for wrong, words in (
-        (torch.nn.Linear(1, 1), "Linear holds 0 EmbeddingTables"), ([], "plan needs tables"),
+        (torch.nn.Linear(1, 1), "Linear contains 0 EmbeddingTables"), ([], "plan needs tables"),
         ("big", "plan needs tables"), (tables.tables, "Pass optimizer="),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):

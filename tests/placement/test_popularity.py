@@ -327,8 +327,8 @@ def _edited(change: Any, *, rehash: bool = False) -> Any:
     [
         (lambda text: text[: len(text) // 2], "cannot be read as a profile"),
         (lambda text: "[" * 100_000, "cannot be read as a profile"),
-        (lambda text: "[1, 2]", "no profile of hot rows"),
-        (lambda text: '{"kind": "dataset"}', "no profile of hot rows"),
+        (lambda text: "[1, 2]", "not a profile of hot rows"),
+        (lambda text: '{"kind": "dataset"}', "not a profile of hot rows"),
         (_edited(lambda v: v.update(format_version=99)), "profile format 99"),
         (_edited(lambda v: v.update(format_version="1")), "format_version"),
         (_edited(lambda v: v.pop("threshold")), "was changed"),
@@ -360,7 +360,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     [
         ({"budget": 10}, "not even one row"),
         ({"budget": "1XB"}, "unknown unit"),
-        ({"sample": 0}, "nothing would be read"),
+        ({"sample": 0}, "no rows would be read"),
         ({"sample": 1.5}, "outside 0 to 100"),
         ({"confidence": 1.0}, "below 100 %"),
         ({"chunks": 1}, "at least 2"),

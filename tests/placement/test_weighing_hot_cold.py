@@ -115,7 +115,7 @@ def test_every_strategy_can_be_asked_for_and_keeps_the_budget(strategy: Any) -> 
     placement = planned("200KiB", strategy=strategy)
     (kind,) = {type(one).__name__ for one in placement.values() if not isinstance(one, Device)}
     assert kind.lower() == strategy.replace("-", "")
-    assert placement.choice.endswith(f": {kind}, as asked for")
+    assert placement.choice.endswith(f": {kind}, as requested")
     assert sum(group.slot_bytes for group in placement.groups) <= 200 * 2**10
     tables = stoker.EmbeddingTables(TABLES, optimizer=RowWiseAdagrad(lr=0.1), placement=placement)
     assert sum(group.storage.fast_bytes for group in tables.groups) <= 200 * 2**10
@@ -164,7 +164,7 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
     apart = HotBatches(rows={"t0": 29_000, "t1": 0, "t2": 0}, share=0.9)
     placement = planned("200KiB", hot_batches=apart)
     assert isinstance(placement["t0"], Cached)
-    assert "(no HotCold: the profile's hot rows and those of one example in transit take" in placement.choice
+    assert "(no HotCold: the hot rows of the profile and the rows of one example take" in placement.choice
     with pytest.raises(
         ConfigError,
         match=r"strategy 'hot-cold' cannot be: the profile's hot rows.* take 2\.1 MiB, more than 200\.0 KiB\. "

@@ -1,1 +1,1 @@
-"""From a dataset to another: classified batches (FAE), new ids (EL-Rec)."""
+"""Rewrite a dataset: hot and cold rows apart (FAE), or new ids (EL-Rec)."""

@@ -1,6 +1,6 @@
-"""Recursive bisection in Numba. Import this module only where Numba is installed.
+"""Recursive bisection in Numba. Importing this module needs Numba.
 
-Legend: N ids of a table, W windows, M pairs of an id and a window that holds it.
+Legend: N ids of a table, W windows, M pairs of an id and a window in which it occurs.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -17,15 +17,15 @@ from stoker.ops.codegen.jit import jit
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
-_LEAF = 8  # ids whose order among themselves is left as it is
-_ROUNDS = 20  # of exchanges between two halves at most
-_FEW = 500  # they end once less than one id in so many is exchanged
-_ONE = 65536.0  # costs are whole numbers, so that they add up to the same on every machine
+_LEAF = 8  # ids of a part that is not divided further
+_ROUNDS = 20  # most rounds of exchanges between two halves
+_FEW = 500  # rounds end when less than one id in 500 is exchanged
+_ONE = 65536.0  # unit of costs, which are integers so that their sums are equal on each machine
 
 
 @jit
 def _add(one: int, starts: Int64, windows: Int32, degree: Int32, side: int, by: int) -> None:
-    """Add ``by`` to the ids of a half in each window that holds id ``one``."""
+    """Add ``by`` to the ids of a half in each window of id ``one``."""
     for pair in range(starts[one], starts[one + 1]):
         degree[windows[pair], side] += by
 
@@ -37,10 +37,10 @@ def bisect(
     windows: Int32,  # [M] window of each pair, by id
     degree: Int32,  # [W, 2] zeros, and zeros again afterwards
 ) -> None:
-    """Part ids into halves so that few windows need both, and the halves in turn.
+    """Split ids into halves so that few windows need both, and split the halves in the same way.
 
-    A window that holds d of the n ids of a half costs d * (log2 n - log2(d + 1)) there: about the bits that its gaps
-    take. The ids that gain most change sides in pairs, as long as a pair gains.
+    A window with d of the n ids of a half costs d * (log2 n - log2(d + 1)) there, about the bits of its gaps. The ids
+    that gain most change sides in pairs, as long as a pair gains.
 
     Source: Dhulipala et al., "Compressing Graphs and Indexes with Recursive Graph Bisection", KDD 2016, algorithm 1.
     """

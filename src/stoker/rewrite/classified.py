@@ -1,10 +1,10 @@
-"""``stoker.classify``: the training rows of a dataset, first those whose ids are all hot, then the others.
+"""``stoker.classify``: sort the training rows of a dataset, first those whose ids are all hot, then the others.
 
-FAE (VLDB 2022), section 4.2: a batch of hot rows needs nothing but hot rows of the tables. Both kinds have shards of
-their own; the manifest says under ``hot_cold`` where the cold shards begin and which profile decided.
+FAE (VLDB 2022), section 4.2: a batch of hot training rows needs only hot rows of the tables. Each kind has its own
+shards. The manifest says under ``hot_cold`` where the cold shards begin and which profile was used.
 
-Two passes: the first checks the shards and notes which rows are hot, a bit a row; the second gathers the rows of one
-kind, a shard at a time. Each thread keeps one shard in memory, however many there are.
+The first pass checks the shards and marks hot rows, with one bit per row. The second pass gathers the rows of one kind,
+shard by shard. Each thread keeps one shard in memory.
 
 Legend: n rows, F features, L ids in all.
 """
@@ -38,21 +38,21 @@ from stoker.dataset.split import Split
 from stoker.rewrite.derived import derived_at, write_shards
 from stoker.rewrite.hot_profile import HotProfile
 
-_IDS = 2**20  # looked at together
+_IDS = 2**20  # compared at a time
 
 Int64 = npt.NDArray[np.int64]
-HotBits = Sequence[npt.NDArray[np.uint8]]  # of each shard of the source, a bit a row
+HotBits = Sequence[npt.NDArray[np.uint8]]  # for each shard of the source, one bit per row
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyReport:
-    """What was done."""
+    """The result of :func:`run_classify`."""
 
     path: Path
     hot: int  # training rows
     cold: int
     seconds: float
-    reused: bool  # the dataset was there already, classified by the same profile
+    reused: bool  # the dataset existed already, classified by the same profile
 
 
 def classify(
@@ -63,27 +63,34 @@ def classify(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Classify the training rows of a dataset: a row is hot if all its ids are hot rows of their tables.
+    """Write a dataset with hot and cold training rows apart.
 
-    ``out`` becomes a dataset like any other, with the hot training rows in the first shards and the cold ones in the
-    others, each in the order of the source; ``Dataset.hot`` and ``Dataset.cold`` are its parts. Validation and test
-    rows, vocabularies and counts are shared with the source as hard links, or copied where the disk has none.
+    A training row is hot if all its ids are hot rows of their tables. ``out`` becomes a dataset with the hot training
+    rows in the first shards and the cold ones in the others, each in the order of the source. ``Dataset.hot`` and
+    ``Dataset.cold`` are these parts. Validation and test rows, vocabularies and counts are hard links to the source, or
+    copies if the disk has no hard links.
 
     Source: FAE (VLDB 2022), section 4.2.
 
     Args:
-        dataset: what ``stoker prepare`` wrote.
-        profile: of its training rows (:func:`stoker.profile`), or the file where one was saved.
-        out: directory to make. One that was classified from the same rows by the same profile is taken as it is.
-        overwrite: replace a dataset that is there.
+        dataset: a dataset or its directory.
+        profile: a profile of its training rows (:func:`stoker.profile`), or the file of one.
+        out: directory to make. If it was classified from the same rows by the same profile, it is reused.
+        overwrite: replace an existing dataset.
         progress: called with (what, rows done, rows in all).
 
     Returns:
-        The classified dataset, opened.
+        The classified dataset.
 
     Raises:
-        DataError: a profile of other data, ``out`` holds something else or was classified by another profile, a damaged
-            shard, or a full disk.
+        DataError: a profile of other data; ``out`` contains something else or was classified by another profile; a
+            damaged shard; or a full disk.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> found = stoker.classify(data, stoker.profile(data, budget="2KiB"), "hot")
+    >>> len(found.hot), len(found.cold)
+    (236, 564)
     """
     return Dataset(run_classify(dataset, profile, out, overwrite=overwrite, progress=progress).path)
 
@@ -96,7 +103,7 @@ def run_classify(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ClassifyReport:
-    """Do as :func:`classify`, and return what was done."""
+    """Do as :func:`classify`, and return a report."""
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     found = profile if isinstance(profile, HotProfile) else HotProfile.load(profile)
     known = data.hot_cold or {}
@@ -106,7 +113,7 @@ def run_classify(
     ):
         where = "the profile" if isinstance(profile, HotProfile) else f"the profile {profile}"
         raise DataError(
-            f"{where} was made from other data than {data.path}: its hot rows would be chance there. Make one with: "
+            f"{where} was made from other data than {data.path}, so its hot rows mean nothing there. Make one with: "
             f"stoker profile {quoted(data.path)} --out PROFILE.json"
         )
     return write_classified(
@@ -129,11 +136,17 @@ def write_classified(
     """Classify the training rows of ``data``: in each table, ids below ``hot_rows`` are hot.
 
     Args:
-        profile_hash: of the ``profile`` that they are from, whose plain values the manifest keeps.
-        threads: None: one per core. Does not change a byte of the result.
+        data: the source.
+        out: directory to make.
+        hot_rows: table -> H.
+        profile_hash: hash of the profile of ``hot_rows``.
+        profile: plain values of that profile, for the manifest.
+        overwrite: replace an existing dataset.
+        progress: called with (what, rows done, rows in all).
+        threads: None means one per core. They change no byte of the result.
 
     Raises:
-        DataError: as :func:`classify`; or hot rows that do not fit the tables.
+        DataError: as for :func:`classify`; or hot rows that do not fit the tables.
     """
     started, out, split = time.perf_counter(), Path(out), data.train
     if not overwrite and (there := derived_at(out, data, "hot_cold")) is not None:
@@ -141,7 +154,7 @@ def write_classified(
             return _report(there, started, reused=True)
         raise DataError(
             f"{out} was classified by another profile (hash {other[:16]}, this one {profile_hash[:16]}). Choose "
-            "another directory, or pass overwrite=True to classify anew.",
+            "another directory, or pass overwrite=True to classify again.",
             settings=("overwrite",),
         )
     progress, threads = progress or quiet, check_threads(threads)
@@ -189,21 +202,21 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ClassifyReport:
 
 
 def hot_limits(schema: FeatureSpec, hot_rows: Mapping[str, int]) -> Int64:
-    """Return H of each feature's table, [F].
+    """Return H of the table of each feature, [F].
 
     Raises:
-        DataError: other tables than the schema's, or more hot rows than a table has.
+        DataError: the tables are not those of the schema, or a table has fewer rows than hot rows.
     """
     if set(hot_rows) != set(schema.num_embeddings):
         differ = sorted(set(hot_rows) ^ set(schema.num_embeddings))
         raise DataError(
-            f"hot rows and dataset differ in the tables {', '.join(differ)}. Profile the dataset that is classified."
+            f"hot rows and dataset differ in the tables {', '.join(differ)}. Profile the dataset to classify."
         )
     for table, rows in schema.num_embeddings.items():
         if not 0 <= hot_rows[table] <= rows:
             raise DataError(
                 f"table {table} has {rows:,} rows, so {hot_rows[table]:,} of them cannot be hot. Profile the dataset "
-                "that is classified."
+                "to classify."
             )
     return np.array([hot_rows[feature.table] for feature in schema.features], np.int64)
 
@@ -211,7 +224,7 @@ def hot_limits(schema: FeatureSpec, hot_rows: Mapping[str, int]) -> Int64:
 def hot_mask(shard: Shard, limits: Int64) -> npt.NDArray[np.bool_]:
     """Find the rows of a shard whose ids are all below the limits [F] of their features, [n].
 
-    The out-of-vocabulary id 0 is a row like the others. All ids of a sequence count; an empty one is hot.
+    The out-of-vocabulary id 0 is like other ids. All ids of a sequence count; an empty sequence is hot.
     """
     mask = np.empty(shard.rows, np.bool_)
     ids = shard.ids
@@ -229,7 +242,7 @@ def hot_mask(shard: Shard, limits: Int64) -> npt.NDArray[np.bool_]:
 
 
 def _find_hot(split: Split, limits: Int64, threads: int, progress: Progress) -> HotBits:
-    """Check every shard and find its hot rows."""
+    """Check each shard and find its hot rows."""
 
     def find(number: int) -> npt.NDArray[np.uint8]:
         shard = split.shards[number]
@@ -247,7 +260,7 @@ def _find_hot(split: Split, limits: Int64, threads: int, progress: Progress) -> 
 
 
 def _in_order(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Shard, int, Int64]]:
-    """Hot rows and then cold ones: the kind, a shard, its first row, and which of its rows are of the kind."""
+    """Yield first for hot and then for cold rows: the kind, a shard, its first row, and its rows of the kind."""
     for kind in ("hot", "cold"):
         for number, shard in enumerate(split.shards):
             hot = np.unpackbits(hot_bits[number], count=shard.rows)
@@ -269,7 +282,7 @@ def _new_shards(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Int64]]:
 
 
 def _write_groups(split: Split, hot_bits: HotBits, path: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """Write the groups of the rows in their new order; return what the manifest says of them and of the file."""
+    """Write the groups of the rows in their new order; return the manifest entries of the groups and the file."""
     groups = split.groups
     assert groups is not None
     writer = GroupWriter(int(split.entry["groups"]["count"]))
@@ -282,7 +295,7 @@ def _write_groups(split: Split, hot_bits: HotBits, path: Path) -> tuple[dict[str
 
 
 def _write_kept(split: Split, hot_bits: HotBits, path: Path) -> dict[str, Any]:
-    """Write the kept columns of the rows in their new order; return the entry of the file."""
+    """Write the kept columns of the rows in their new order; return the manifest entry of the file."""
     kept = split.kept
     assert kept is not None
     with kept_writer(path, kept.schema) as writer:

@@ -1,4 +1,4 @@
-"""A dataset made from a dataset: rows in another order, ids mapped to others, the rest shared with the source.
+"""Write a dataset from a dataset: rows in another order, or other ids. The rest is shared with the source.
 
 Legend: n rows, F features, N ids of a table, L ids in all.
 """
@@ -29,7 +29,7 @@ def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:
     try:
         there = Dataset(out)
     except DataError:
-        return None  # nothing of use: what is wrong with it is for the writer to say
+        return None  # not usable; the writer says what is wrong with it
     known = there.manifest.get(record)
     if known is None or there.path.resolve() == data.path.resolve() or there.kept_names != data.kept_names:
         return None
@@ -40,14 +40,17 @@ def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:
 def write_shards(
     split: Split, jobs: Iterable[tuple[str, Int64]], folder: Path, threads: int, new_ids: Mapping[str, Int64]
 ) -> Generator[tuple[dict[str, Any], int], None, None]:
-    """Check rows of a split and write them to shards; each thread keeps one in memory.
+    """Check rows of a split and write them to shards; each thread keeps one shard in memory.
 
     Args:
+        split: the rows to read.
         jobs: file and rows [n] of each shard to write.
-        new_ids: table -> [N] the new id of each id, where it changes.
+        folder: directory of the files.
+        threads: threads that write.
+        new_ids: table -> [N] the new id of each id, for tables whose ids change.
 
     Yields:
-        The manifest's entry of each shard, and how many of its rows have label 1.
+        The manifest entry of each shard, and the number of its rows with label 1.
 
     Raises:
         DataError: a damaged shard, or a full disk.
@@ -79,7 +82,7 @@ def _replace(
     ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32] | None, schema: FeatureSpec,
     new_ids: Mapping[str, Int64],
 ) -> None:  # fmt: skip
-    """Replace ids [n, F], or flat [L] with lengths [n, F], by new ones, in place."""
+    """Replace ids [n, F], or flat [L] with lengths [n, F], by new ids in place."""
     feature = feature_of_ids(lengths) if new_ids and lengths is not None else None
     for place, each in enumerate(schema.features):
         if each.table in new_ids:
@@ -88,7 +91,7 @@ def _replace(
 
 
 def feature_of_ids(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
-    """Return the place of the feature of each id, [L], from lengths [n, F]."""
+    """Return the position of the feature of each id, [L], from lengths [n, F]."""
     features = np.arange(lengths.shape[1], dtype=np.int16)
     return np.repeat(np.tile(features, len(lengths)), lengths.reshape(-1))
 
@@ -96,11 +99,13 @@ def feature_of_ids(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
 def table_ids(
     ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32] | None, schema: FeatureSpec, table: str
 ) -> tuple[npt.NDArray[np.integer], Int64]:
-    """Return the ids of a table among those of n rows, and the row of each, which rise, [L] each.
+    """Return the ids of a table in n rows, and the row of each, which rises, [L] each.
 
     Args:
         ids: [n, F], or flat by row.
         lengths: [n, F] of flat ids.
+        schema: the features.
+        table: name of the table.
     """
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
     if lengths is None:

@@ -1,6 +1,6 @@
-"""What a profile found: how many rows of each table are hot, and what they serve.
+"""The profile of a dataset: the hot rows of each table, and the accesses and inputs that they serve.
 
-A value: plain numbers, saved as JSON, with a hash that data classified by it carries.
+It is saved as JSON. Its hash is in the manifest of a dataset that is classified with it.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ class ProfileOptions(Settings, panel="Rows"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """What :func:`stoker.profile` was asked.
+    """The settings of :func:`stoker.profile`.
 
     Raises:
         ConfigError: a setting outside its range.
     """
 
     budget: int  # L: bytes for hot rows and their optimizer state
-    embedding_dim: int  # columns of every table
-    dtype: str  # of the weights
+    embedding_dim: int  # columns of each table
+    dtype: str  # type of the weights
     optimizer: str  # kind of the row optimizer, whose state counts
-    sample: float | None  # x: share of the training inputs that was read; None: the vocabulary's counts
+    sample: float | None  # x: share of the training inputs to read; None: the counts of the vocabulary
     method: str  # "exact" or "chunks"; "stratified" in profiles of earlier versions
-    confidence: float  # of the intervals, 0.999 for 99.9 %
+    confidence: float  # confidence of the intervals, 0.999 for 99.9 %
     chunks: int  # n
     chunk_rows: int  # m
     seed: int
 
     def __post_init__(self) -> None:
         if self.sample == 0:
-            raise ConfigError("sample is 0: nothing would be read. Give a share such as 5%.", settings=("sample",))
+            raise ConfigError("sample is 0, so no rows would be read. Give a share such as 5%.", settings=("sample",))
         if not 0 < self.confidence < 1:
             raise ConfigError(
                 f"confidence is {self.confidence:g}; give a share above 0 and below 100 %, such as 99.9%.",
@@ -85,54 +85,58 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HotTable:
-    """One table. Its hot rows are the ids below ``hot_rows``."""
+    """The hot rows of one table: the ids below ``hot_rows``."""
 
     name: str
     rows: int
     row_bytes: int  # weights and optimizer state
     accesses: int  # T_z: lookups in an epoch of training
-    hot_rows: int  # H: what lies in fast memory
-    estimate: int  # rows with at least the threshold's share of the accesses
-    low: int  # the interval of the estimate, at the confidence that was asked for
+    hot_rows: int  # H: rows in fast memory
+    estimate: int  # rows whose share of the accesses reaches the threshold
+    low: int  # interval of the estimate
     high: int
-    access_share: float  # of the table's lookups that hot rows serve
-    whole: bool  # under 1 MB, and therefore hot as a whole
-    by_count: (
-        bool  # ids follow the count, as those of a vocabulary do; where they do not, the hot rows are a prefix too
-    )
+    access_share: float  # share of the lookups that hot rows serve
+    whole: bool  # under 1 MB, and so hot as a whole
+    by_count: bool  # ids are sorted by count, as those of a vocabulary; if not, the hot rows are a prefix, too
 
     @property
     def hot_bytes(self) -> int:
-        """What the hot rows take, with optimizer state."""
+        """The bytes of the hot rows, with optimizer state."""
         return self.hot_rows * self.row_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """One threshold and what would be hot at it (FAE, Figure 5)."""
+    """One threshold, and what is hot with it (FAE, Figure 5)."""
 
     threshold: float  # t
     hot_bytes: int
-    access_share: float  # of all lookups
-    input_share: float  # of inputs whose ids are all hot
+    access_share: float  # share of all lookups
+    input_share: float  # share of inputs whose ids are all hot
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HotProfile(Shown):
-    """The hot rows of a dataset's tables within a budget; made by :func:`stoker.profile`.
+    """The hot rows of the tables of a dataset within a budget. :func:`stoker.profile` makes it.
 
     Source: FAE (VLDB 2022), section 4.1.
+
+    >>> from stoker.testing import make_dataset
+    >>> found = stoker.profile(make_dataset("data", rows=1000), budget="2KiB")
+    >>> found.save("hot.json")
+    >>> stoker.HotProfile.load("hot.json").hot_rows
+    {'C1': 7, 'C2': 13, 'C3': 10}
     """
 
-    schema_hash: str  # of the dataset
-    data_hash: str  # of its training rows
+    schema_hash: str  # hash of the schema of the dataset
+    data_hash: str  # hash of its training rows
     settings: ProfileSettings
-    threshold: float  # t: share of a table's accesses that makes a row hot; 0 where all rows fit
+    threshold: float  # t: share of the accesses to a table that makes a row hot; 0 if all rows fit
     tables: tuple[HotTable, ...]
-    access_share: float  # of all lookups that hot rows serve
-    input_share: float  # of inputs whose ids are all hot
+    access_share: float  # share of all lookups that hot rows serve
+    input_share: float  # share of inputs whose ids are all hot
     input_error: float  # standard error of input_share
-    inputs: int  # on which input_share was measured
+    inputs: int  # inputs on which input_share was measured
     curve: tuple[CurvePoint, ...]  # by rising hot_bytes
 
     @property
@@ -142,12 +146,12 @@ class HotProfile(Shown):
 
     @property
     def hot_bytes(self) -> int:
-        """What all hot rows take, with optimizer state; never more than the budget."""
+        """The bytes of all hot rows, with optimizer state; never more than the budget."""
         return sum(table.hot_bytes for table in self.tables)
 
     @property
     def total_bytes(self) -> int:
-        """What all rows take, with optimizer state."""
+        """The bytes of all rows, with optimizer state."""
         return sum(table.rows * table.row_bytes for table in self.tables)
 
     def summary(self) -> str:
@@ -179,7 +183,7 @@ class HotProfile(Shown):
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of the profile's canonical JSON, in hex: equal profiles have equal hashes."""
+        """The sha256 of the canonical JSON, in hex: equal profiles have equal hashes."""
         return _hash(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,10 +192,10 @@ class HotProfile(Shown):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HotProfile:
-        """Do the inverse of :meth:`to_dict`.
+        """Make a profile from the values of :meth:`to_dict`.
 
         Raises:
-            DataError: values that no profile has.
+            DataError: these are not the values of a profile.
         """
         try:
             return cls(
@@ -203,7 +207,7 @@ class HotProfile(Shown):
                 }
             )
         except (KeyError, TypeError) as error:
-            raise DataError(f"these values are no profile of hot rows ({type(error).__name__}: {error}).") from error
+            raise DataError(f"these values are not a profile of hot rows ({type(error).__name__}: {error}).") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all.
@@ -243,7 +247,7 @@ class HotProfile(Shown):
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read as a profile ({error}). {again}") from error
         if not isinstance(values, dict) or values.get("kind") != _KIND:
-            raise DataError(f"{path} is JSON, but no profile of hot rows. {again}")
+            raise DataError(f"{path} is JSON, but not a profile of hot rows. {again}")
         version = values.get("format_version")
         if not isinstance(version, int) or version < 1:
             raise DataError(f"{path} is garbled: its format_version is {version!r}. {again}")
@@ -254,9 +258,7 @@ class HotProfile(Shown):
             )
         known = {name: value for name, value in values.items() if name not in ("kind", "format_version", "hash")}
         if values.get("hash") != _hash(known):
-            raise DataError(
-                f"{path} was changed since it was written: its hash is no longer that of its values. {again}"
-            )
+            raise DataError(f"{path} was changed after it was written: its hash does not fit its values. {again}")
         try:
             return cls.from_dict(known)
         except DataError as error:
@@ -288,7 +290,7 @@ def draw_profile(profile: HotProfile) -> Figure:
     shares.axvline(profile.hot_bytes / 2**20, linestyle="--", linewidth=1, color="gray")
     shares.set(xscale="log", xlabel="hot rows (MiB)", ylabel="served by hot rows (%)", ylim=(0, 101))
     shares.legend()
-    for axis in (sizes.yaxis, shares.xaxis):  # where an axis spans about a decade, default labels run into each other
+    for axis in (sizes.yaxis, shares.xaxis):  # if an axis spans about a decade, default labels overlap
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=9))
         axis.set_major_formatter(lambda mib, _: f"{mib:g}")

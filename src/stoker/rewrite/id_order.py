@@ -1,21 +1,19 @@
-"""The order that the ids of a table get, so that ids used together are neighbours.
+"""Order the ids of a table so that ids used together are neighbours.
 
-EL-Rec (SC 2022, section IV and algorithm 2) keeps the hot ids in order of frequency and numbers the others by
-communities of their co-occurrence graph. Three things differ here by default, each because it was measured
-(docs/reorder.md):
+EL-Rec (SC 2022, section IV and algorithm 2) keeps hot ids in order of frequency and orders the others by communities of
+their co-occurrence graph. Three defaults differ here, because measurements were better (docs/reorder.md):
 
-* Ids trade places only within **tiers** of about equal counts. Batches of shuffled rows need the fewest blocks of
-  neighbouring ids where ids follow their counts; in tiers they need about a hundredth more.
-* Within a tier ids are ordered by **recursive bisection** of ids against windows of the log. A batch pays for each
-  block that it touches, and bisection lowers about that; modularity knows a handful of communities, each of them
+* Ids change places only within **tiers** of similar counts. Batches of shuffled rows need the fewest blocks of
+  neighbouring ids if ids are sorted by count; with tiers they need about 1 % more.
+* Within a tier, **recursive bisection** of ids against windows of the log orders the ids. The cost of a batch is the
+  number of blocks that it touches, and bisection lowers about that number. Modularity finds a few communities, each
   hundreds of blocks wide.
-* The result is a **bijection** by construction: a permutation of the ids, never a hash of them.
+* The result is a **permutation** of the ids, never a hash of them.
 
-What is known of the log are pairs of an id and a window of neighbouring training rows that holds it. Windows overlap by
-half, so that the order which is made of them does not depend on where a batch begins. They are counted in half windows:
-window w is the halves w - 1 and w.
+The input is pairs of an id and a window of neighbouring training rows in which it occurs. Windows overlap by half, so
+that the order does not depend on the begin of a batch. Window w consists of the half windows w - 1 and w.
 
-Legend: N ids of the table, H ids that stay, W windows, M pairs, E edges, n training rows.
+Legend: N ids of the table, H pinned ids, W windows, M pairs, E edges, n training rows.
 """
 
 from __future__ import annotations
@@ -32,79 +30,84 @@ from stoker.base.settings import Settings, setting
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
-_DRAWS = 32  # partners of an id in a window at most; more tell little of a small table
+_DRAWS = 32  # most partners of an id in a window; more add little for a small table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reordering(Settings, panel="Order"):
-    """How ids are ordered.
+    """The settings of :func:`stoker.reorder`.
 
     Raises:
         ConfigError: a setting outside its range.
+
+    >>> stoker.Reordering(window=8192).method
+    'bisect'
     """
 
-    method: Literal["bisect", "communities", "first-use"] = setting("bisect", "Method. communities needs networkit.")
+    method: Literal["bisect", "communities", "first-use"] = setting(
+        "bisect", "Method of ordering. communities needs networkit."
+    )
     hot: float = setting(
-        0.01, "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many."
+        0.01, "Most frequent ids, which are not moved: their share of the accesses, or, from 1 on, their number."
     )
     spread: float = setting(
-        2.0, "Other ids trade places where their counts differ by less than this factor; inf: all of them."
+        2.0, "Other ids change places if their counts differ by less than this factor; inf: always."
     )
-    window: int = setting(4096, "Neighbouring training rows that are looked at as one batch.")
-    edges: int = setting(8_000_000, "Pairs of an id and a window, or of two ids, per table at most.")
-    seed: int = setting(0, "Of what is drawn where there are more.")
+    window: int = setting(4096, "Neighbouring training rows that count as one batch.")
+    edges: int = setting(8_000_000, "Most pairs of an id and a window, or of two ids, per table.")
+    seed: int = setting(0, "Seed of the draw if there are more pairs.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.hot < math.inf:
-            raise ConfigError(f"hot is {self.hot}: give a share of the accesses below 1, or a number of ids.")
+            raise ConfigError(f"hot is {self.hot}; give a share of the accesses below 1, or a number of ids.")
         if not self.spread >= 1:
-            raise ConfigError(f"spread is {self.spread}: a factor between counts is at least 1.")
+            raise ConfigError(f"spread is {self.spread}; a factor between counts is at least 1.")
         if self.window < 2:
-            raise ConfigError(f"a window of {self.window} rows has no neighbours. Give it the rows of a batch.")
+            raise ConfigError(f"a window of {self.window} rows has no neighbours. Give the size of a batch.")
         if self.edges < 1000:
-            raise ConfigError(f"{self.edges} edges say nothing of a table. Allow some million.")
+            raise ConfigError(f"edges is {self.edges}, too few for any table. Give some millions.")
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}: give a whole number from 0 on.")
+            raise ConfigError(f"seed is {self.seed}; give 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableUse:
-    """When the ids of a table are used."""
+    """The uses of the ids of a table."""
 
     counts: Int64  # [N] training occurrences
-    first: Int64  # [N] training row where each occurs first; n where it never does
+    first: Int64  # [N] training row of the first occurrence; n if there is none
     starts: Int64  # [N + 1] first pair of each id
-    windows: Int32  # [M] windows that hold it, numbered as drawn
-    num_windows: int  # W, of those drawn
+    windows: Int32  # [M] windows of each id, numbered in the order of the draw
+    num_windows: int  # W, drawn windows
 
 
 class IdWindows:
-    """Collects the pairs of a table in bounded memory, whatever the pieces they come in.
+    """Collect the pairs of a table in bounded memory. The result does not depend on how the rows are cut into blocks.
 
-    Once there are more than ``limit``, every second of the windows still in is left out, in an order drawn by
-    ``seed``: the pairs of the others stay whole.
+    If there are more than ``limit`` pairs, half of the windows are dropped, in an order drawn by ``seed``. All pairs of
+    the other windows are kept.
 
     Args:
         counts: [N] training occurrences.
         rows: n.
         window: rows of a window, at least 2.
-        limit: M at most.
-        seed: of the draw.
+        limit: most pairs M.
+        seed: seed of the draw.
     """
 
     def __init__(self, counts: Int64, *, rows: int, window: int, limit: int, seed: int) -> None:
         self._counts, self._limit = counts, limit
         self._half = max(1, window // 2)
-        self._width = -(-rows // self._half) + 1  # W, before any is left out
+        self._width = -(-rows // self._half) + 1  # W, before any is dropped
         self._rank = np.random.default_rng(seed).permutation(self._width)
-        self._kept = self._width  # windows whose rank is below are in
+        self._kept = self._width  # windows with a lower rank are kept
         self._first = np.full(len(counts), rows, np.int64)
         self._parts: list[Int64] = []  # keys id * width + window, each sorted
         self._size = 0
 
     def add(self, ids: npt.NDArray[np.integer], rows: Int64) -> None:
-        """Occurrences ``ids`` [L] in the training rows ``rows`` [L], which rise."""
+        """Add occurrences ``ids`` [L] in the training rows ``rows`` [L], which rise."""
         if not len(ids):
             return
         keys = np.unique(ids.astype(np.int64) * self._width + rows // self._half)
@@ -125,7 +128,7 @@ class IdWindows:
         self._parts, self._size = [keys], len(keys)
 
     def use(self) -> TableUse:
-        """Return what was collected."""
+        """Return the collected uses."""
         self._thin()
         ids, windows = np.divmod(self._parts[0], self._width)
         return TableUse(
@@ -138,7 +141,7 @@ class IdWindows:
 
 
 def new_ids(use: TableUse, how: Reordering) -> Int64:
-    """Return the new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
+    """Return the new id of each id, [N]: a permutation. Id 0 (out of vocabulary) remains 0.
 
     Raises:
         DependencyError: a package that the method needs is not installed.
@@ -163,7 +166,7 @@ def new_ids(use: TableUse, how: Reordering) -> Int64:
 
 
 def hot_ids(counts: Int64, hot: float) -> int:
-    """Count the ids that stay, of those with these falling counts."""
+    """Return the number of ids that are not moved, for falling counts."""
     if hot >= 1:
         return min(int(hot), len(counts))
     return (
@@ -172,7 +175,7 @@ def hot_ids(counts: Int64, hot: float) -> int:
 
 
 def tiers(counts: Int64, spread: float) -> Int64:
-    """The tier of each id, rising with its count; ids without any are the last."""
+    """Return the tier of each id, rising with its count; ids that never occur are in the lowest one."""
     if math.isinf(spread):
         return np.zeros(len(counts), np.int64)
     if spread == 1:
@@ -194,10 +197,10 @@ def _bisect(cold: Int64, tier: Int64, use: TableUse) -> None:
 
 
 def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, Int64]:
-    """Edges between places of ``cold`` with their weights: ids that share a window, as many of each as fit.
+    """Return weighted edges between positions in ``cold``: ids that share a window, as many of each as fit.
 
-    Algorithm 2 joins all ids of a batch, which is quadratic in its distinct ids; here every pair of an id and a window
-    draws partners from that window.
+    Algorithm 2 connects all ids of a batch, which is quadratic in its distinct ids. Here each pair of an id and a
+    window draws partners from that window.
     """
     place = np.full(len(use.counts), -1, np.int64)
     place[cold] = np.arange(len(cold))
@@ -223,7 +226,7 @@ def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
     networkit = require("networkit", "communities need", f"{install('networkit')}, or take the method bisect.")
     low, high, weight = _edges(use, cold, how)
     threads = networkit.getMaxNumberOfThreads()
-    networkit.setNumberOfThreads(1)  # more would race for the moves, and the result with them
+    networkit.setNumberOfThreads(1)  # with more threads the result would depend on a race
     try:
         networkit.setSeed(how.seed, False)
         graph: Any = networkit.GraphFromCoo(
@@ -236,7 +239,7 @@ def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
 
 
 def blocks_of_windows(use: TableUse, ids: Int64, rows: int) -> float:
-    """Mean number of blocks of ``rows`` neighbouring ids that a window touches, where id i lies at ``ids[i]``."""
+    """Return the mean number of blocks of ``rows`` neighbouring ids that a window touches; id i becomes ``ids[i]``."""
     if not len(use.windows):
         return 0.0
     at = np.repeat(ids // rows, np.diff(use.starts))
@@ -246,6 +249,6 @@ def blocks_of_windows(use: TableUse, ids: Int64, rows: int) -> float:
 
 
 def blocks_of_shuffled(use: TableUse, ids: Int64, rows: int, batches: float) -> float:
-    """Blocks that a batch of shuffled rows touches, where an epoch has ``batches`` and lookups are independent."""
+    """Return the mean number of blocks that a batch of shuffled rows touches, for independent lookups."""
     uses = np.bincount(ids // rows, weights=use.counts, minlength=-(-len(ids) // rows))
     return float(-np.expm1(uses * math.log1p(-1 / max(batches, 1 + 1e-9))).sum())

@@ -1,12 +1,12 @@
-"""``stoker.profile``: which rows are accessed so often that fast memory should hold them (FAE, VLDB 2022, section 4.1).
+"""``stoker.profile``: find the most used rows that fit fast memory (FAE, VLDB 2022, section 4.1).
 
-The truth is the vocabulary's counts, which every dataset has (:class:`ExactRows`). The published estimate from a sample
-of the inputs (:class:`ChunkRows`) remains for study.
+By default, accesses are the counts of the vocabulary, which each dataset has (:class:`ExactRows`). The published
+estimate from a sample of the inputs (:class:`ChunkRows`) is there for study.
 
-A row is hot if it has at least the share t of its table's accesses. The lower t, the more rows; t is as low as the
-budget allows (:class:`Thresholds`). Hot rows are a prefix of the ids: the budget holds exactly, whatever the error of
-an estimate. What an error moves is the share at which the prefix really ends. So the estimate itself, not the upper end
-of its interval, fills the budget; that end would leave memory unused.
+A row is hot if its share of the accesses to its table is at least t. A lower t makes more rows hot; t is as low as the
+budget allows (:class:`Thresholds`). Hot rows are a prefix of the ids, so the budget is met exactly even if an estimate
+is wrong; an error only changes the share at which the prefix ends. So the estimate fills the budget, and not the upper
+end of its interval, which would leave memory unused.
 
 Legend: n sampled rows, K blocks, F features, L ids, N rows of a table, Z tables, Q thresholds or levels.
 """
@@ -41,13 +41,13 @@ Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 Advance = Callable[[int, int], None]  # (rows read, rows to read)
 
-BLOCK_ROWS = 64  # at most: 6.5 KiB of Criteo's ids
-_BLOCKS = 2**15  # wanted at least
-_ROWS = 2**16  # read together
+BLOCK_ROWS = 64  # most rows of a block: 6.5 KiB of Criteo ids
+_BLOCKS = 2**15  # least number of blocks
+_ROWS = 2**16  # read at a time
 _SMALL = 10**6  # bytes: smaller tables are hot as a whole
-_INPUTS = 2**17  # inputs at most whose ids are compared with the hot rows: an error of 0.14 % where they are unlike
+_INPUTS = 2**17  # most inputs to compare with the hot rows: an error of 0.14 % if they are independent
 _POINTS = 20  # of the curve
-_GRID = 512  # thresholds looked at first
+_GRID = 512  # thresholds of the first search
 _HALVINGS = 48
 _ALL_COLD = 2.0  # a share that no row has
 
@@ -67,36 +67,40 @@ class ProfileArguments(ProfileOptions):
 
 @with_arguments_of(ProfileArguments)
 def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
-    """Find the hot rows of a dataset's tables within a budget of fast memory.
+    """Find the hot rows of the tables of a dataset within a budget of fast memory.
 
-    A row is hot if it has at least the share t of its table's accesses, where t is as low as the budget allows. Tables
-    under 1 MB are hot as a whole if the budget holds them all. Ids follow the count, so a table's hot rows are the ids
-    below a number H, its ``hot_rows``. Accesses are the vocabulary's counts of all training rows. To study the
-    published estimate instead, give ``sample``: :func:`true_hot_rows` tells how near it came.
+    A row is hot if its share of the accesses to its table is at least t, where t is as low as the budget allows. Tables
+    under 1 MB are hot as a whole if they all fit the budget. Ids are sorted by count, so the hot rows of a table are
+    the ids below a number H, its ``hot_rows``. Accesses are the counts of all training rows. To study the published
+    estimate instead, give ``sample``; :func:`true_hot_rows` tells its error.
 
-    The share of hot inputs is measured on up to 131,072 training rows. Their shards are not checked against their
-    checksums, which would read them whole; ids that are read are checked against their tables.
+    The share of hot inputs is measured on up to 131,072 training rows. The checksums of their shards are not checked,
+    because that would read all of them. The ids are checked against their tables.
 
     Args:
         dataset: a dataset or its directory.
         budget: L: bytes for hot rows and their optimizer state, such as "512MiB".
-        embedding_dim: columns of every table; with ``dtype`` and ``optimizer`` it gives the bytes of a row.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
-        optimizer: the row optimizer or its kind, whose state lies with the row.
-        sample: x: share of the training rows to estimate from, ``0.05`` or ``"5%"`` as published; None takes the
+        embedding_dim: columns of each table. ``embedding_dim``, ``dtype`` and ``optimizer`` give the bytes of a row.
+        dtype: type of the weights, ``"float32"`` or ``"bfloat16"``.
+        optimizer: the row optimizer or its kind, whose state is in memory with the row.
+        sample: x: share of the training rows to estimate from, ``0.05`` or ``"5%"`` as published. None takes the
             counts of all rows.
-        confidence: of the estimate's intervals, ``0.999`` or ``"99.9%"``.
-        chunks: n: of rows whose sampled accesses the estimate looks at (:class:`ChunkRows`).
+        confidence: confidence of the intervals, ``0.999`` or ``"99.9%"``.
+        chunks: n: chunks of rows for the estimate (:class:`ChunkRows`).
         chunk_rows: m: rows of a chunk.
-        seed: of what is drawn: inputs, sample and chunks.
-        progress: called with (what is being done, done, total) while it works.
+        seed: seed of the inputs, the sample and the chunks.
+        progress: called with (what is being done, done, total).
 
     Returns:
-        The profile. Memory: 8 bytes a row of the tables for counts, 4 more with ``sample``.
+        The profile. It takes 8 bytes of memory per row of the tables for counts, and 4 more with ``sample``.
 
     Raises:
-        ConfigError: settings out of their range, or a budget that holds no row.
+        ConfigError: settings out of their range, or a budget smaller than a row.
         DataError: no dataset there, no training rows or tables, or an id outside its table.
+
+    >>> from stoker.testing import make_dataset
+    >>> stoker.profile(make_dataset("data", rows=1000), budget="2KiB")
+    <HotProfile: 30 of 80 rows are hot (37.50%), 2.0 KiB of 5.3 KiB; they serve 72.29% of the accesses and ... inputs>
     """
     asked = ProfileArguments(dataset, **given)
     optimizer, sample, seed = asked.optimizer, asked.sample, asked.seed
@@ -109,13 +113,13 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     size = row_size(settings.embedding_dim, settings.dtype, optimizer)
     if settings.budget < size:
         raise ConfigError(
-            f"budget {format_size(settings.budget)} holds not even one row of {size} bytes. Give more, such as 512MiB.",
+            f"budget {format_size(settings.budget)} is less than one row of {size} bytes. Give more, such as 512MiB.",
             settings=("budget",),
         )
     if not isinstance(dataset, Dataset):
         dataset = Dataset(dataset)
     if not dataset.schema.features:
-        raise DataError(f"{dataset.path} has no categorical or sequence column, so no row is hot.")
+        raise DataError(f"{dataset.path} has no categorical or sequence column, so there are no hot rows.")
     if not len(dataset.train):
         raise DataError(f"{dataset.path} has no training rows.")
     report = asked.progress or quiet
@@ -127,7 +131,7 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     threshold, hot = thresholds.fill(settings.budget)
     shares, hot_at = thresholds.curve(_POINTS)
     place = int((shares >= max(threshold, 1e-300)).sum())
-    steps = np.insert(hot_at, place, hot, axis=0)  # nested: the prefixes only grow
+    steps = np.insert(hot_at, place, hot, axis=0)  # each prefix contains the one before
     inputs = draw(dataset.train, min(1.0, _INPUTS / len(dataset.train)), seed=seed)
     levels = first_hot_levels(dataset, inputs, steps, lambda done, total: report("comparing", done, total))
     input_shares = np.bincount(levels, minlength=len(steps) + 1).cumsum()[:-1] / inputs.rows
@@ -161,7 +165,7 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
 
 
 def _count_tables(dataset: Dataset, settings: ProfileSettings, report: Progress) -> dict[str, ExactRows]:
-    """Return the rows of every table by their accesses: those of the counts, or estimated from a sample."""
+    """Return the rows of each table by their accesses, counted or estimated from a sample."""
     names = _table_names(dataset.schema)
     if settings.sample is None:
         return {name: ExactRows(dataset.counts[name].numpy()) for name in names}
@@ -177,7 +181,7 @@ def _count_tables(dataset: Dataset, settings: ProfileSettings, report: Progress)
 
 
 def true_hot_rows(dataset: Dataset, found: HotProfile) -> dict[str, int]:
-    """Count the rows of each table that reach the profile's threshold, from the counts of all training rows."""
+    """Count the rows of each table that reach the threshold of a profile, from the counts of all training rows."""
     tables = {table.name: ExactRows(dataset.counts[table.name].numpy()) for table in found.tables}
     return {name: table.interval(found.threshold * max(table.accesses, 1))[0] for name, table in tables.items()}
 
@@ -190,7 +194,7 @@ def _share(setting: str, value: float | str) -> float:
 
 
 def _error(hot: npt.NDArray[np.bool_], inputs: Sample) -> float:
-    """Return the standard error of the share of inputs [n] that are hot, from how the drawn blocks differ."""
+    """Return the standard error of the share of hot inputs [n], from the variance of the blocks."""
     sizes = inputs.stops - inputs.starts
     hits = np.add.reduceat(hot.astype(np.int64), np.cumsum(sizes) - sizes)
     blocks = len(sizes)
@@ -199,14 +203,15 @@ def _error(hot: npt.NDArray[np.bool_], inputs: Sample) -> float:
 
 
 def _steps(values: npt.NDArray[Any]) -> Int64:
-    """Return where each run of equal values begins, [R]."""
+    """Return the begin of each run of equal values, [R]."""
     return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)[: len(values)]
 
 
 class ExactRows:
-    """The rows of a table by their accesses, from full counts [N]. Hot rows are a prefix: row 0 is one if any other is.
+    """The rows of a table by their accesses, from full counts [N].
 
-    Where the counts do not fall along the ids, the nearest falling ones are taken (isotonic regression).
+    Hot rows are a prefix, so row 0 is hot if any other row is. If the counts do not fall along the ids, the nearest
+    falling counts are used (isotonic regression).
     """
 
     def __init__(self, counts: npt.NDArray[Any]) -> None:
@@ -224,31 +229,31 @@ class ExactRows:
         self._ends = np.append(starts, len(known)) + 1  # [R + 1] row after each step; the first is 1
 
     def hot(self, cuts: Floats) -> Int64:
-        """Return the rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
-        # Counts are whole: at least c means more than ceil(c) - 1, and fitted ones lie between.
+        """Return the number of rows with at least this many accesses in an epoch, for each of [Q] cut-offs."""
+        # Counts are integers, so "at least c" means "more than ceil(c) - 1"; fitted counts are between integers.
         cuts = np.maximum(np.ceil(cuts) - 0.5, 0.0)
         passed = np.searchsorted(self._negative, -cuts, side="right")
         return np.where((passed > 0) | (self._counts[0] >= cuts), self._ends[passed], 0).astype(np.int64)
 
     def interval(self, cut: float) -> tuple[int, int, int]:
-        """Return that number for one cut-off and the ends of its interval, here equal: nothing was estimated."""
+        """Return that number for one cut-off and its interval; both ends are equal, because it is exact."""
         hot = int(self.hot(np.array([cut]))[0])
         return hot, hot, hot
 
     def served(self, hot: Int64) -> Floats:
-        """Return the accesses of the ids below ``hot``, as a share of all, [Q]."""
+        """Return the accesses of the ids below ``hot`` as a share of all, [Q]."""
         ends, place = np.unique(hot, return_inverse=True)
         parts = [int(self._counts[a:b].sum(dtype=np.int64)) for a, b in pairwise([0, *ends, len(self._counts)])]
         return np.asarray(np.cumsum(parts)[place] / max(sum(parts), 1))
 
 
 def half_width(deviation: float, samples: int, share: float, confidence: float) -> float:
-    """Half the interval of a mean (Equation 4): t * sqrt((N - n) / N * s**2 / n), with n - 1 degrees of freedom.
+    """Return half the interval of a mean (Equation 4): t * sqrt((N - n) / N * s**2 / n), n - 1 degrees of freedom.
 
     Args:
-        deviation: s, of the samples.
+        deviation: s, the deviation of the samples.
         samples: n, at least 2.
-        share: n / N, of the population that was sampled.
+        share: n / N, the sampled share of the population.
         confidence: 1 - alpha.
     """
     from scipy.special import stdtrit
@@ -258,22 +263,22 @@ def half_width(deviation: float, samples: int, share: float, confidence: float) 
 
 
 class ChunkRows(ExactRows):
-    """The same as :class:`ExactRows`, estimated from sampled accesses by row [N] as published (section 4.1.2).
+    """The same as :class:`ExactRows`, estimated from the sampled accesses of each row [N] as published (section 4.1.2).
 
-    Rows are drawn at random in n chunks of m, their sampled accesses are compared with Equation 1's cut-off, and the
-    share of hot ones is taken for that of the table. The draw is a permutation of the rows, not runs of neighbours:
-    with ids by falling count all hot rows are neighbours, and a chunk would hold all or nothing. Two errors remain. The
-    sampled accesses of a row scatter: at 5 % a row with 20 accesses may show none or three. And where one row in 1,000
-    is hot, 35 x 1,024 rows hold 36 hot ones, give or take 6.
+    Rows are drawn at random in n chunks of m. Their sampled accesses are compared with the cut-off of Equation 1, and
+    the share of hot rows in the chunks is the estimate for the table. The draw is a permutation of the rows, because
+    with ids by falling count all hot rows are neighbours, and a chunk of neighbours would have all or none. Two errors
+    remain. The sampled accesses of a row vary: at 5 %, a row with 20 accesses may have none or three. And if one row in
+    1,000 is hot, 35 x 1,024 rows have 36 hot ones, plus or minus 6.
 
     Args:
         counts: sampled accesses of each row.
-        share: x, of the inputs that were sampled.
+        share: x, the sampled share of the inputs.
         chunks: n.
         chunk_rows: m.
-        confidence: of the interval.
-        seed: of the chunks; together with ``name``.
-        name: of the table.
+        confidence: confidence of the interval.
+        seed: seed of the chunks, with ``name``.
+        name: name of the table.
     """
 
     def __init__(
@@ -292,12 +297,12 @@ class ChunkRows(ExactRows):
             self._chunks = np.sort(known[picked].reshape(chunks, chunk_rows), axis=1)
 
     def _hits(self, cuts: Floats) -> Floats:
-        """Return C_i for each cut-off, [n, Q] (Equation 2), with Equation 1's cut-off."""
+        """Return C_i (Equation 2) for each cut-off of Equation 1, [n, Q]."""
         hits = [len(chunk) - np.searchsorted(chunk, cuts * self._share) for chunk in self._chunks]
         return np.stack(hits).astype(np.float64)
 
     def _of_all(self, mean: Floats, cuts: Floats) -> Int64:
-        """Return the rows of the whole prefix, from the mean of the chunks' hits."""
+        """Return the rows of the prefix, from the mean hits of the chunks."""
         found = np.rint(mean.clip(0, self._chunks.shape[1]) / max(self._chunks.shape[1], 1) * (self.rows - 1))
         own = self._counts[0] >= cuts * self._share
         return np.where((found > 0) | own, found + 1, 0).astype(np.int64)
@@ -306,7 +311,7 @@ class ChunkRows(ExactRows):
         return self._of_all(self._hits(cuts).mean(axis=0), cuts)
 
     def interval(self, cut: float) -> tuple[int, int, int]:
-        """See :meth:`ExactRows.interval`. This covers the chunks' error only: its truth is the whole sampled log."""
+        """Return as :meth:`ExactRows.interval`. The interval covers the error of the chunks, not of the sample."""
         cuts = np.array([cut])
         hits = self._hits(cuts)[:, 0]
         n = len(hits)
@@ -318,12 +323,12 @@ class ChunkRows(ExactRows):
 class Thresholds:
     """Hot rows by threshold: the Statistical Optimizer (section 4.1.3).
 
-    Rows with equal counts become hot at the same t, and may be more than the budget has room for. Then each table's
-    prefix goes the same part of the way on, to the last row that fits.
+    Rows with equal counts become hot at the same t, and may need more memory than the budget. Then the prefix of each
+    table includes the same share of such rows, as many as fit.
 
     Args:
         tables: their rows by accesses.
-        row_bytes: of each table, with optimizer state.
+        row_bytes: bytes of a row of each table, with optimizer state.
         whole: which tables are hot as a whole.
     """
 
@@ -331,7 +336,7 @@ class Thresholds:
         self._tables, self._whole = tables, whole
         self._row_bytes = np.array(row_bytes, np.int64)
         most = max((table.accesses for table in tables), default=0)
-        # The last but one asks for a single access, the last for none.
+        # The last threshold but one needs a single access, the last one none.
         self._grid = np.concatenate([[_ALL_COLD], np.geomspace(1.0, 1.0 / max(most, 2), _GRID), [0.0]])
         self._hot = self.hot(self._grid)
         self._bytes: Int64 = self._hot @ self._row_bytes
@@ -340,14 +345,14 @@ class Thresholds:
         """Return the hot rows of each table at each threshold, [Q, Z]."""
         out = np.empty((len(thresholds), len(self._tables)), np.int64)
         for z, table in enumerate(self._tables):
-            # At least one access, where there are none.
+            # A table without accesses counts as having one.
             out[:, z] = table.rows if self._whole[z] else table.hot(thresholds * max(table.accesses, 1))
         return out
 
     def fill(self, budget: int) -> tuple[float, Int64]:
-        """The lowest threshold whose rows fit the budget, and the hot rows [Z], equal ones included as far as they fit.
+        """Return the lowest threshold whose rows fit the budget, and the hot rows [Z].
 
-        The tables that are hot as a whole must fit.
+        Rows of equal counts are included as far as they fit. Tables that are hot as a whole must fit.
         """
         place = int(np.searchsorted(self._bytes, budget, side="right")) - 1
         assert place >= 0
@@ -367,7 +372,7 @@ class Thresholds:
         return min(high, 1.0), fits + np.floor(part * (over - fits)).astype(np.int64)
 
     def curve(self, points: int) -> tuple[Floats, Int64]:
-        """Return thresholds whose rows take evenly spaced shares of all used rows on a logarithmic scale (Figure 5).
+        """Return thresholds whose rows are spaced evenly on a logarithmic scale (Figure 5).
 
         Returns:
             At most ``points`` thresholds, falling, and their hot rows [Q, Z].
@@ -383,29 +388,29 @@ class Thresholds:
 class Sample:
     """Blocks of rows of a split, in the order of the files."""
 
-    share: float  # of the split's rows
+    share: float  # share of the rows of the split
     starts: Int64  # [K] first row
     stops: Int64  # [K] row after the last
 
     @property
     def rows(self) -> int:
-        """How many rows were drawn."""
+        """The number of rows."""
         return int((self.stops - self.starts).sum())
 
 
 def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None) -> Sample:
-    """Draw a share of a split's rows: the input sampler (section 4.1).
+    """Draw a share of the rows of a split: the input sampler (section 4.1).
 
-    Rows are drawn in blocks of up to :data:`BLOCK_ROWS` neighbours, without replacement, every block with equal
-    probability: reads stay long, and every row is as likely to be read as any other. Neighbours resemble each other
-    (the clicks of a session), so a sample of blocks is worth less than as many single rows. Blocks are therefore
-    shorter, down to single rows, where the sample would have fewer than 32,768 of them.
+    Rows are drawn in blocks of up to :data:`BLOCK_ROWS` neighbours, without replacement, each block with equal
+    probability. So reads are long, and each row is equally likely. Neighbours are similar (the clicks of a session), so
+    a sample of blocks has a larger error than as many single rows. Blocks are therefore shorter, down to single rows,
+    if the sample would have fewer than 32,768 blocks.
 
     Args:
         split: the rows.
         share: x, in (0, 1]; at least one block is drawn.
-        seed: same seed, same rows.
-        block_rows: neighbours drawn together; None lets the size of the sample decide.
+        seed: the same seed draws the same rows.
+        block_rows: rows of a block; None chooses by the size of the sample.
     """
     block = block_rows or max(1, min(BLOCK_ROWS, int(share * len(split)) // _BLOCKS))
     total = -(-len(split) // block)
@@ -415,12 +420,12 @@ def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None
 
 
 def _table_names(schema: FeatureSpec) -> list[str]:
-    """Return the tables that features address, in the order of the features."""
+    """Return the tables of the features, in the order of the features."""
     return list(dict.fromkeys(feature.table for feature in schema.features))
 
 
 def count_accesses(dataset: Dataset, sample: Sample, advance: Advance) -> dict[str, npt.NDArray[np.int32]]:
-    """Count the accesses of each table's rows: FAE's embedding logger. Takes 4 bytes a row.
+    """Count the accesses of the rows of each table: the embedding logger of FAE. It takes 4 bytes per row.
 
     Raises:
         DataError: an id outside its table, or lengths that do not fit the ids.
@@ -433,11 +438,11 @@ def count_accesses(dataset: Dataset, sample: Sample, advance: Advance) -> dict[s
 
 
 def first_hot_levels(dataset: Dataset, sample: Sample, hot: Int64, advance: Advance) -> Int64:
-    """Find the first level at which all ids of each sampled row are hot, [n]; Q where none is.
+    """Find the first level at which all ids of each sampled row are hot, [n]; Q if there is none.
 
     Args:
-        dataset: its training rows.
-        sample: those to look at.
+        dataset: the dataset, for its training rows.
+        sample: the rows to read.
         hot: [Q, Z] hot rows of each table, in the order of the features; they rise with the level.
         advance: called with (rows read, rows to read).
 
@@ -455,7 +460,7 @@ def _read(dataset: Dataset, sample: Sample, advance: Advance) -> Iterator[tuple[
     """Read the ids of sampled rows, some rows and one table at a time.
 
     Yields:
-        The table, its ids [L], and the place of each id's row in the sample [L].
+        The table, its ids [L], and the position of the row of each id in the sample [L].
     """
     split, schema = dataset.train, dataset.schema
     gather = make_gather(split.shards, split.starts, ids_only=True)

@@ -1,8 +1,7 @@
-"""``stoker.reorder``: a dataset whose ids are numbered anew, so that ids used together are neighbours.
+"""``stoker.reorder``: renumber the ids of a dataset so that ids used together are neighbours.
 
-Two passes over the shards: the training rows tell the order (:mod:`stoker.rewrite.id_order`); then the ids of all
-splits are replaced. Vocabularies and counts move with their ids: a value still has the row that its id addresses, and
-examples keep their places.
+The first pass over the shards reads the training rows and finds the order (:mod:`stoker.rewrite.id_order`). The second
+pass replaces the ids of all splits. Vocabularies and counts move with their ids, and examples keep their order.
 
 Legend: N ids of a table, F features, L ids of some rows.
 """
@@ -45,34 +44,34 @@ from stoker.rewrite.id_order import (
     new_ids,
 )
 
-BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
-_LEAST_ROWS = 1000  # of a table that is reordered unasked
-_TOGETHER = 4  # tables whose windows lie in memory at a time
+BLOCK_IDS = 128  # neighbouring ids of a block
+_LEAST_ROWS = 1000  # of a table that is reordered by default
+_TOGETHER = 4  # tables whose windows are in memory at a time
 
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableReport:
-    """What reordering did to a table: blocks of ``BLOCK_IDS`` neighbouring ids that a batch touches on average."""
+    """The effect on a table: the mean number of blocks of ``BLOCK_IDS`` neighbouring ids that a batch touches."""
 
     rows: int  # N
-    moved: int  # ids that have another number now
-    log_before: float  # a window of rows in the order of the log; before, ids follow their counts
+    moved: int  # ids that changed
+    log_before: float  # for rows in the order of the log; before, ids are sorted by count
     log_after: float
-    shuffled_before: float  # as many rows drawn independently
+    shuffled_before: float  # for as many shuffled rows
     shuffled_after: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReorderReport:
-    """What was done."""
+    """The result of :func:`run_reorder`."""
 
     path: Path
     tables: dict[str, TableReport]
-    window: int  # rows of what counts as a batch
+    window: int  # rows that count as a batch
     seconds: float
-    reused: bool  # the dataset was there already, reordered in the same way
+    reused: bool  # the dataset existed already, reordered in the same way
 
 
 def reorder(
@@ -84,29 +83,38 @@ def reorder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Number the ids of a dataset anew, so that ids that occur together in the log are neighbours.
+    """Write a dataset with other ids, so that ids that occur together in the log are neighbours.
 
-    ``out`` becomes a dataset like any other: the same examples in the same order, the same values in the same tables,
-    each under another id. A batch then touches fewer blocks of neighbouring rows, which saves work in tensor-train
-    tables (a block is a prefix) and reads in a file of rows (a block is a page). A model has to be trained on it; rows
-    of one that was trained on the source are found by ``Dataset.new_ids``.
+    ``out`` becomes a dataset with the same examples in the same order and the same values in the same tables, but each
+    value has another id. A batch then touches fewer blocks of neighbouring rows. That saves work in tensor-train tables
+    (a block is a prefix) and reads in a file of rows (a block is a page). Train a new model on it. ``Dataset.new_ids``
+    maps the ids of the source to the new ones.
 
-    Source: EL-Rec (SC 2022), section IV; where this differs, and why: :mod:`stoker.rewrite.id_order`.
+    Source: EL-Rec (SC 2022), section IV. :mod:`stoker.rewrite.id_order` says what differs here, and why.
 
     Args:
-        dataset: what ``stoker prepare`` wrote.
-        how: the order; None: by bisection within tiers of equal counts, the hottest ids left alone.
-        tables: to be reordered; None: those with a vocabulary and at least 1,000 rows. The ids of others are a
-            formula of the value (``hash_buckets``, ``modulo``), which then no longer tells the id.
-        overwrite: replace a dataset that is there.
+        dataset: a dataset or its directory.
+        out: directory to make.
+        how: the settings; None means bisection within tiers of similar counts, without the hottest ids.
+        tables: tables to reorder. None takes those with a vocabulary and at least 1,000 rows. In other tables the id is
+            a formula of the value (``hash_buckets``, ``modulo``), which is no longer valid after reordering.
+        overwrite: replace an existing dataset.
         progress: called with (what, done, in all).
 
     Returns:
-        The reordered dataset, opened.
+        The reordered dataset.
 
     Raises:
-        DataError: ``out`` holds something else or was reordered in another way, a dataset that is classified or
-            reordered already, no such table, a damaged shard, or a full disk. DependencyError: a package is missing.
+        DataError: ``out`` contains something else or was reordered in another way; the dataset is classified or
+            reordered already; no such table; a damaged shard; or a full disk.
+        DependencyError: a package is missing.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> how = stoker.Reordering(method="first-use", hot=2, window=64)
+    >>> found = stoker.reorder(data, "ordered", how=how, tables=["C1"])
+    >>> found.new_ids["C1"][:6].tolist()
+    [0, 1, 2, 7, 10, 3]
     """
     return Dataset(run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=progress).path)
 
@@ -122,32 +130,32 @@ class ReorderArguments:
     tables: Sequence[str] | None = None
     overwrite: bool = False
     progress: Progress | None = None
-    threads: int | None = None  # does not change a byte of the result
-    keep_source: bool = True  # False where the source is to be deleted
+    threads: int | None = None  # they change no byte of the result
+    keep_source: bool = True  # False if the source will be deleted
     request: str | None = None  # of a preparation that reorders, for stoker.dataset.manifest.note_request
 
 
 @with_arguments_of(ReorderArguments)
 def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) -> ReorderReport:
-    """Do as :func:`reorder`, and return what was done."""
+    """Do as :func:`reorder`, and return a report."""
     asked = ReorderArguments(dataset, out, **given)
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     how, out, overwrite = asked.how or Reordering(), Path(out), asked.overwrite
     progress, threads = asked.progress or quiet, check_threads(asked.threads)
     names = _chosen(data, asked.tables)
-    settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number
+    settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # JSON has no infinite number
     if not overwrite and (there := derived_at(out, data, "reordered")) is not None and there.hot_cold is None:
         known = there.reordered or {}
         if known["settings"] == settings and known["stoker_version"] == __version__:
             return _report(there, started, reused=True)
         raise DataError(
             f"{out} was reordered with other settings. Choose another directory, or pass overwrite=True to reorder "
-            "anew.",
+            "again.",
             settings=("overwrite",),
         )
     size = sum(split.bytes for split in data.splits.values())
-    # Shards only: what else is written takes a hundredth, and the disk is watched again at every file.
+    # Shards only: other files take about 1 %, and the disk is checked again for each file.
     rewritten = {"counts.safetensors", *(f"vocab/{name}.parquet" for name in names)}
     files = [file for file in data.manifest.get("files", {}) if file in rewritten]
     with rebuilt_from(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
@@ -158,7 +166,7 @@ def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) ->
         order_hash = _sha256(canonical_json(hashes).encode())
         manifest = {
             **data.manifest,
-            # Rows of a model belong to ids, so another order is another schema to whoever compares them.
+            # The rows of a model belong to ids, so another order counts as another schema.
             "schema_hash": _sha256(f"{data.schema_hash} {order_hash}".encode()),
             "splits": splits,
             "files": {**data.manifest.get("files", {}), **written},
@@ -193,7 +201,7 @@ def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
     """Return the names of the tables to reorder.
 
     Raises:
-        DataError: there is no such table, or none that can be; or the dataset was derived already.
+        DataError: no such table, or none to reorder; or the dataset is reordered or classified already.
     """
     sizes = data.schema.num_embeddings
     if data.reordered is not None:
@@ -216,7 +224,7 @@ def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
         return found
     raise DataError(
         f"no table of {data.path} has a vocabulary and at least {_LEAST_ROWS:,} rows: there is nothing to gain. Pass "
-        "tables to reorder them all the same.",
+        "tables to reorder them nevertheless.",
         settings=("tables",),
     )
 
@@ -224,7 +232,7 @@ def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
 def _orders(
     data: Dataset, names: Sequence[str], how: Reordering, progress: Progress, threads: int
 ) -> tuple[dict[str, Int64], dict[str, TableReport]]:
-    """The new ids of every table, and what they are good for."""
+    """Return the new ids of each table, and their effect."""
     split, orders, told = data.train, {}, {}
     batches = split.rows / how.window
 
@@ -254,7 +262,7 @@ def _orders(
                 list(pool.map(add, group))
                 shard.release()
                 progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
-            # networkit has one setting of threads for the whole process.
+            # networkit has one number of threads for the whole process.
             many = 1 if how.method == "communities" else threads
             jobs = ((name, found.pop(name).use()) for name in group)
             with closing(ordered_map(work, jobs, many, ahead=0)) as ordered:
@@ -315,7 +323,7 @@ def _write_splits(
 
 
 def write_vocabulary(frame: Any, path: Path) -> None:
-    """Write a Polars frame (value, count) as Parquet, atomically, the same bytes for the same vocabulary."""
+    """Write a Polars frame (value, count) as Parquet, atomically. The same vocabulary gives the same bytes."""
     with atomic_file(path) as file, full_disk():
         frame.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
 
