@@ -30,7 +30,7 @@ _KIND = "stoker.HotProfile"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(Settings, panel="Rows"):
-    """How :func:`stoker.profile` looks for hot rows, as it is asked to."""
+    """The arguments of :func:`stoker.profile`, which the command line shares."""
 
     budget: int | str = setting(
         "512MiB", "Memory for hot rows and their optimizer state.", options=("--device-memory",), panel="Memory"
