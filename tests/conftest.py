@@ -8,6 +8,8 @@ import torch
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
+from stoker.training import defaults
+
 pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown in full, whoever imports it first
 
 # A shell makes what it starts in the background deaf to Ctrl-C, and so all that is started from there.
@@ -28,3 +30,9 @@ KERNELS = Path(__file__).parent / "ops"
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(ALL_THREADS if KERNELS in item.path.parents else 1)
+
+
+@pytest.fixture(autouse=True)
+def one_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train on small logs for one epoch where a test gives none, so that it stays short."""
+    monkeypatch.setattr(defaults, "EPOCHS", 1)

@@ -66,6 +66,7 @@ def plan(
     from stoker.base.device import resolve_device
     from stoker.optim import Constant
     from stoker.training import TrainConfig
+    from stoker.training.defaults import complete
     from stoker.training.files.rundir import open_dataset
     from stoker.training.placing import place_run
     from stoker.training.step_time import measure_step
@@ -75,8 +76,8 @@ def plan(
     if device_memory is None:
         device_memory = str(int(_FREE_SHARE * memory_of(resolve_device(settings.get("device")))[0]))
     limit = str(2**62) if device_memory == "all" else device_memory
-    config = TrainConfig.from_dict({**settings, "device_memory": limit})
     data = open_dataset(dataset)
+    config = complete(TrainConfig.from_dict({**settings, "device_memory": limit}), data)
     placement = place_run(config, data, config.make_row_optimizer(Constant()))
     assert placement is not None
     step = measure_step(config, data, placement)

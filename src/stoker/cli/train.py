@@ -40,7 +40,8 @@ def train(
     out: Path | None = option("Run", "New run directory, or a URL."),
     resume: Path | None = option("Run", "Run directory or URL to continue. The result is the same to the bit."),
     batch_size: str | None = option(
-        "Optimization", "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"
+        "Optimization",
+        "Examples, or auto: doubled from the base batch size while that pays. (default: 64 to 2048, by the rows)",
     ),
     *,
     settings: dict[str, Any],

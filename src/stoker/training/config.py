@@ -141,7 +141,7 @@ class TrainConfig(
         "sqrt" (Krizhevsky 2014) and "linear" (Goyal et al. 2017) scale both rates; with "cowclip" rows keep their rate,
         the dense rate grows by the root and the rows' weight decay linearly (Zheng et al. 2022).
         """
-        s = self.batch_size / self.base_batch_size
+        s = (self.batch_size or self.base_batch_size) / self.base_batch_size
         root = math.sqrt(s)
         known = {"sqrt": Scaling(root, root), "linear": Scaling(s, s), "cowclip": Scaling(1.0, root, s)}
         return known.get(self.lr_scaling, Scaling())

@@ -13,7 +13,9 @@ from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
+from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
+from stoker.training.defaults import BY_ROWS, by_rows, complete
 from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.logs import Logger
@@ -69,7 +71,16 @@ class TrainArguments(TrainConfig):
     display: Display | Mode = "auto"
     loggers: Sequence[Logger] = ()
     if TYPE_CHECKING:
-        batch_size: int | Literal["auto"] = 2048  # type: ignore[assignment]
+        batch_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
+
+
+class Start(NamedTuple):
+    """What a run starts or continues with."""
+
+    data: Dataset
+    config: TrainConfig
+    choice: BatchChoice | None = None  # where the batch size was measured
+    line: str = ""  # about the settings that follow the number of rows
 
 
 class Outputs(NamedTuple):
@@ -88,12 +99,15 @@ def open_run(
     out: str | Path | None,
     resume: str | Path | None,
     settings: dict[str, Any],
-) -> tuple[Dataset, TrainConfig]:
-    """The dataset and all settings, checked against each other before anything is written."""
+) -> Start:
+    """Return the dataset and all settings, checked against each other before anything is written."""
     if (out is None) == (resume is None):
         raise ConfigError(
             "give either out, the run directory to make, or resume, the one to continue.", settings=("out", "resume")
         )
+    auto = settings.get("batch_size") == "auto"
+    if auto:  # what a run chose when it began is among its settings
+        del settings["batch_size"]
     if settings.get("epochs") is not None and settings.get("steps") is not None:
         raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
     if settings.get("tensorboard", config is not None and config.tensorboard):
@@ -123,7 +137,13 @@ def open_run(
             'lists. Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
             settings=("metric",),
         )
-    return data, config
+    if resume is not None:
+        return Start(data, config)
+    choice = choose_batch_size(data, config) if auto else None
+    if choice is not None:
+        config = config.replace(batch_size=choice.batch_size)
+    whole = complete(config, data)
+    return Start(data, whole, choice, by_rows(config, whole, data))
 
 
 def _reopen(
@@ -136,7 +156,8 @@ def _reopen(
     values = RunDirectory(resume).config()
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
-        settings = {**config.to_dict(), **settings}
+        left_out = [name for name in BY_ROWS if getattr(config, name) is None]
+        settings = {name: value for name, value in config.to_dict().items() if name not in left_out} | settings
     elif settings.get("epochs") is not None:
         settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
     if settings.get("batch_order") == "auto":  # what it stood for was settled when the run began

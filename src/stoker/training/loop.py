@@ -18,10 +18,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.models.registry import class_path
 from stoker.optim import Constant
-from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import Outputs, TrainArguments, TrainResult, finish, open_run, restore
+from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
@@ -69,23 +68,15 @@ def train(
         StokerError: the loss is no longer finite.
         Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice.
     """
-    auto = settings.get("batch_size") == "auto"
-    if auto:  # what a run chose when it began is among its settings
-        del settings["batch_size"]
     with local_run(out, resume) as (out, resume, upload):
-        data, config = open_run(dataset, config, out, resume, dict(settings))
-        choice = choose_batch_size(data, config) if auto and resume is None else None
-        if choice is not None:
-            config = config.replace(batch_size=choice.batch_size)
-        with process_settings(config) as models:
-            outputs = Outputs(out, resume, display, loggers, upload)
-            return _train(data, config, outputs, models, choice)
+        start = open_run(dataset, config, out, resume, dict(settings))
+        with process_settings(start.config) as models:
+            return _train(start, Outputs(out, resume, display, loggers, upload), models)
 
 
-def _train(
-    data: Dataset, config: TrainConfig, outputs: Outputs, models: list[RecModel], choice: BatchChoice | None
-) -> TrainResult:
-    """:func:`train` with its arguments checked; ``models`` gets the model, ``choice`` says how its batch size came."""
+def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResult:
+    """Do :func:`train` with its arguments checked; ``models`` gets the model."""
+    data, config, choice, line = start
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
     placement = place_run(config, data, optimizer)
@@ -140,7 +131,7 @@ def _train(
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
-            for note in (*chosen(choice, config), *filter(None, [*warnings, state.log.missed]), *ignored):
+            for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed]), *ignored):
                 shown.note(note)
             try:
                 fit(state)

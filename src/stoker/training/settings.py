@@ -70,8 +70,11 @@ class OrderConfig(Settings, panel="Optimization"):
     0
     """
 
-    batch_size: int = setting(2048, "Examples per batch.", least=1)
-    epochs: int = setting(1, "Passes over the training rows.", least=1, resumable=True)
+    # Both are None only until ``stoker.training.defaults.complete`` has seen the dataset.
+    batch_size: int = setting(None, "Examples per batch.", unset="64 to 2048, by the training rows", least=1)
+    epochs: int = setting(
+        None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
+    )
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
     shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", size=True)
     seed: int = setting(0, "Seed of initial weights, rounding and the order of rows.", least=0)
@@ -85,7 +88,7 @@ class OrderConfig(Settings, panel="Optimization"):
 
     def __post_init__(self) -> None:
         self._set("swap_rate", float(self.swap_rate))
-        if not isinstance(self.batch_size, int):
+        if not isinstance(self.batch_size, int | None):
             self._refuse(
                 f"batch_size is {self.batch_size!r}; settings hold a whole number of examples. 'auto' is for "
                 "stoker.train.",
@@ -209,8 +212,9 @@ class RunConfig(Settings, panel="Run"):
     )
     ranking_k: int = setting(10, "k of the metrics nDCG@k and hit rate@k.", least=1)
     patience: int | None = setting(
-        None, "Stop after this many evaluations without a better metric.", least=1, resumable=True
-    )
+        None, "Stop after this many evaluations without a better metric.", least=1, resumable=True,
+        unset="those of 2 epochs, unless epochs are given",
+    )  # fmt: skip
     save_every: int | None = setting(None, "Steps between checkpoints.", unset="eval-every", least=1, resumable=True)
     checkpoint_minutes: float = setting(5.0, "Also save after this many minutes; 0: never.", least=0, resumable=True)
     keep_last: int = setting(2, "Latest checkpoints to keep, besides the best.", least=1, resumable=True)

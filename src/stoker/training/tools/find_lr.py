@@ -24,6 +24,7 @@ from stoker.base.settings import with_arguments_of
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Schedule
 from stoker.training.config import TrainConfig
+from stoker.training.defaults import complete
 from stoker.training.files.rundir import open_dataset
 from stoker.training.replica import throwaway
 from stoker.training.scores.evaluation import predict
@@ -231,6 +232,7 @@ def find_lr(
     config = (config or TrainConfig()).replace(**settings)
     if not len(data.train):
         raise ConfigError(f"{data.path} has no training rows.")
+    config = complete(config, data)
     epoch = -(-len(data.train) // config.batch_size)
     trial_steps = test.trial_steps or min(config.total_steps(epoch), _TRIAL * test.lr_steps)
     total = test.lr_steps + 3 * trial_steps

@@ -1,0 +1,101 @@
+"""Batch size, epochs and patience follow the number of training rows; what is given wins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stoker
+from stoker.testing import make_dataset
+from stoker.training import defaults
+from stoker.training.defaults import batch_for, complete, epochs_for
+
+MODEL: dict[str, Any] = {"embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "tensorboard": False}
+
+
+@pytest.fixture(autouse=True)
+def ten_epochs(one_epoch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "EPOCHS", 10)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
+    path = tmp_path_factory.mktemp("defaults") / "data"
+    return make_dataset(path, rows=12_800, num_embeddings=(9000, 8000, 7000))  # learnt by heart soon
+
+
+def without_valid(data: stoker.Dataset, path: Path) -> stoker.Dataset:
+    """The dataset without its validation rows."""
+    manifest = json.loads((data.path / "manifest.json").read_text())
+    manifest["splits"]["valid"] = {"rows": 0, "positives": 0, "shards": []}
+    path.mkdir()
+    for file in data.path.iterdir():
+        (path / file.name).symlink_to(file)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return stoker.Dataset(path)
+
+
+def test_an_epoch_has_eighty_batches_where_bounds_allow_it() -> None:
+    for rows in (6_000, 10_000, 79_999, 150_000):
+        size = batch_for(rows)
+        assert size & (size - 1) == 0
+        assert 80 <= rows / size < 160 or size == 64
+    assert [batch_for(rows) for rows in (1, 5_000, 10**6, 10**9)] == [64, 64, 2048, 2048]
+
+
+def test_small_logs_have_several_epochs_and_large_ones_one() -> None:
+    found = [epochs_for(rows, validated=True) for rows in (1, 10_000, 400_000, 10**6, 2 * 10**6, 10**7)]
+    assert found == [10, 10, 10, 4, 2, 1]
+    assert epochs_for(10_000, validated=False) == 1
+
+
+def test_a_run_says_and_keeps_its_defaults(
+    data: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = stoker.train(data, out=tmp_path / "run", row_lr=0.5, display="plain", **MODEL)
+    printed = capsys.readouterr()
+    line = "10,240 training rows: batch 128, up to 10 epochs, stops after 2 evaluations without improvement"
+    assert line in printed.out + printed.err
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert [kept[name] for name in ("batch_size", "epochs", "patience")] == [128, 10, 2]
+    assert result.stopped_early
+    assert result.best_step == result.step - 2 * 80  # the best epoch is kept, two more were tried
+    assert stoker.load(tmp_path / "run").step == result.best_step
+
+
+def test_what_is_given_wins(data: stoker.Dataset) -> None:
+    def found(**settings: Any) -> list[int | None]:
+        config = complete(stoker.TrainConfig(**settings), data)
+        return [config.batch_size, config.epochs, config.patience]
+
+    assert found() == [128, 10, 2]
+    assert found(batch_size=32) == [32, 10, 2]
+    assert found(epochs=3) == [128, 3, None]
+    assert found(steps=500) == [128, 1, None]
+    assert found(patience=7) == [128, 10, 7]
+    assert found(eval_every=20) == [128, 10, 8]  # of two epochs, 80 steps each
+    assert found(batch_size=32, epochs=1, patience=1) == [32, 1, 1]
+
+
+def test_without_validation_rows_there_is_one_epoch(data: stoker.Dataset, tmp_path: Path) -> None:
+    config = complete(stoker.TrainConfig(), without_valid(data, tmp_path / "data"))
+    assert [config.batch_size, config.epochs, config.patience] == [128, 1, None]
+
+
+def test_a_resumed_run_keeps_its_own(data: stoker.Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", epochs=1, display="quiet", **MODEL)
+    again = stoker.train(
+        resume=tmp_path / "run", config=stoker.TrainConfig(**MODEL), epochs=2, display="quiet"
+    )  # fmt: skip
+    assert again.epochs == 2
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert [kept[name] for name in ("batch_size", "epochs", "patience")] == [128, 2, None]
+
+
+def test_find_lr_and_runs_use_the_same_batch(data: stoker.Dataset) -> None:
+    found = stoker.find_lr(data, lr_steps=20, trial_steps=20, **{k: v for k, v in MODEL.items() if k != "tensorboard"})
+    assert found.batch_size == 128
