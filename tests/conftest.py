@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(ALL_THREADS if KERNELS in item.path.parents else 1)
 
 
-@pytest.fixture(autouse=True)
-def one_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def one_epoch() -> Iterator[None]:
     """Train on small logs for one epoch where a test gives none, so that it stays short."""
-    monkeypatch.setattr(defaults, "EPOCHS", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults, "EPOCHS", 1)
+        yield

@@ -17,7 +17,7 @@ MODEL: dict[str, Any] = {"embedding_dim": 4, "model_options": {"bottom": (8,), "
 
 
 @pytest.fixture(autouse=True)
-def ten_epochs(one_epoch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def ten_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "EPOCHS", 10)
 
 

@@ -40,6 +40,25 @@ def epochs_for(rows: int, *, validated: bool) -> int:
     return min(EPOCHS, max(1, EXAMPLES // max(1, rows))) if validated else 1
 
 
+def why_batch(rows: int) -> str:
+    """Say why a batch of ``rows`` has the size that :func:`batch_for` returns."""
+    size = batch_for(rows)
+    if size == SMALLEST:
+        return f"the smallest worth a step: {plural(rows, 'row')} make {plural(-(-rows // size), 'step')} an epoch"
+    if size == LARGEST:
+        return f"the learning rates are meant for it, and {rows:,} rows make {-(-rows // size):,} steps an epoch"
+    return f"the largest power of two of which an epoch of {rows:,} rows has {BATCHES} batches or more"
+
+
+def why_epochs(rows: int, *, validated: bool) -> str:
+    """Say why there are as many epochs as :func:`epochs_for` returns."""
+    if not validated:
+        return "without validation rows nothing tells when another pass does harm"
+    if EXAMPLES // max(1, rows) >= EPOCHS:
+        return f"at most; {plural(rows, 'row')} are few, and validation rows tell when to stop"
+    return f"at most; {EPOCHS} for a small log, fewer where they would go through more than {EXAMPLES:,} examples"
+
+
 def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
     """Return settings whose batch size and epochs are numbers, and whose patience fits epochs that nobody gave."""
     rows, found = len(data.train), dict[str, Any]()
