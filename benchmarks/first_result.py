@@ -30,7 +30,7 @@ ALLOWED = {"prepare": 3.0, "features": 4.0, "train": 4.0, "placed train": 6.0}  
 
 def _commands(run: Run, out: Path) -> dict[str, list[str]]:
     log, sessions = str(log_file(ROWS, run)), str(log_folder(ROWS, run) / "log.csv")
-    train = ["train", str(out / "data"), "--batch-size", "2048"]
+    train = ["train", str(out / "data"), "--batch-size", "2048", "--epochs", "1"]
     return {
         "prepare": ["prepare", "criteo", log, "--out", str(out / "prepared")],
         "features": ["prepare", "trivago", sessions, "--preset", "features", "--out", str(out / "featured")],
