@@ -59,14 +59,20 @@ def why_epochs(rows: int, *, validated: bool) -> str:
     return f"at most; {EPOCHS} for a small log, fewer where they would go through more than {EXAMPLES:,} examples"
 
 
+def left_out(config: TrainConfig) -> frozenset[str]:
+    """Return the names of the settings that follow the rows and are not given."""
+    return frozenset(name for name in BY_ROWS if getattr(config, name) is None)
+
+
 def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
     """Return settings whose batch size and epochs are numbers, and whose patience fits epochs that nobody gave."""
-    rows, found = len(data.train), dict[str, Any]()
-    if config.batch_size is None:
+    rows, missing, found = len(data.train), left_out(config), dict[str, Any]()
+    if "batch_size" in missing:
         found["batch_size"] = batch_for(rows)
-    if config.epochs is None:
-        found["epochs"] = 1 if config.steps is not None else epochs_for(rows, validated=_validated(data))
-        if config.patience is None and found["epochs"] > 1:
+    if "epochs" in missing:
+        valid = bool(data.splits.get("valid"))
+        found["epochs"] = 1 if config.steps is not None else epochs_for(rows, validated=valid)
+        if "patience" in missing and found["epochs"] > 1:
             epoch = -(-rows // found.get("batch_size", config.batch_size))
             found["patience"] = PATIENCE * max(1, epoch // (config.eval_every or epoch))
     return config.replace(**found) if found else config
@@ -74,15 +80,11 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
 
 def by_rows(given: TrainConfig, config: TrainConfig, data: Dataset) -> str:
     """Say in a line what :func:`complete` made of the ``given`` settings; empty if it had nothing to do."""
-    words = []
-    if given.batch_size is None:
+    missing, words = left_out(given), []
+    if "batch_size" in missing:
         words.append(f"batch {config.batch_size:,}")
-    if given.epochs is None and config.steps is None:
-        words.append(plural(config.epochs, "epoch") if config.epochs == 1 else f"up to {config.epochs} epochs")
-    if given.patience is None and config.patience is not None:
+    if "epochs" in missing and config.steps is None:
+        words.append("1 epoch" if config.epochs == 1 else f"up to {config.epochs} epochs")
+    if "patience" in missing and config.patience is not None:
         words.append(f"stops after {plural(config.patience, 'evaluation')} without improvement")
     return f"{plural(len(data.train), 'training row')}: {', '.join(words)}" if words else ""
-
-
-def _validated(data: Dataset) -> bool:
-    return bool(data.splits.get("valid"))

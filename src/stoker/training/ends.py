@@ -15,7 +15,7 @@ from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
-from stoker.training.defaults import BY_ROWS, by_rows, complete
+from stoker.training.defaults import by_rows, complete, left_out
 from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.logs import Logger
@@ -156,8 +156,8 @@ def _reopen(
     values = RunDirectory(resume).config()
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
-        left_out = [name for name in BY_ROWS if getattr(config, name) is None]
-        settings = {name: value for name, value in config.to_dict().items() if name not in left_out} | settings
+        given = {name: value for name, value in config.to_dict().items() if name not in left_out(config)}
+        settings = {**given, **settings}
     elif settings.get("epochs") is not None:
         settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
     if settings.get("batch_order") == "auto":  # what it stood for was settled when the run began
