@@ -10,6 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.dlpack import from_dlpack
+
+
+def as_tensor(array: Any, *, copy: bool = False) -> Tensor:
+    """Return a tensor in the memory of an array that has ``__dlpack__``, such as one of NumPy, CuPy or JAX.
+
+    It is a copy if ``copy`` says so, and where torch cannot address that memory: negative strides, or what an old NumPy
+    keeps read-only. A tensor is returned as it is.
+
+    Raises:
+        TypeError: it has no ``__dlpack__``.
+    """
+    if isinstance(array, Tensor):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{type(array).__name__} is neither a tensor nor an array with __dlpack__.")
+    if any(step < 0 for step in getattr(array, "strides", None) or ()):
+        array = array.copy()  # torch 2.13 aborts the process
+    try:
+        tensor = from_dlpack(array)
+    except BufferError:
+        tensor = from_dlpack(array.copy())
+    return tensor.clone() if copy else tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +41,8 @@ class Batch:
     """Examples in the layout that :class:`stoker.EmbeddingTables` and every model take.
 
     Ids are rows of each feature's own table (not global addresses). Bags are sample-major: bag ``b * F + f`` has the
-    ids of feature ``f`` in example ``b``.
+    ids of feature ``f`` in example ``b``. Arrays of other libraries (NumPy, CuPy, JAX) become tensors of the same
+    memory, by DLPack.
 
     >>> offsets = torch.tensor([0, 1, 3, 4, 4])
     >>> batch = stoker.Batch(dense=torch.zeros(2, 1), ids=torch.tensor([7, 3, 5, 9]), offsets=offsets)
@@ -37,6 +62,12 @@ class Batch:
     labels: Tensor | None = None  # [B] float32 in {0, 1}, NaN for rows without; None when predicting
     step: int = 0  # position in the stream, counted from 0 over all epochs
 
+    def __post_init__(self) -> None:
+        given: dict[str, Any] = self.tensors()
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                object.__setattr__(self, name, as_tensor(value))
+
     def __len__(self) -> int:
         return self.dense.shape[0]
 
@@ -49,6 +80,16 @@ class Batch:
         if self.offsets is None:
             return torch.ones(len(self), dtype=torch.int64, device=self.ids.device)
         return self._bags(self.offsets.diff())[:, feature]
+
+    def bags(self, feature: int) -> tuple[Tensor, Tensor]:
+        """Return the ids of one feature, example by example [L], and where the bag of each begins and ends [B + 1]."""
+        offsets = pad(self.lengths(feature).cumsum(0), (1, 0))
+        if self.offsets is None:
+            return self.ids[:, feature], offsets
+        lengths = self.offsets.diff()
+        mine = torch.zeros_like(lengths, dtype=torch.bool)
+        self._bags(mine)[:, feature] = True
+        return self.ids[torch.repeat_interleave(mine, lengths)], offsets
 
     def mask(self, feature: int, steps: int) -> Tensor:
         """Return which of the last ``steps`` steps a sequence feature has: [B, T] bool, missing steps first."""

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import parse_size
 from stoker.dataset.batch import Batch
@@ -38,6 +38,7 @@ from stoker.dataset.rows import SplitRows
 T = TypeVar("T")
 _PATIENCE = 5.0  # seconds that the interpreter waits when it ends for a thread to finish its item
 _running: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+_ARROW_ROWS = 2**16  # of a record batch
 _KIND = "stoker.BatchStream"
 
 
@@ -456,7 +457,36 @@ def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Bat
 
 
 class Split(SplitRows):
-    """The rows of one split, and batches of them. ``len(split)`` is their number."""
+    """The rows of one split, and batches of them. ``len(split)`` is their number.
+
+    Arrow libraries read it as a stream: ``pyarrow.table(split)``, ``polars.DataFrame(split)``. Its columns are
+    ``label`` (float32, null for rows without), dense columns (float32) as models see them, and the ids of each feature,
+    lists of them for sequences. Row i is row i of :meth:`batches` without a seed.
+    """
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        pa = require("pyarrow", "Arrow streams need")
+        kind = pa.from_numpy_dtype(self.shards[0].ids.dtype) if self.shards else pa.int32()
+        names = [*self.schema.dense, *(feature.name for feature in self.schema.features)]
+        label = "label" if "label" not in names else "label_"
+        types = [pa.list_(kind) if feature.sequence else kind for feature in self.schema.features]
+        types = [pa.float32()] * (1 + len(self.schema.dense)) + types
+        schema = pa.schema(list(zip([label, *names], types, strict=True)))
+
+        def blocks() -> Iterator[Any]:
+            for batch in self.batches(_ARROW_ROWS) if len(self) else ():
+                assert batch.labels is not None
+                labels = pa.array(batch.labels.numpy(), from_pandas=True)  # NaN becomes null
+                columns = [labels, *map(pa.array, batch.dense.numpy().T)]
+                for place, feature in enumerate(self.schema.features):
+                    ids, ends = batch.bags(place)
+                    if feature.sequence:
+                        columns.append(pa.ListArray.from_arrays(pa.array(ends.int().numpy()), ids.numpy()))
+                    else:
+                        columns.append(pa.array(ids.numpy()))
+                yield pa.record_batch(columns, schema=schema)
+
+        return pa.RecordBatchReader.from_batches(schema, blocks()).__arrow_c_stream__(requested_schema)
 
     @method_with_arguments_of(Reading)
     def batches(self, batch_size: int, **reading: Any) -> BatchStream:

@@ -62,7 +62,8 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
         if not _is_table(item):
             raise ConfigError(
                 f"files holds a {_kind(item)}. Pass paths, patterns, URLs, or tables: Polars, pandas, PyArrow, "
-                "DuckDB, or anything with __arrow_c_stream__.", settings=("files",),
+                "DuckDB, a Hugging Face dataset (one split of it), or anything with __arrow_c_stream__.",
+                settings=("files",),
             )  # fmt: skip
     if tables and len(tables) < len(items):
         raise ConfigError("files mixes tables and paths. Prepare from one or the other.", settings=("files",))
@@ -91,7 +92,11 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
 def _is_table(item: Any) -> bool:
     package, kind = type(item).__module__.partition(".")[0], type(item).__name__
     known = (package, kind) in (("polars", "LazyFrame"), ("pandas", "DataFrame"), ("pyarrow", "RecordBatch"))
-    return known or hasattr(item, "__arrow_c_stream__") or hasattr(item, "to_reader") or hasattr(item, "scanner")
+    return (
+        known
+        or any(hasattr(item, name) for name in ("__arrow_c_stream__", "to_reader", "scanner"))
+        or (hasattr(item, "with_format") and hasattr(item, "iter"))
+    )
 
 
 def _kind(item: Any) -> str:
@@ -142,9 +147,22 @@ def _lazy(table: Any) -> pl.LazyFrame:
         table = pa.Table.from_batches([table])
     if isinstance(table, pa.RecordBatchReader):
         return _stream(table)
+    if hasattr(table, "with_format"):
+        table = _hugging_face(table)
     if hasattr(table, "scanner"):  # a PyArrow dataset
         table = table.scanner()
     return _stream(table.to_reader() if hasattr(table, "to_reader") else pa.RecordBatchReader.from_stream(table))
+
+
+def _hugging_face(dataset: Any) -> pa.RecordBatchReader:
+    """Return the rows that a dataset of Hugging Face shows: its Arrow table may have more of them, in another order."""
+    if dataset.features is None:  # of a stream: each row would have types of its own
+        raise ValueError("it has no features. Make it with features=datasets.Features(...)")
+    tables = dataset.with_format("arrow").iter(batch_size=_GROUP_ROWS)
+    schema = dataset.features.arrow_schema
+    return pa.RecordBatchReader.from_batches(
+        schema, (one for table in tables for one in table.cast(schema).to_batches())
+    )
 
 
 def _stream(reader: Any) -> pl.LazyFrame:

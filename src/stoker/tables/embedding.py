@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stoker.base.errors import ConfigError
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_size, plural
+from stoker.dataset.batch import as_tensor
 from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
@@ -323,7 +324,8 @@ class EmbeddingTables(nn.Module):
         """Look up and pool.
 
         Args:
-            ids: [B, F] with one id a bag, or flat [L] with ``offsets``; int32 or int64, local to each table.
+            ids: [B, F] with one id a bag, or flat [L] with ``offsets``; int32 or int64, local to each table. All three
+                may be arrays of other libraries with ``__dlpack__``; they are copied.
             offsets: [B * F + 1] int64, sample-major: bag ``b * F + f`` is ``ids[offsets[i]:offsets[i + 1]]``.
             weights: [L] (or [B, F]) per-sample weights; sum pooling only. May require a gradient.
 
@@ -339,6 +341,11 @@ class EmbeddingTables(nn.Module):
         if torch.compiler.is_compiling():
             check_export()
             return compiled_lookup(self, ids, offsets, weights)
+        ids = as_tensor(ids, copy=True)  # what only torch can change
+        if offsets is not None:
+            offsets = as_tensor(offsets, copy=True)
+        if weights is not None:
+            weights = as_tensor(weights, copy=True)
         if ids.device != self.device:
             raise ValueError(
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
@@ -568,12 +575,23 @@ class EmbeddingTables(nn.Module):
             )
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
-        """Yield canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
+        """Yield canonical rows of one table as (first row, :class:`Rows`) chunks.
+
+        Chunks of rows that are on the device are views, which later steps change and which are not to be written to;
+        others are copies.
+        """
         return self._group_of[table].read(table, chunk_rows)
 
-    def write(self, table: str, start: int, rows: Rows) -> None:
-        """Replace canonical rows of one table from row ``start`` on."""
-        self._group_of[table].write(table, start, rows)
+    def write(self, table: str, start: int, rows: Rows | Tensor) -> None:
+        """Replace canonical rows of one table from row ``start`` on.
+
+        Args:
+            table: its name.
+            start: the first row.
+            rows: weights with optimizer state, or weights [n, D] alone, which leave the state as it is: a tensor, or an
+                array with ``__dlpack__``.
+        """
+        self._group_of[table].write(table, start, rows if isinstance(rows, Rows) else as_tensor(rows))
 
     def rows(self, table: str) -> Tensor:
         """Return a copy of the weights of one table [num_embeddings, embedding_dim]."""

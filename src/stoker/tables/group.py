@@ -269,13 +269,17 @@ class TableGroup:
         for start in range(begin, stop, chunk_rows):
             yield start - begin, storage.read(start, min(start + chunk_rows, stop))
 
-    def write(self, name: str, start: int, rows: Rows) -> None:
-        """Replace rows of one table, from its row ``start`` on."""
+    def write(self, name: str, start: int, rows: Rows | Tensor) -> None:
+        """Replace rows of one table, from its row ``start`` on; weights alone keep the state."""
         storage, begin, stop = self.place(name)
-        if begin + start + len(rows.weight) > stop:
-            raise IndexError(
-                f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows"
-            )
+        weight = rows.weight if isinstance(rows, Rows) else rows
+        if start < 0 or begin + start + len(weight) > stop:
+            raise IndexError(f"rows {start} to {start + len(weight)} do not fit table {name!r} of {stop - begin} rows")
+        if not isinstance(rows, Rows):
+            if weight.shape[1:] != (storage.weight.shape[1],):
+                raise ValueError(f"weights [n, {storage.weight.shape[1]}] are expected, not {list(weight.shape)}.")
+            rows = storage.read(begin + start, begin + start + len(weight))
+            rows = Rows(weight.to(rows.weight.dtype), rows.state)
         self._squares = None
         self.version += 1
         storage.write(begin + start, rows)

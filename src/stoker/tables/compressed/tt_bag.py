@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_count
+from stoker.dataset.batch import as_tensor
 from stoker.ops import BackendName, get_backend
 from stoker.ops.reference import add_in_order
 from stoker.ops.tt.lookup import build_trie, decompose, expand, fill_core, gradients
@@ -286,6 +287,9 @@ class TTEmbeddingBag(nn.Module):
             check_export()
             return _uncompiled(self, input, offsets, per_sample_weights)
         check_modes()
+        input, offsets = as_tensor(input, copy=True), None if offsets is None else as_tensor(offsets, copy=True)
+        if per_sample_weights is not None:
+            per_sample_weights = as_tensor(per_sample_weights, copy=True)
         ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
         self._check(ids)
         padding = None

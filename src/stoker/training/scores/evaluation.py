@@ -174,7 +174,10 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Scores(Shown):
-    """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``."""
+    """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``.
+
+    Arrow libraries read the columns that :func:`write_scores` writes: ``pyarrow.table(scores)``.
+    """
 
     scores: npt.NDArray[np.float32]  # [n], the probability of label 1
     labels: npt.NDArray[np.float32] | None  # [n], NaN for rows without; None where no row has one
@@ -200,6 +203,10 @@ class Scores(Shown):
 
     def __len__(self) -> int:
         return len(self.scores)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        require("pyarrow", "Arrow streams need")
+        return _table(self.labels, self.scores, self.groups, self.kept).__arrow_c_stream__(requested_schema)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.scores, dtype) if copy else np.asarray(self.scores, dtype)
@@ -283,32 +290,36 @@ def write_scores(
 
 def _write(split: Split, out: Path, scored: Iterator[_Piece], batch_size: int) -> int:
     """Write labels and scores of batches as :func:`write_scores` does."""
-    import pyarrow as pa
 
-    kept = split.kept
-    own = [] if kept is None else [(_kept_name(item.name), item.type) for item in kept.schema]
-    columns = [("row", pa.int64()), ("label", pa.float32()), *own, ("score", pa.float32())]
-    schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
-    done = 0
-    with atomic_file(out) as file, _writer(file, out.suffix, schema) as writer:
+    def table(labels: npt.NDArray[np.float32] | None, scores: npt.NDArray[np.float32], first: int) -> pa.Table:
+        stop = first + len(scores)
+        groups = None if split.groups is None else split.groups[first:stop]
+        return _table(labels, scores, groups, None if split.kept is None else split.kept.read(first, stop), first)
+
+    done, empty = 0, table(None, np.empty(0, np.float32), 0)
+    with atomic_file(out) as file, _writer(file, out.suffix, empty.schema) as writer:
         for pieces in iter(lambda: list(islice(scored, -(-_ROW_GROUP // batch_size))), []):
             labels, scores = _joined(pieces)
-            rows = slice(done, done + len(scores))
-            values: dict[str, Any] = {
-                "row": np.arange(rows.start, rows.stop),
-                "label": pa.nulls(len(scores), pa.float32()) if labels is None
-                else pa.array(labels, from_pandas=split.labelled < len(split)),  # NaN becomes null
-                "score": scores,
-            }  # fmt: skip
-            if split.groups is not None:
-                values["group"] = split.groups[rows]
-            if kept is not None:
-                values |= zip((name for name, _ in own), kept.read(rows.start, rows.stop).columns, strict=True)
-            writer.write_table(pa.table(values, schema=schema))
-            done = rows.stop
+            writer.write_table(table(labels, scores, done))
+            done += len(scores)
         if not done:
-            writer.write_table(schema.empty_table())
+            writer.write_table(empty)
     return done
+
+
+def _table(
+    labels: npt.NDArray[np.float32] | None, scores: npt.NDArray[np.float32], groups: npt.NDArray[np.int32] | None,
+    kept: pa.Table | None, first: int = 0,
+) -> pa.Table:  # fmt: skip
+    """Return scores as :func:`write_scores` writes them, of rows from ``first`` on."""
+    import pyarrow as pa
+
+    known = pa.nulls(len(scores), pa.float32()) if labels is None else pa.array(labels, from_pandas=True)  # NaN: null
+    values: dict[str, Any] = {"row": np.arange(first, first + len(scores)), "label": known}
+    if kept is not None:
+        values |= zip(map(_kept_name, kept.column_names), kept.columns, strict=True)
+    values["score"] = scores
+    return pa.table(values if groups is None else values | {"group": groups})
 
 
 def check_scores_file(out: Path) -> None:
