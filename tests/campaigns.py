@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["EFFORT", "scaled"]
+import pytest
+
+__all__ = ["EFFORT", "in_ci", "scaled"]
 
 EFFORT = float(os.environ.get("STOKER_EFFORT", "0.25"))
+
+#: Of a test that takes long and seldom fails alone.
+in_ci = pytest.mark.skipif(EFFORT < 1, reason="takes long; CI sets STOKER_EFFORT=1")
 
 
 def scaled(number: int) -> int:

@@ -13,17 +13,18 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import pytest
 import torch.multiprocessing as mp
 
-__all__ = ["Python", "context", "run_python", "start_process", "start_ranks"]
+__all__ = ["Python", "context", "fork_contestants", "run_python", "start_process", "start_ranks"]
 
 PRELOADED = [
     "pytest", "hypothesis", "torch", "torch._dynamo", "torch.distributed.fsdp", "stoker", "stoker.training",
@@ -84,6 +85,17 @@ def run_python(*arguments: str | Path, **environment: str) -> subprocess.Complet
     """Return what ``python`` with these arguments prints, and how it ends."""
     with Python(*arguments, **environment) as running:
         return running.wait()
+
+
+def fork_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``benchmarks.rounds`` run its contestants as forks."""
+
+    def run(command: Sequence[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[0] == sys.executable
+        return run_python(*command[1:], **env)
+
+    stand_in = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("benchmarks.rounds.subprocess", stand_in)
 
 
 def _run(arguments: list[str], environment: dict[str, str], folder: str, files: list[str]) -> None:

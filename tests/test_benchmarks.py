@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import fork_contestants
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -397,9 +398,15 @@ def test_the_float64_reference_agrees_with_ours(workload: EmbeddingWorkload, opt
     ],
 )
 def test_contestants_of_the_matrix_leave_right_results(
-    workload: EmbeddingWorkload, tmp_path: Path, script_name: str, optimizer: str, options: dict[str, Any]
+    workload: EmbeddingWorkload,
+    tmp_path: Path,
+    script_name: str,
+    optimizer: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tables of several widths, bags and one id: what the peers do not test here runs where they are built."""
+    fork_contestants(monkeypatch)
     run_peer(script_name, workload, optimizer, tmp_path, **options)
     found = dict(np.load(tmp_path / f"{workload.directory.name}.npz"))
     check_rows(script_name, optimizer, workload.reference(optimizer), found)
@@ -479,6 +486,7 @@ def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(WrongResult, match="rows of table 0"):
         check(rows=(rows + 0.05 * reference["rows"]).astype(np.float32))
     # The strong peer, eager, and ours do the same steps.
+    fork_contestants(monkeypatch)
     config = {
         **module.DlrmWorkload.config([dlrm], ["sgd", "rowwise_adagrad"]),
         "results": str(tmp_path),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import fork_contestants
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -84,6 +85,12 @@ def test_the_reference_is_the_definition(small: Path, which: str) -> None:
 def worked(small: Path, script: str, options: dict[str, Any]) -> Path:
     results = small / "results"
     results.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        fork_contestants(patch)
+        return left_of(results, script, options)
+
+
+def left_of(results: Path, script: str, options: dict[str, Any]) -> Path:
     case = CASE.config(QUICK) | {"permuted": str(ids_file(CASE.of, CASE.rows, QUICK, permuted=True))}
     config: dict[str, Any] = {"cases": [case], "quick": True}
     lines = work(Contestant(label=script, script=script, options=options), config | {"results": str(results)})

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from calling import SMALL, call, output
+from processes import Python
 
 from stoker.cli import COMMANDS, main
 from stoker.dataset.dataset import Dataset
@@ -128,19 +129,17 @@ def test_our_own_mistakes_say_so(
     assert "an error in Stoker" in err
 
 
-def test_help_is_quick_and_needs_no_torch() -> None:
+def test_help_needs_no_torch() -> None:
     script = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys\n"
         "from stoker.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'polars', 'numba', 'pyarrow'} & set(sys.modules)\n"
-        "print('heavy:', sorted(heavy), 'seconds:', time.perf_counter() - start)"
+        "print('heavy:', sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    last = done.stdout.strip().splitlines()[-1]
-    assert "heavy: []" in last
-    assert float(last.rsplit(" ", 1)[1]) < 1.0
+    assert done.stdout.strip().splitlines()[-1] == "heavy: []"
     for command in COMMANDS:
         assert f" {command} " in done.stdout
 
@@ -165,7 +164,6 @@ def test_a_missing_package_does_not_break_the_other_commands(capsys: pytest.Capt
 def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     command = [
-        sys.executable,
         "-m",
         "stoker",
         "train",
@@ -176,12 +174,13 @@ def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path:
         "100000",
         *SMALL,
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not list(out.glob("checkpoints/step_*/manifest.json")) and time.monotonic() < deadline:
+    with Python(*command) as running:
+        while not list(out.glob("checkpoints/step_*/manifest.json")):
+            assert running.process.is_alive(), running.wait().stderr
             time.sleep(0.02)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"stoker train --resume {out}" in " ".join(err.split())
-    assert "Traceback" not in err
+        assert running.process.pid is not None
+        os.kill(running.process.pid, number)
+        ended = running.wait()
+    assert ended.returncode == 128 + number
+    assert f"stoker train --resume {out}" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import in_ci
 from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabulary
 from processes import start_process
 from recipe_logs import generated
@@ -745,6 +746,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@in_ci
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = "\n".join(criteo_lines(20_000)) + "\n"

@@ -73,7 +73,7 @@ settings_of_order = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scaled(150))
 @given(bags, settings_of_order)
 def test_new_ids_are_a_bijection_that_keeps_what_it_promises(ids: list[list[int]], how: Reordering) -> None:
     use = used(ids, 20)
@@ -93,7 +93,7 @@ def test_new_ids_are_a_bijection_that_keeps_what_it_promises(ids: list[list[int]
     assert np.array_equal(made, new_ids(use, how))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(bags, st.lists(st.integers(1, 39), max_size=5), st.integers(4, 60))
 def test_windows_do_not_depend_on_the_pieces(ids: list[list[int]], cuts: list[int], limit: int) -> None:
     whole = used(ids, 20, limit=limit)

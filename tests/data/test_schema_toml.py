@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ lists = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(schema=recipe_columns, name=texts, split=splits, source=sources, dense=denses, ids=ids, bag=lists, label=names)
 def test_any_schema_comes_back(
     schema: Schema, name: str, split: SplitRule, source: SourceFormat, dense: DenseColumn, ids: CategoricalColumn,

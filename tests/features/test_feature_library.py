@@ -12,6 +12,7 @@ import naive_features as naive
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ def test_importing_needs_no_polars() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(ROWS)
 def test_features_of_the_row_itself(rows: list[naive.Row]) -> None:
     made = f.fit(
@@ -95,7 +96,7 @@ def test_features_of_the_row_itself(rows: list[naive.Row]) -> None:
         assert got["h2"] == naive.cross(got, ("h", "m"), 7, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(ROWS, st.integers(1, 3), st.integers(1, 3))
 def test_pairs_and_keep(rows: list[naive.Row], most: int, least: int) -> None:
     steps = [
@@ -120,7 +121,7 @@ def test_pairs_and_keep(rows: list[naive.Row], most: int, least: int) -> None:
 
 
 # What fails is shown as it was drawn: shrinking it runs the lazy paths for minutes.
-@settings(max_examples=50, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=scaled(50), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     ROWS, ROWS, st.sampled_from([2, 3, 5, 300]), st.sampled_from([0.0, 1.0, 20.0]),
     st.sampled_from([(), ("u",), ("u", "t")]),
@@ -152,7 +153,7 @@ def test_learned_features(
         assert column(made, "n") == counts
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scaled(80), deadline=None)
 @given(
     ROWS, st.sampled_from([("u",), ("u", "i")]), st.sampled_from([None, "e"]), st.sampled_from([None, 1, 4, 2.5]),
     st.integers(1, 4),
@@ -190,7 +191,7 @@ def test_features_of_the_rows_before(
         assert got["dense"] == naive.rank(rows, at, by, "x", descending=True, dense=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(ROWS, ROWS)
 def test_properties(train: list[naive.Row], new: list[naive.Row]) -> None:
     features = [f.Properties(name="has", column="p", most=3), f.Properties(name="is", column="p", values=("h", "w"))]

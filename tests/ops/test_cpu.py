@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def cases(draw):
     return space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 @given(
     case=cases(),
     number=st.integers(0, len(OPTIMIZERS) - 1),

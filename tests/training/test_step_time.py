@@ -17,15 +17,20 @@ from stoker.training.placing import place_run
 
 
 def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, calls = Split.check_rows, []
+    check, calls, now = Split.check_rows, [], [0.0]
 
     def slow(self: Any, start: int, stop: int) -> None:
         calls.append(start)
         if len(calls) == 1:
-            time.sleep(2)
+            now[0] += 2.0
         check(self, start, stop)
 
+    def tick() -> float:
+        now[0] += 0.001
+        return now[0]
+
     monkeypatch.setattr(Split, "check_rows", slow)
+    monkeypatch.setattr(step_time.time, "perf_counter", tick)
     monkeypatch.setattr(step_time, "_SECONDS", 0.05)
     settings = {name: value for name, value in SMALL.items() if name != "display"}
     measured = step_time.measure_step(TrainConfig(**settings), make_dataset(tmp_path / "d", rows=1000))
