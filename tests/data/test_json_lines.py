@@ -146,6 +146,6 @@ def test_numbers_in_a_column_of_text_stay_as_they_are_written() -> None:
 
 def test_ordinary_blocks_take_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts with braces and digits in them, whole numbers, pairs of surrogates: nothing to be careful about."""
-    monkeypatch.setattr(json_lines, "_careful", lambda *_: pytest.fail("read line by line"))
+    monkeypatch.setattr(json_lines, "_read_line_by_line", lambda *_: pytest.fail("read line by line"))
     line = b'{"t": "[a] {1.5} \\ud83d\\ude00", "n": 1.5, "i": 3, "h": "ff", "ts": ["x]", "1.5", 3], "is": [1, 2]}'
     assert read([line] * 3).rows == 3

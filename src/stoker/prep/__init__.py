@@ -1,1 +1,1 @@
-"""From raw logs to datasets."""
+"""Prepare datasets from raw logs."""

@@ -1,4 +1,4 @@
-"""Schemas as TOML: the commented draft for a log that nobody has described yet, and any schema."""
+"""Write schemas as TOML: a commented draft for a new log, or any schema."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-ROWS = 100_000  # to look at by default
-AUTO = "auto"  # in place of a recipe: prepare with the draft as it is
+ROWS = 100_000  # that a draft reads by default
+AUTO = "auto"  # instead of a recipe: prepare with the draft as it is
 _USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
-_UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header
+_UNNAMED = re.compile(r"c\d+").fullmatch  # the names that a log without a header gets
 _GROUP_NAME = re.compile(
     r"session|impression|search|query|request|clickout|slate|visit(_|$)|list_?id|basket|order", re.I
 )
 _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
-_STRONG = 3  # candidates for the label up to this order tell an outcome by their names
-_MOST_MISSING = 0.2  # share of rows without a time from which on a column is no [timestamp]
+_STRONG = 3  # candidates for the label up to this order have the name of an outcome
+_MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A schema draft and what it was made of."""
+    """A draft of a schema and what it is based on."""
 
     text: str  # the schema, TOML with comments
-    columns: Sequence[Guess]  # for each column, in the order of the log
+    columns: Sequence[Guess]  # one for each column, in the order of the log
     label: str | None  # the column to predict; None: none was found, and ``[label]`` is a comment
-    features: int  # columns that a model would see
-    rows: int  # that were looked at
-    unsure: int  # comments of the text that want a person's answer
+    features: int  # number of columns that a model would see
+    rows: int  # number of rows read
+    unsure: int  # number of comments that ask a question
 
     def role(self, column: Guess) -> str:
-        """Return what the draft makes of a column: label, dense, categorical, sequence, time or left out."""
+        """Return the role of a column in the draft: label, dense, categorical, sequence, time or left out."""
         return "label" if column.name == self.label else column.kind
 
     @property
     def doubts(self) -> str:
-        """What to say to somebody who has not read the draft; empty where it is certain of everything."""
+        """A warning for a user who has not read the draft, or an empty text if there is no doubt."""
         if not self.unsure:
             return ""
         doubts = plural(self.unsure, "doubt")
@@ -70,25 +70,35 @@ class Draft:
 
 
 def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> str:
-    """Draft a schema for a log of your own from its first rows, as TOML text with comments.
+    """Draft a schema for your log from its first rows, as TOML text with comments.
 
-    Comments that begin with ``unsure:`` want your answer. The text is a whole schema wherever a label was found; else
-    its ``[label]`` is a comment for you to fill in.
+    Comments that begin with ``unsure:`` are questions to you. If no label was found, ``[label]`` is a comment for you
+    to fill in.
+
+    >>> import polars as pl
+    >>> log = pl.DataFrame({"item": ["a", "b", "a"], "price": [1.5, 2.5, 4.0], "clicked": [0, 1, 0]})
+    >>> print(stoker.draft_schema(log))  # doctest: +ELLIPSIS
+    # Draft of a schema from 3 rows of polars.DataFrame.
+    ...
+    [[categorical]]  # 2 values in 3 rows; such as 'a'
+    name = "item"
+    <BLANKLINE>
 
     Args:
         log: files, URLs or glob patterns: delimited text or JSON lines, also as .gz or .zst, or Parquet; or tables,
-            as :func:`stoker.prepare` takes them. Of a stream, the rows that were looked at are gone.
-        rows: to look at, the same number from the beginning of each file, and at most 128 MiB of text.
+            as :func:`stoker.prepare` takes them. The draft uses up the rows that it reads from a stream.
+        rows: number of rows to read, the same from the beginning of each file, and at most 128 MiB of text.
         command: the next command to show in the first lines; None: one with the names of the files.
 
     Raises:
-        DataError: a file that is not there, empty, or no log. ConfigError: fewer than one row.
+        DataError: a file does not exist, is empty, or is not a log.
+        ConfigError: ``rows`` is below 1.
     """
     return draft_log(log, rows=rows, command=command).text
 
 
 def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
-    """Do as :func:`draft_schema`, and return what was found of each column."""
+    """Draft a schema as :func:`draft_schema` does; return it with a guess for each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
     with files_of(log, rows=rows + 1) as inputs:
@@ -150,7 +160,7 @@ def _choose_time(columns: Sequence[Guess], label: Guess | None) -> Guess | None:
 
 
 def _leave_out_others(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> None:
-    """Leave out other times, and other outcomes, of which a model would read off the label."""
+    """Leave out other times, and other outcomes, from which a model could read the label."""
     for column in columns:
         if column is label or column.kind == "left out":
             continue
@@ -168,7 +178,7 @@ def _comment(text: str) -> str:
 
 
 def _table(head: str, said: Sequence[str], doubts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return a table with what is known of it, what is not certain, and its keys."""
+    """Return the lines of a table: its head with facts, its doubts, and its keys."""
     first = f"{head}  {_comment('; '.join(said))}" if said else head
     return [first, *(_comment(f"unsure: {text}") for text in doubts), *_lines(values)]
 
@@ -191,7 +201,7 @@ def _group(columns: Sequence[Guess]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return a text in TOML, fit for a comment."""
+    """Return a text as TOML that a comment can hold."""
     return _comment(toml_value(text))[2:]
 
 
@@ -226,7 +236,7 @@ def _timestamp(time: Guess | None) -> list[str]:
 
 
 def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> list[str]:
-    """Split by time where there is one, and propose what suits logs of users better."""
+    """Split by time if there is one; for logs of users, propose leave_last_out in a comment."""
     codes = [one for one in columns if one is not label and one.code and one.kind != "left out" and one.repeats >= 2]
     users = [one for one in codes if one.kind == "categorical" and _USER_NAME.search(one.name)]
     unnamed = [one for one in codes if time and one.kind == "categorical" and not one.missing and _UNNAMED(one.name)]
@@ -256,7 +266,7 @@ def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
 
 
 def _safe(name: str, taken: set[str]) -> str:
-    """Return a name for a column that can also name a file."""
+    """Return a name for a column that is also a valid file name."""
     safe = re.sub(r"[\x00-\x1f\x7f/\\*]", "_", name)
     if safe != name or name.startswith(("__", ".")) or len(name.encode()) > 100:
         safe = safe.lstrip("_.")[:60] or "column"
@@ -281,7 +291,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def schema_toml(schema: Schema) -> str:
-    """Return a schema as TOML text; loading the text gives an equal schema with an equal hash."""
+    """Return a schema as TOML text. Loading the text gives an equal schema with an equal hash."""
     values = entries(schema)
     tables = {name: values.pop(name, None) for name in ("source", "label", "timestamp", "split")}
     lists = {name: values.pop(name, ()) for name in (*COLUMNS, "feature")}
@@ -297,7 +307,7 @@ def entries(part: Any) -> dict[str, Any]:
     values |= {item.name: getattr(part, item.name) for item in fields(part) if _differs(item, getattr(part, item.name))}
     if isinstance(part, SplitRule):
         rule = {"rule": part.rule} if values else {}
-        if set(values) - {"rule", *RULE_KEYS[part.rule]}:  # a key of another rule is allowed only among all keys
+        if set(values) - {"rule", *RULE_KEYS[part.rule]}:  # keys of another rule need all keys to be written
             values = {item.name: getattr(part, item.name) for item in fields(part)}
         values = rule | values
     return {key: "" if value is None else value for key, value in values.items() if value is not None or key == "quote"}

@@ -1,4 +1,4 @@
-"""Read the first rows of a log that nobody has described, and guess how it is written and what its columns are."""
+"""Read the first rows of a new log, and guess its format and the kinds of its columns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 
-_BLOCK = 2**20  # bytes of text read together
-_MOST_BYTES = 2**27  # of text, of all files
-_LINES = 200  # that show how a text is written
+_BLOCK = 2**20  # bytes of text to read at a time
+_MOST_BYTES = 2**27  # bytes of text to read from all files
+_LINES = 200  # lines from which the format is guessed
 _SEPARATORS = ("\t", ",", ";", "|", "::", "\x01")
-_ALIKE = 0.8  # share of lines with the same number of fields that settles a separator
+_ALIKE = 0.8  # a separator needs this share of lines with the same number of fields
 _CONTROL = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\x7f]")  # not \x01, which Hive writes between fields
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d][\w .\-/#%()\[\]:]{0,63}")
@@ -35,11 +35,11 @@ _WORD = re.compile(r"[^\W\d][\w .\-/#%()\[\]:]{0,63}")
 class Sample:
     """The first rows of a log."""
 
-    frame: pl.DataFrame  # texts where the file is text, typed where it is typed
-    source: SourceFormat  # how the files are written; keys that the file names settle are left out
-    header: bool = True  # whether columns have names of their own
+    frame: pl.DataFrame  # texts for a text file, typed columns for a typed one
+    source: SourceFormat  # format of the files, without the keys that file names decide
+    header: bool = True  # whether the log names its columns
     whole: bool = True  # whether these are all rows
-    bad: int = 0  # lines that do not have the fields of the others
+    bad: int = 0  # lines with another number of fields
     unsure: list[str] = field(default_factory=list)  # doubts about the format
 
 
@@ -47,7 +47,7 @@ def look(files: Sequence[Path], rows: int) -> Sample:
     """Read about ``rows`` rows, the same number from the beginning of each file, at most 128 MiB of text.
 
     Raises:
-        DataError: a file that is empty or no log, or that has other columns than the first one.
+        DataError: a file is empty or not a log, or has other columns than the first file.
     """
     samples: list[Sample] = []
     for path in files:
@@ -89,7 +89,7 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
 
 
 def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
-    """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
+    """Return up to ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all lines."""
     lines: list[bytes] = []
     for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
         data = block.load()
@@ -114,7 +114,7 @@ def _parquet(path: Path, rows: int) -> Sample:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None if there is none."""
+    """Return the JSON object of a line, or None."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -134,7 +134,7 @@ def _json_lines(path: Path, rows: int, most: int) -> Sample:
 
 
 def _json_series(name: str, values: list[object]) -> pl.Series:
-    """Return JSON values as a series: of their type if they have one, else of texts."""
+    """Return JSON values as a series of their common type, or of texts."""
     kinds = {type(value) for value in values if value is not None}
     with suppress(pl.exceptions.PolarsError, TypeError, OverflowError):
         if kinds and kinds <= {int, float}:
@@ -156,7 +156,7 @@ def _delimited(path: Path, head: bytes, rows: int, most: int, like: Sample | Non
     twice = {name for name, count in Counter(names).items() if count > 1}
     kept = {name: place for place, name in enumerate(names) if name and name not in twice}
     for name in sorted(twice):
-        sample.unsure.append(f"column {name!r} is there more than once: left out, as its name says not which")
+        sample.unsure.append(f"several columns are called {name!r}: left out, as the name does not say which one")
     if "" in names and "" not in twice:
         sample.unsure.append(f"column {names.index('') + 1} has no name: left out (a row number, as pandas writes it?)")
     if not kept:
@@ -173,7 +173,7 @@ def _fields(line: str, separator: str, quote: str | None) -> list[str]:
 
 
 def _notation(path: Path, head: bytes) -> Sample:
-    """Settle encoding, separator, quotes and header of a text from its first lines."""
+    """Guess encoding, separator, quotes and header of a text from its first lines."""
     unsure: list[str] = []
     encoding = "utf-8"
     try:
@@ -202,12 +202,12 @@ def _notation(path: Path, head: bytes) -> Sample:
 
 
 def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
-    """Return the separator that cuts most lines into the same number of fields, that share of lines, and the quote."""
+    """Return the separator that cuts most lines into the same number of fields, the share of lines, and the quote."""
     found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a line, and the share of such lines
     for separator, quote in product(_SEPARATORS, ('"', None)):
         width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
         if width > 1 and not (quote and len(separator) > 1):
-            # "::" goes before "|" and "," inside its fields.
+            # "::" wins over "|" and ",", which may be inside its fields.
             found[separator, quote] = width + 1000 * (separator == "::"), count / len(lines)
     if not found:
         return None, 0.0, '"'
@@ -217,7 +217,7 @@ def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
         return share >= _ALIKE, width if share >= _ALIKE else share, share
 
     separator, quote = max(found, key=order)
-    # Quotes stay unless lines fit better without them.
+    # Assume quotes unless lines fit better without them.
     if found.get((separator, '"'), (0, 0.0))[1] >= found[separator, quote][1] - 0.02:
         quote = '"'
     return separator, found[separator, quote][1], quote
@@ -243,9 +243,9 @@ def _is_header(first: list[str], rows: Sequence[list[str]]) -> tuple[bool, bool]
 Kind = Literal["dense", "categorical", "sequence", "time", "left out"]
 
 NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None", "none", "-", "--", "?")
-_PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # which mean nothing else, in texts neither
-_CODES = 20  # whole numbers with at most so many different values are codes, unless their name says otherwise
-_NUMERIC = 0.95  # share of numbers from which on other texts count as damage
+_PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # mean a missing value also among texts
+_CODES = 20  # whole numbers with up to 20 different values are codes, unless their name says otherwise
+_NUMERIC = 0.95  # from this share of numbers on, other texts count as damage
 _TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
 _CODE_NAME = re.compile(
     r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
@@ -273,37 +273,37 @@ _FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
 
 
 class Outcome(NamedTuple):
-    """A way to make a label of a column; the candidate of least ``order`` is the best."""
+    """A way to make a label from a column. The candidate with the lowest ``order`` is the best."""
 
     order: int
     rule: str | None = None
-    doubt: str = ""  # what is not certain
+    doubt: str = ""  # a question to the user
 
 
 @dataclass(kw_only=True)
 class Guess:
-    """What a column seems to be."""
+    """The guess for one column."""
 
     name: str  # in the file
-    distinct: int  # different values seen, without missing ones
+    distinct: int  # number of different values, without missing ones
     missing: float  # share of missing values
     example: str  # a value, shortened
-    repeats: float  # rows with a value, by the number of different ones
+    repeats: float  # how often a value occurs, on average
     kind: Kind = "categorical"  # time: a candidate for [timestamp]
-    settings: dict[str, Any] = field(default_factory=dict)  # keys of its table in the schema besides its name
+    settings: dict[str, Any] = field(default_factory=dict)  # keys of its table in the schema besides the name
     reason: str = ""  # why it is left out
-    doubts: list[str] = field(default_factory=list)  # what is not certain
-    notes: list[str] = field(default_factory=list)  # what a person may want to know
+    doubts: list[str] = field(default_factory=list)  # questions to the user
+    notes: list[str] = field(default_factory=list)  # facts for the user
     outcome: Outcome | None = None  # how it could be the label; None: it could not
-    code: bool = False  # whether its values name something: users, items
+    code: bool = False  # whether its values are names of something, such as users or items
 
     def leave_out(self, reason: str) -> None:
-        """Settle that the column is not used."""
+        """Mark the column as not used."""
         self.kind, self.reason = "left out", reason
 
 
 def null_texts(frame: pl.DataFrame) -> list[str]:
-    """Return texts such as NULL that stand for missing values in a frame of texts."""
+    """Return the texts of a frame, such as NULL, that mean a missing value."""
     found: set[str] = set()
     for column in frame.select(pl.col(pl.String)).iter_columns():
         seen = set(column.filter(column.is_in(NULLS)).unique())
@@ -314,7 +314,7 @@ def null_texts(frame: pl.DataFrame) -> list[str]:
 
 
 def guess_columns(sample: Sample) -> list[Guess]:
-    """Return a guess for each column of the first rows; texts in ``source.null_values`` are taken as missing."""
+    """Return a guess for each column; texts in ``source.null_values`` count as missing."""
     nulls = pl.col(pl.String).is_in(sample.source.null_values)
     frame = sample.frame.with_columns(pl.when(~nulls).then(pl.col(pl.String)))
     return [_guess(column, named=sample.header) for column in frame.iter_columns()]
@@ -346,7 +346,7 @@ def _guess(column: pl.Series, *, named: bool) -> Guess:
 
 
 def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
-    """Settle what a column of numbers or texts is."""
+    """Guess what a column of numbers or texts is."""
     if values.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         values = values.cast(pl.String)
     elif values.dtype.is_decimal():
@@ -360,7 +360,7 @@ def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
     numbers = found.drop_nulls()
     if wrong := len(values) - len(numbers):
         bad = str(values.filter(found.is_null())[0])[:30]
-        guess.doubts.append(f"{wrong:,} of {len(values):,} values are no numbers, such as {bad!r}: bad lines")
+        guess.doubts.append(f"{wrong:,} of {len(values):,} values are not numbers, such as {bad!r}: bad lines")
     guess.outcome = _number_outcome(name, numbers, named=named)
     _number(guess, name, values, numbers, whole=whole, rows=rows)
 
@@ -392,7 +392,7 @@ def _sequence(guess: Guess, items: pl.Series, settings: dict[str, Any], longest:
 
 
 def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
-    """Return the values as numbers, null where they are none, and whether all are written as whole numbers."""
+    """Return the values as numbers, null for other texts, and whether all are written as whole numbers."""
     if values.dtype.is_integer():
         return values, True
     if values.dtype.is_float():
@@ -413,7 +413,7 @@ def _spread(numbers: pl.Series) -> tuple[float, float, float]:
 
 
 def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, whole: bool, rows: int) -> None:
-    """Settle whether numbers are moments, codes, row ids or quantities."""
+    """Guess whether numbers are times, codes, row ids or quantities."""
     quantity, code = bool(_NUMBER_NAME.search(name)), bool(_CODE_NAME.search(name))
     low, middle, high = _spread(numbers)
     if _epoch(guess, name, low, high, whole=whole) or _day_number(guess, name, values):
@@ -425,7 +425,9 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
         return
     different = guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code)
     if different and (code or rows >= 1000 or bool((numbers.diff().drop_nulls() == 1).all())):
-        return guess.leave_out("a different whole number in every row read: a row id, which teaches nothing")
+        return guess.leave_out(
+            "a different whole number in every row read: a row id, from which nothing can be learned"
+        )
     counts = guess.missing > 0 and low <= 1 and high > 20 * middle  # small in most rows, large in a few
     if not whole and code and not quantity and bool((numbers == numbers.round()).all()):
         guess.settings, guess.code = {"type": "float"}, True
@@ -456,7 +458,7 @@ def _dense(guess: Guess, low: float, middle: float, high: float) -> None:
 
 
 def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> bool:
-    """Settle whether numbers count seconds or parts of them since 1970."""
+    """Guess whether numbers are seconds, or fractions of them, since 1970."""
     for unit, factor in _EPOCHS.items():
         if low < _FIRST_EPOCH * factor or high > _LAST_EPOCH * factor or guess.distinct < 3:
             continue
@@ -473,7 +475,7 @@ def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> 
 
 
 def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
-    """Settle whether texts such as 20170307 are days."""
+    """Guess whether texts such as 20170307 are days."""
     if values.dtype != pl.String or not _TIME_NAME.search(name) or not values.str.contains(r"^(19|20)\d{6}$").all():
         return False
     if guess.distinct < 2 or (read_moments(values, None) == UNKNOWN).any():
@@ -483,7 +485,7 @@ def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
 
 
 def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
-    """Settle whether texts are moments, lists, codes or free text."""
+    """Guess whether texts are times, lists, codes or free text."""
     if _moments(guess, values):
         return
     if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
@@ -493,7 +495,9 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
     lengths = values.str.len_chars()
     if guess.distinct == rows and rows >= 10:
         what = "a row id" if int(lengths.max()) <= 40 else "free text"  # type: ignore[arg-type]
-        return guess.leave_out(f"a different text in every row read: {what}, which teaches nothing as it is")
+        return guess.leave_out(
+            f"a different text in every row read: {what}, from which nothing can be learned as it is"
+        )
     if float(lengths.mean()) > 60:  # type: ignore[arg-type]
         guess.doubts.append("long texts: every different one gets an id. Leave it out if it is free text")
     width = int(lengths[0])
@@ -501,11 +505,11 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
         guess.settings = {"type": "hex"}
     guess.code = guess.distinct > 2
     if guess.distinct > len(values) / 2 and guess.distinct > 100:
-        guess.notes.append("most values are there once: min_count = 2 would keep them out of the table")
+        guess.notes.append("most values occur once: min_count = 2 would keep them out of the table")
 
 
 def _moments(guess: Guess, values: pl.Series) -> bool:
-    """Settle whether texts are dates, and how they are written."""
+    """Guess whether texts are dates, and their format."""
     texts = values.unique(maintain_order=True).head(1000)
     if not texts.str.contains(r"\d").all() or guess.distinct < 2:
         return False
@@ -526,7 +530,7 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
 
 
 def _list_text(guess: Guess, values: pl.Series) -> bool:
-    """Settle whether texts are lists with a separator between their values."""
+    """Guess whether texts are lists with a separator between their values."""
     for separator in ("|", ";", ",", " "):
         having = values.filter(values.str.contains(separator, literal=True))
         if len(having) < 0.3 * len(values) and not (separator == "|" and len(having) >= 0.05 * len(values)):

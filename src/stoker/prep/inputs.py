@@ -1,5 +1,4 @@
-"""Inputs of a preparation as local files: tables and Arrow streams are written to temporary Parquet files, URLs are
-downloaded."""
+"""Inputs of a preparation as local files: write tables and streams to Parquet files, download URLs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.prep.parse.sources import FRAME, number_order
 from stoker.prep.recipes.rows import from_batches
 
-_GROUP_ROWS = 2**16  # rows of a row group of the temporary files, however many came at once
+_GROUP_ROWS = 2**16  # rows of a row group of the temporary files, whatever the batches of a stream
 _ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."
 
 
@@ -35,7 +34,7 @@ Input: TypeAlias = str | os.PathLike[str] | Table | pl.LazyFrame
 
 @dataclass
 class Inputs:
-    """Local files and patterns, and what messages call those that are not the user's own."""
+    """Local files and patterns, and the names of temporary and downloaded files in messages."""
 
     files: list[Any] = field(default_factory=list)
     names: dict[Path, str] = field(default_factory=dict)
@@ -43,17 +42,17 @@ class Inputs:
 
 @contextmanager
 def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
-    """Return local files for paths, patterns, URLs and tables; those of tables go with the block.
+    """Yield local files for paths, patterns, URLs and tables. Files of tables are deleted at the end of the block.
 
-    Errors that leave the block name the URL or the table in place of the local file.
+    Errors that leave the block name the URL or the table instead of the local file.
 
     Args:
-        given: a path, a pattern, a URL, a table or a stream, or several of them: either tables or the others.
-        rows: of each table; None: all.
+        given: a path, a pattern, a URL, a table or a stream, or a list: of tables only, or without tables.
+        rows: number of rows to write of each table; None: all.
 
     Raises:
-        ConfigError: something else. DataError: no room for the files, a column that Parquet cannot hold, a URL that
-            cannot be read.
+        ConfigError: ``given`` has something else.
+        DataError: the disk is full, Parquet cannot hold a column, or a URL cannot be read.
     """
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     items = list(given) if several else [given]
@@ -100,7 +99,7 @@ def _is_table(item: Any) -> bool:
 
 
 def _kind(item: Any) -> str:
-    """Return the type of an object as its package calls it."""
+    """Return the type of an object with its package, such as ``polars.DataFrame``."""
     package = type(item).__module__.partition(".")[0].removeprefix("_")
     return f"{package}.{type(item).__name__}"
 
@@ -115,7 +114,7 @@ def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
         with full_disk():
             frame.sink_parquet(path, maintain_order=True, compression="lz4", row_group_size=_GROUP_ROWS)
     except OSError as error:
-        if error.errno is None:  # of what produces the stream
+        if error.errno is None:  # raised by the producer of the stream
             raise DataError(f"{name} cannot be read: {reason_of(error)}.") from error
         raise DataError(
             f"{name} cannot be written to {path.parent} ({error.strerror or error}). Let TMPDIR name a disk with room."
@@ -125,7 +124,7 @@ def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
 
 
 def _reason(table: Any, error: Exception) -> str:
-    """Return why a table cannot be read; of a pandas column with values of several types, its name and the types."""
+    """Return why a table cannot be read; for a pandas column of several types, its name and the types."""
     if type(table).__module__.startswith("pandas"):
         for place, name in enumerate(table.columns):
             column = table.iloc[:, place]
@@ -138,7 +137,7 @@ def _reason(table: Any, error: Exception) -> str:
 
 
 def _lazy(table: Any) -> pl.LazyFrame:
-    """Return a table or stream as a lazy frame, which is read once, batch by batch."""
+    """Return a table or stream as a lazy frame that is read once, batch by batch."""
     if isinstance(table, pl.LazyFrame | pl.DataFrame):
         return table.lazy()
     if type(table).__module__.startswith("pandas"):

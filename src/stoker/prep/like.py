@@ -1,4 +1,4 @@
-"""A prepared dataset as the measure of new rows: its schema, vocabularies, statistics and fitted features."""
+"""What `prepare(like=...)` takes from a prepared dataset: schema, vocabularies, statistics, fitted features."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ FEATURES = "features"  # folder of the fitted features, within a dataset
 
 
 class Like:
-    """What was fitted on the training rows of a dataset, for preparing others in the same way.
+    """What was fitted on the training rows of a dataset, for preparing new rows in the same way.
 
     Args:
-        path: of the dataset.
-        recipe: that derived its rows; None: found by the name in the manifest.
-        history: ``"auto"``: window features go on from the state that the dataset stores; ``"ignore"``: they begin
-            anew.
+        path: the dataset.
+        recipe: the recipe that derived its rows; None: find it by the name in the manifest.
+        history: ``"auto"``: window features continue from the stored state; ``"ignore"``: they start empty.
 
     Raises:
-        DataError: no dataset, one that no preparation made, damaged files, or a recipe that cannot be found.
+        DataError: there is no dataset, no preparation made it, a file is damaged, or the recipe does not exist.
     """
 
     def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto") -> None:
@@ -61,23 +60,23 @@ class Like:
                 raise DataError(f"{path / FEATURES} holds other features than the manifest. Restore it from a copy.")
         windows = [one for one in self.schema.feature if isinstance(one, Past) and one.has_table]
         stored = {one.name: self.learned[one.name].table for one in windows if one.name in self.learned}
-        #: state of window features that the new rows go on from
+        #: state of the window features that the new rows continue
         self.state = stored if history == "auto" else {}
-        #: window features that go on from no state, though nobody said so
+        #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
 
     def stores_state(self, feature: Derivation) -> bool:
-        """Return whether the state of a window feature is known after all new rows, so that it is stored."""
+        """Return True if the state of a window feature after the new rows is known and so can be stored."""
         return self.history == "ignore" or feature.name in self.state
 
     @property
     def warning(self) -> str:
-        """Return what to know of window features that begin anew; empty if there is nothing."""
+        """The warning about window features that start empty, or an empty text."""
         names = listed([feature.name for feature in self.without_state])
         return names and (
             f"{self.data.path} was prepared by an earlier version of Stoker and stores no state of its window features "
-            f"({names}): they are computed from the new rows alone. Prepare it again, so that they go on from its "
-            'rows, or pass history="ignore" (--history ignore) if they are to begin anew.'
+            f"({names}): they are computed from the new rows alone. Prepare it again, so that they continue from its "
+            'rows, or pass history="ignore" (--history ignore) if they should start empty.'
         )
 
     def _found(self, name: str, preset: str) -> Recipe:
@@ -94,14 +93,14 @@ class Like:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what a preparation like this one depends on."""
+        """All that decides the result of a preparation like this dataset."""
         files = self.data.manifest.get("files", {})
         learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
         dense = [vars(item) for item in self.dense]
         return {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
 
     def check(self, file: str) -> Path:
-        """Return a file of the dataset; raise :class:`DataError` where its bytes are not those of the manifest."""
+        """Return the path of a file; raise :class:`DataError` if its bytes are not those of the manifest."""
         path = self.data.path / file
         entry: Mapping[str, Any] = self.data.manifest["files"].get(file, {})
         if describe_file(path) != {key: entry.get(key) for key in ("bytes", "sha256")}:
@@ -123,5 +122,5 @@ class Like:
         return entries
 
     def vocabulary(self, table: str) -> Any:
-        """Return the values of a table, a Polars frame (value, count): row i is id i + 1."""
+        """Return the vocabulary of a table, a Polars frame (value, count): row i is id i + 1."""
         return read_vocabulary(self.data.path / "vocab" / f"{table}.parquet")

@@ -1,8 +1,8 @@
-"""Raw click logs in, a dataset directory out: bounded memory, resumable, the same bytes for the same input.
+"""Prepare raw click logs into a dataset: bounded memory, resumable, the same bytes for the same input.
 
-Passes: raw blocks to typed parts (:mod:`stoker.prep.stages.first_pass`); splits, tables and statistics from training
-rows; parts to shards. Finished steps are in the journal of ``OUT/.work``, which goes when the manifest is
-written.
+There are three passes: raw blocks become typed parts (:mod:`stoker.prep.stages.first_pass`); splits, tables and
+statistics are fitted on training rows; parts become shards. ``OUT/.work`` has a journal of finished steps. It is
+deleted when the manifest is written.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
-_ROOM = 3  # bytes of work and shards for each byte of input, about; a file may be compressed
+_ROOM = 3  # bytes of work and shards for each byte of input, roughly; a file may be compressed
 _REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 
 
 @dataclass(kw_only=True)
 class PrepareReport:
-    """What a preparation did."""
+    """The result of a preparation."""
 
     path: Path
     rows: dict[str, int]  # split -> rows
     positives: dict[str, int]
-    labelled: dict[str, int]  # split -> rows that have a label
+    labelled: dict[str, int]  # split -> rows with a label
     tables: dict[str, dict[str, float]]  # table -> rows, unknown (share of valid and test ids that are 0)
     lines: int
     bad: int
     seconds: float
     peak_memory: int  # bytes, of this process since it began
     reused: int  # steps that an interrupted run had finished
-    dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
+    dropped: int = 0  # rows that a split rule, sampling or an oov policy dropped
     warnings: list[str] = field(default_factory=list)  # files that break off or were named twice; groups that were cut
-    reasons: dict[str, int] = field(default_factory=dict)  # the three commonest of bad lines, with their counts
+    reasons: dict[str, int] = field(default_factory=dict)  # the three commonest reasons of bad lines, with counts
     remedies: list[str] = field(default_factory=list)  # what to do about them
     groups: dict[str, Any] | None = None  # column, count, cut (groups with rows in several splits)
-    already: bool = False  # the dataset was there, prepared from the same files and settings: nothing was done
+    already: bool = False  # nothing was done: the dataset exists, from the same files and settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Preparation(PrepareSettings):
     overwrite: bool = False
     executor: Executor | None = None
     progress: Callable[[Progress], None] | None = None
-    block_bytes: int = BLOCK_BYTES  # of text that are read together
+    block_bytes: int = BLOCK_BYTES  # of text to read at a time
     if TYPE_CHECKING:
         split: SplitRule | str | None = None  # type: ignore[assignment]
         reorder: Reordering | bool = False  # type: ignore[assignment]
@@ -97,32 +97,32 @@ class Preparation(PrepareSettings):
         super().__post_init__()
         if self.history not in ("auto", "ignore") or (self.history != "auto" and self.like is None):
             raise ConfigError(
-                f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without a dataset to prepare like '
-                "there is no history to go on from: leave it out.", settings=("history", "like"),
+                f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without like there is no history '
+                "to continue: leave it out.", settings=("history", "like"),
             )  # fmt: skip
         if self.like is None:
             return
         if self.reorder is not False:
             raise ConfigError(
-                "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
+                "a dataset prepared with like has the ids of the other dataset. Leave reorder out.",
+                settings=("like", "reorder"),
             )
         if self.split is not None:
             raise ConfigError(
-                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
-                "Leave it out."
+                "with like, all rows go to the split test, so that a split rule has no effect. Leave it out."
             )
 
     def task(
         self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
     ) -> tuple[Task, list[str]]:
-        """Return the work to do, and what to warn of."""
+        """Return the task and its warnings."""
         measure: Like | None = None
         drafted: Draft | None = None
         if self.like is not None:
             measure = _like(Path(self.like), recipe, self.preset, self.history)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
-            raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
+            raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
         else:
             if recipe == AUTO:
                 drafted = draft_inputs(inputs, inputs.files)
@@ -167,58 +167,63 @@ def prepare(
 ) -> Dataset:
     """Prepare raw logs into a dataset directory, or into memory.
 
+    >>> import polars as pl
+    >>> log = pl.DataFrame({"item": ["a", "b", "a", "c"] * 250, "clicked": [0, 1, 0, 0] * 250})
+    >>> data = stoker.prepare(stoker.Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]}), log)
+    >>> len(data.train) + len(data.valid) + len(data.test)
+    1000
+
     Args:
-        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. ``"auto"``: the schema that
-            :func:`stoker.draft_schema` drafts from the first rows, taken as it is. With ``like``, only where a recipe
-            of your own derived the rows.
+        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. ``"auto"``: the draft of
+            :func:`stoker.draft_schema` as it is. With ``like``, pass it only if a recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
-            read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
+            read in the given order, those of one pattern sorted by name with numbers by value: day_2 before day_10.
             URLs that fsspec knows (``s3://``, ``https://``, ``hf://`` ...) are downloaded first. Or tables, alone or in
             a list: Polars or pandas frames, PyArrow tables, readers and datasets, DuckDB relations, or anything with
             ``__arrow_c_stream__``; a stream is read once, to a temporary Parquet file.
-        out: directory or URL to make; what goes to a URL is prepared locally and then uploaded, its manifest last. Of a
-            symbolic link, what it points to is made or replaced. None: the dataset is in temporary files, which the
-            system keeps in memory as far as it has room, as long as something in this process refers to it;
-            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory.
-        like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
-            learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
-            the column. Their label is NaN; :func:`stoker.predict` scores them.
-        history: of window features, with ``like``. ``"auto"``: the new rows follow those of the dataset, as in one log;
-            rows that are older are refused. ``"ignore"``: computed from the new rows alone.
-        preset: of the recipe; None: its first.
+        out: directory or URL to make. A dataset for a URL is prepared locally and then uploaded, its manifest last. If
+            ``out`` is a symbolic link, its target is made or replaced. None: temporary files, which the system keeps in
+            memory while it has room. They exist as long as this process refers to the dataset;
+            :meth:`Dataset.save <stoker.Dataset.save>` copies them to a directory.
+        like: a prepared dataset. The new rows get its schema, vocabularies, fills, scales and fitted features. All rows
+            go to the split ``test``. Rows may lack a label, or files the whole column: the label is then NaN, and
+            :func:`stoker.predict` scores the rows.
+        history: for window features, with ``like``. ``"auto"``: the new rows continue the rows of the dataset, and
+            older rows are an error. ``"ignore"``: only the new rows count.
+        preset: preset of the recipe; None: its first.
         strict: stop at the first bad line.
-        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10
-            lines or at most 1 %, but no such label. Given, a compressed file that breaks off stops the run; else it
-            is a Python warning.
-        overwrite: replace a dataset that is there. One that was prepared from the same files and settings by the same
-            version is taken as it is otherwise, and any other is refused.
-        resume: go on where an interrupted run stopped; False starts from the beginning.
-        reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
-            does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
-        split: instead of the recipe's or the schema's rule, a :class:`stoker.prep.schema.SplitRule`, or one in a line:
-            ``"random:0.8,0.1"``, ``"time:0.8,0.1"``, ``"hash:user:0.8,0.1"`` and others (docs/prepare.md).
-        keep: raw columns that travel with the rows to their scores, besides those that the schema keeps.
-        threads: that parse and encode, at most 16 or four per core; None: one per core. Does not change a byte of the
-            result.
-        executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards in
-            place of threads: ``ProcessPoolExecutor``, Dask's ``Client.get_executor()`` and the like. Workers have to
-            see the input files and ``out`` under the same paths, on a shared file system. Features, statistics of
-            dense columns, vocabularies that ``like`` brings, groups and kept columns remain on threads of this process.
-            The executor is left open, and does not change a byte of the result.
-        progress: called from the calling thread as work gets done.
+        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, including labels outside {0, 1}; None: fewer than 10
+            lines or at most 1 %, but no such label. With a share, a compressed file that breaks off stops the run;
+            without, it causes a warning.
+        overwrite: replace an existing dataset. Without it, a dataset that the same version prepared from the same files
+            and settings is returned as it is, and any other is an error.
+        resume: continue an interrupted run; False starts from the beginning.
+        reorder: number ids so that ids used together are neighbours, as :func:`stoker.reorder` does; True: with its
+            defaults. Until then the work is in ``out``.plain.
+        split: replaces the rule of the recipe or schema: a :class:`stoker.prep.schema.SplitRule`, or a line such as
+            ``"random:0.8,0.1"``, ``"time:0.8,0.1"`` or ``"hash:user:0.8,0.1"`` (docs/prepare.md has all).
+        keep: raw columns to copy to the scores, besides those that the schema keeps.
+        threads: number of threads that parse and encode, at most 16 or four per core; None: one per core. It does not
+            change a byte of the result.
+        executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards
+            instead of threads: ``ProcessPoolExecutor``, Dask's ``Client.get_executor()`` and the like. Workers must
+            see the input files and ``out`` under the same paths. Features, statistics of dense columns, vocabularies
+            from ``like``, groups and kept columns remain on threads of this process. The executor is left open. It does
+            not change a byte of the result.
+        progress: called from the calling thread after each step.
 
     Returns:
         The dataset, opened.
 
     Raises:
-        SchemaError: a schema that does not fit the files or contradicts itself. DataError: no usable input,
-        a missing column, a label outside {0, 1}, too many bad lines, a full disk, or
-            an output directory that is in use.
+        SchemaError: the schema contradicts itself or does not fit the files.
+        DataError: no usable input, a missing column, a label outside {0, 1}, too many bad lines, a full disk, or an
+            output directory that is in use.
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     home = None
     if out is None and settings.get("reorder", False) is not False:
-        raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
+        raise ConfigError("reorder needs a dataset in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
     with files_of(files) as inputs:
         if out is None:
             home = Home(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
@@ -238,13 +243,13 @@ def run_prepare(
     out: str | os.PathLike[str],
     **given: Any,
 ) -> PrepareReport:
-    """Do as :func:`prepare` with these settings, those of :class:`Preparation`, and return what was done."""
+    """Prepare as :func:`prepare` does, with the settings of :class:`Preparation`; return a report."""
     settings = Preparation(**given)
     started = time.perf_counter()
     if not isinstance(files, Inputs):
         files = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
     target = Path(out) if settings.executor is None else Path(out).absolute()
-    if target.is_symlink():  # the link remains; what it points to is made or replaced
+    if target.is_symlink():  # keep the link; make or replace its target
         target = target.resolve()
     task, noted = settings.task(recipe, files, target)
     how = Reordering() if settings.reorder is True else settings.reorder or None
@@ -264,7 +269,7 @@ def run_prepare(
 def _build_reordered(
     task: Task, target: Path, how: Reordering, request: str | None, settings: Preparation
 ) -> PrepareReport:
-    """Prepare next to ``target``, and reorder into it what was prepared."""
+    """Prepare next to ``target``, then reorder the result into it."""
     from stoker.rewrite.reorder import run_reorder
 
     def show(what: str, done: int, total: int) -> None:
@@ -275,7 +280,7 @@ def _build_reordered(
     check_out(target, overwrite=settings.overwrite)
     plain = target.with_name(target.name + ".plain")
     recover(plain)
-    # A whole dataset there was left by a kill, perhaps of another command.
+    # A whole dataset in ``plain`` is left from a killed run, perhaps of another command.
     report = _build(task, plain, None, resume=settings.resume, overwrite=True)
     try:
         made = run_reorder(
@@ -288,10 +293,10 @@ def _build_reordered(
 
 
 def _build(task: Task, target: Path, request: str | None, *, resume: bool, overwrite: bool) -> PrepareReport:
-    """Prepare ``target``; explain a full disk, and the end of a worker.
+    """Prepare ``target``; explain a full disk and the death of a worker.
 
     Raises:
-        DataError: an input is in ``target``, or something that may not be overwritten, and others.
+        DataError: ``target`` contains an input or something else that may not be overwritten, or the run failed.
     """
     _refuse_inside(target, task.files)
     task.out = target
@@ -308,7 +313,7 @@ def _build(task: Task, target: Path, request: str | None, *, resume: bool, overw
             raise DataError(f"no room left on the disk of {target} ({free} free). {remedy}") from error
         raise
     except BrokenExecutor as error:
-        kept = "" if task.temporary else " Finished parts are kept: the same call goes on from there."
+        kept = "" if task.temporary else " Finished parts are kept: the same call continues from there."
         raise DataError(
             f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
             f"memory: use fewer workers.{kept}"
@@ -319,37 +324,37 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
     inside = target.resolve()
     for source in sources:
         if source.resolve().is_relative_to(inside):
-            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
+            raise DataError(f"{source} is inside {target}, the directory of the dataset. Choose another directory.")
 
 
 def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
-    """Raise :class:`ConfigError` for tables where a recipe tells its files by their names."""
+    """Raise :class:`ConfigError` for tables if the recipe tells its files apart by their names."""
     tables = [name for path, name in names.items() if path.suffix == FRAME]
     needed = [raw.files for raw in recipe.inputs.values() if not raw.optional]
     if tables and needed and needed != [("*",)]:
         patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
         raise ConfigError(
-            f"recipe {recipe.name} reads several files, which it tells by their names: {', '.join(patterns)}. It takes "
+            f"recipe {recipe.name} reads several files and knows them by their names: {', '.join(patterns)}. Pass "
             f"files, not tables such as {tables[0]}.", settings=("files",),
         )  # fmt: skip
 
 
 def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
-    """Return the dataset to prepare like."""
+    """Open the dataset of ``like``."""
     if preset is not None:
         raise ConfigError(
-            "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
+            "with like, the rows take the recipe of that dataset: leave preset out.", settings=("preset",)
         )
     if recipe is not None and not isinstance(recipe, Recipe):
         named = "another schema" if isinstance(recipe, Schema) else repr(recipe)
         raise ConfigError(
-            f"{path} has its schema, so {named} cannot be used, too. Leave the recipe out.", settings=("like",)
+            f"{path} has a schema, so {named} cannot be used as well. Leave the recipe out.", settings=("like",)
         )
     return Like(path, recipe, history)
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
-    """Return the recipe with its preset chosen, and its schema; an own schema becomes a recipe."""
+    """Return the recipe with its preset chosen, and its schema; wrap a schema in a recipe."""
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.prep import recipes
 
@@ -365,17 +370,17 @@ def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | 
 
 
 def _finished_dataset(target: Path, request: str | None) -> Dataset | None:
-    """Return the dataset at ``target``, where that is what ``request`` asks for."""
+    """Return the dataset at ``target`` if it was made by the same ``request``, else None."""
     try:
         if request is None or (target / REQUEST).read_text(encoding="ascii") != request:
             return None
         return Dataset(target)
     except (OSError, UnicodeError, DataError):
-        return None  # for the preparation to say what is wrong
+        return None  # the preparation will say what is wrong
 
 
 def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> PrepareReport:
-    """Prepare in ``task.out``, which then takes the place of ``target``."""
+    """Prepare in ``task.out``, then move it to ``target``."""
     started = time.perf_counter()
     return_freed_memory()
     if task.splitting.split.rule == "files" and task.recipe.derive is None:
@@ -397,7 +402,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
             raise
         finally:
             task.journal.close()
-            if not task.journal.done:  # a run that failed before it had finished anything leaves nothing
+            if not task.journal.done:  # a run that failed before its first finished step leaves nothing
                 shutil.rmtree(task.work, ignore_errors=True)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(_kept(task, resume=resume)) from stop
@@ -405,7 +410,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         remove_empty(made)
     if task.out != target:
         exchange(task.out, target)
-    shutil.rmtree(target / task.work.name)  # last: it marks a whole dataset next to its place as ours
+    shutil.rmtree(target / task.work.name)  # last: until the dataset is in its place, it marks the directory as ours
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
@@ -415,7 +420,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
 
 
 def _read(task: Task) -> Rows:
-    """Read the rows with their features; explain an error that is due to absent labels."""
+    """Read the rows with their features; explain an error that missing labels cause."""
     try:
         return featured_rows(task) if task.schema.feature else read_rows(task)
     except DataError as error:
@@ -429,7 +434,7 @@ def _read(task: Task) -> Rows:
 
 
 def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
-    """Return what the manifest of a prepared dataset says."""
+    """Make the report of a prepared dataset from its manifest."""
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
     splits = manifest["splits"].items()
@@ -446,24 +451,24 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
 
 
 def _finished(task: Task) -> int:
-    """Return how many finished steps a later run can go on from: none of a dataset in memory."""
+    """Return how many finished steps a later run can reuse; 0 for a dataset in memory."""
     return len(task.journal.done) if hasattr(task, "journal") and not task.temporary else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
-    """Return what an interrupted run leaves, and how to go on."""
+    """Say what an interrupted run leaves, and how to continue."""
     done = _finished(task)
     if task.temporary:
-        return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
+        return "interrupted; nothing was kept, as the dataset is in memory. Pass out=DIRECTORY to continue later."
     if not done:
         return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."
     again = "Give the same command again" + ("" if resume else " with resume")
     steps = plural(done, "finished step")
-    return f"interrupted; {steps} kept in {task.work}. {again} to go on from there."
+    return f"interrupted; {steps} kept in {task.work}. {again} to continue from there."
 
 
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the rows of every table and the share of held-out ids that are 0, of all features that address it."""
+    """Return the rows of every table, and the share of its held-out ids that are 0."""
     summary: dict[str, dict[str, float]] = {}
     for table, rows in manifest["features"]["num_embeddings"].items():
         names = [feature["name"] for feature in manifest["features"]["features"] if feature["table"] == table]

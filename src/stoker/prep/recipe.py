@@ -1,7 +1,7 @@
-"""The contract between a public log's recipe and the preparer.
+"""What a recipe for a public log says.
 
-A recipe says how the raw files of a known log look (:class:`RawInput`), which schema each preset fits to them
-and, where training rows are not the raw lines (sampled negatives, joins, exploded lists), how to derive them.
+A recipe describes the raw files (:class:`RawInput`) and has a schema for each preset. If training rows are not the raw
+lines (sampled negatives, joins, exploded lists), it also derives them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stoker.prep.schema import Schema
 
-OWN_SCHEMA = "schema"  # the preset of a recipe that was made of a user's schema
+OWN_SCHEMA = "schema"  # the preset of a recipe that wraps a user's schema
 RAW_TYPES = ("hex", "int", "float", "string")
 
 Derive = Callable[[Mapping[str, "pl.LazyFrame"], "Schema"], "pl.LazyFrame"]
@@ -27,11 +27,11 @@ Derive = Callable[[Mapping[str, "pl.LazyFrame"], "Schema"], "pl.LazyFrame"]
 
 @dataclass(frozen=True, kw_only=True)
 class RawInput:
-    """One kind of raw file that a derived recipe reads, and the types its lines are checked against.
+    """One kind of raw file that a deriving recipe reads, and the types of its columns.
 
-    Lines with a wrong number of fields or a value that is not of its type go to the quarantine. ``derive``
-    sees the named columns only: hex as UInt64, int as Int64, float as Float64, string as String; an empty
-    field is null. Parquet files are passed on as they are, in their own types, with all their columns.
+    Lines with a wrong number of fields or a value of another type go to the quarantine. ``derive`` gets only the named
+    columns: hex as UInt64, int as Int64, float as Float64, string as String; an empty field is null. It gets Parquet
+    files as they are, with all columns and their own types.
     """
 
     files: tuple[str, ...] = ("*",)  # patterns of file names; the first input with a match takes the file
@@ -39,7 +39,7 @@ class RawInput:
     columns: Mapping[str, str]  # raw column -> hex | int | float | string
     required: tuple[str, ...] = ()  # an empty field here is a bad line
     labels: tuple[str, ...] = ()  # numbers that must be 0 or 1
-    optional: bool = False  # whether the recipe works without any such file
+    optional: bool = False  # whether the recipe works without such a file
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():
@@ -53,21 +53,20 @@ class RawInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A known log: its raw format, its presets, and how training rows come about.
+    """A known log: its raw format, its presets, and how its training rows are made.
 
-    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With
-    it, the raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input
-    and returns the training rows, which go to a Parquet file of the work directory (streaming, order kept);
-    the schema then applies to those. ``derive`` must give the same rows in the same order whenever its
-    input is the same: seed every choice, sort where order matters. A row's split may be one of its columns
-    (rule "column"); a list column is a sequence.
+    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With ``derive``,
+    the raw lines of every input are checked and typed first. ``derive`` then gets one lazy frame per input and returns
+    the training rows, to which the schema applies. For the same input it must return the same rows in the same order:
+    seed every choice, and sort where order matters. A column may name the split of a row (rule "column"). A list column
+    is a sequence.
     """
 
     name: str
     description: str  # one line for listings
     presets: Mapping[str, Callable[[], Schema]]  # the first is the default
-    preset: str | None = None  # chosen; None: the first
-    inputs: Mapping[str, RawInput] = field(default_factory=dict)  # needed with derive
+    preset: str | None = None  # the chosen one; None: the first
+    inputs: Mapping[str, RawInput] = field(default_factory=dict)  # required with derive
     derive: Derive | None = None
     example: str = ""  # a command line, for help and errors
     source: str = ""  # where the files come from, with licence
@@ -85,20 +84,20 @@ class Recipe:
 
     @property
     def preset_name(self) -> str:
-        """The chosen preset, else the first."""
+        """The chosen preset, or the first."""
         return self.preset or next(iter(self.presets))
 
     @property
     def command(self) -> str:
-        """How it is called, for a manifest."""
+        """The command that prepares with it, for the manifest."""
         if self.preset_name == OWN_SCHEMA:
             return f"stoker prepare with the schema {self.name}"
         return f"stoker prepare {self.name} --preset {self.preset_name}"
 
     def schema(self, preset: str | None = None) -> Schema:
-        """Return the schema of ``preset``, else of the chosen preset."""
+        """Return the schema of ``preset``, or of the chosen preset."""
         return self.with_preset(preset).schema() if preset else self.presets[self.preset_name]()
 
     def with_preset(self, preset: str | None) -> Recipe:
-        """Return the recipe with another preset chosen; unknown ones raise :class:`ConfigError`."""
+        """Return the recipe with another preset; raise :class:`ConfigError` if it does not exist."""
         return self if preset is None else replace(self, preset=preset)

@@ -1,7 +1,7 @@
-"""What a click log means: which column is the label, which are features, how they are typed, filled, split.
+"""Describe a click log: its label, its features, their types and fills, the split.
 
-A schema is a value: frozen, comparable, hashable by content (:meth:`Schema.hash`), the same in Python, TOML
-and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files.
+A schema is a frozen value with a content hash (:meth:`Schema.hash`), the same in Python, TOML and YAML. Nothing here
+reads data; :func:`stoker.prepare` does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RULE_KEYS: dict[str, tuple[str, ...]] = {
     "files": ("files",),
     "last_touch": ("train", "valid", "test", "column"),
 }
-COLUMNS = ("dense", "categorical", "sequence")  # keys of a schema that hold columns of the model
+COLUMNS = ("dense", "categorical", "sequence")  # keys of a schema with columns of the model
 _LABEL_RULE = re.compile(r"""\s*(>=|<=|==|!=|>|<)\s*(?:(['"])(.*)\2|(.+?))\s*""")
 
 
@@ -59,14 +59,14 @@ class Label:
 
     column: str
     rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1
-    required: ClassVar[bool] = True  # a row without one is a bad line
+    required: ClassVar[bool] = True  # a row without label is a bad line
 
     def __post_init__(self) -> None:
         if self.rule is not None:
             self.parsed()
 
     def parsed(self) -> tuple[str, float | str] | None:
-        """Return operator and operand of the rule, or None where there is no rule."""
+        """Return operator and operand of the rule, or None if there is no rule."""
         if self.rule is None:
             return None
         match = _LABEL_RULE.fullmatch(self.rule)
@@ -82,14 +82,14 @@ class Label:
 
 
 class OptionalLabel(Label):
-    """The label of a log that is prepared for scoring: rows, or whole files, may lack it."""
+    """The label of a log to score: rows, or whole files, may lack it."""
 
     required: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timestamp:
-    """When the example happened. Needed by the rules time, leave_last_out and last_touch."""
+    """The time of an example. The split rules time, leave_last_out and last_touch need it."""
 
     column: str
     type: str = "int"  # int | float | datetime (text, see format)
@@ -101,7 +101,7 @@ class Timestamp:
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """A column of the model, whose name may be a pattern."""
+    """A column of the model; its name may be a pattern."""
 
     name: str
     source: str | None = None  # raw column; None: the same name
@@ -113,24 +113,24 @@ class _Column:
 
     @property
     def pattern(self) -> bool:
-        """Whether the name stands for every raw column that it matches: it has ``*`` or ``?`` and no ``source``."""
+        """Whether the name is a pattern for raw columns: it has ``*`` or ``?``, and there is no ``source``."""
         return self.source is None and ("*" in self.name or "?" in self.name)
 
     def matches(self, names: Sequence[str]) -> list[str]:
-        """Return those of ``names`` that the pattern matches, in their order; upper and lower case differ."""
+        """Return the ``names`` that match the pattern, in their order; upper and lower case differ."""
         pattern = self.name.replace("[", "[[]")
         return [name for name in names if fnmatchcase(name, pattern)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseColumn(_Column):
-    """A number fed to the model as it is. Order of work: fill, clip, transforms."""
+    """A number for the model. Steps are applied in this order: fill, clip, transforms."""
 
     fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
     clip_min: float | None = None
     clip_max: float | None = None
     transforms: tuple[str, ...] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
-    null_flag: bool = False  # another column, NAME_is_null, behind this one: 1 where the value was missing, else 0
+    null_flag: bool = False  # add a column NAME_is_null after this one: 1 if the value was missing, else 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", tuple(self.transforms))
@@ -146,12 +146,12 @@ class DenseColumn(_Column):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of what the model sees of it."""
+        """Names of the model's columns made from it."""
         return (self.name, f"{self.name}_is_null") if self.null_flag else (self.name,)
 
     @property
     def fitted(self) -> bool:
-        """Whether training rows must be seen before a value can be written."""
+        """Whether the fill or a transform is fitted on training rows."""
         return isinstance(self.fill, str) or bool(self.transforms and self.transforms[-1] in FITTED_TRANSFORMS)
 
 
@@ -159,18 +159,18 @@ class DenseColumn(_Column):
 class CategoricalColumn(_Column):
     """One id per example.
 
-    Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
+    Ids count from 1 by falling number of training occurrences; id 0 is for values not in the vocabulary. With
     ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
     """
 
     type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
-    table: str | None = None  # columns that name the same table share vocabulary and rows; None: its own
-    min_count: int = 1  # training occurrences below which a value has no id
-    modulo: int | None = None  # int and hex: the value modulo this, before the vocabulary
+    table: str | None = None  # columns with the same table share vocabulary and rows; None: a table of its own
+    min_count: int = 1  # training occurrences that a value needs to get an id
+    modulo: int | None = None  # int and hex: take the value modulo this before the vocabulary
     hash_buckets: int | None = None
     oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
-    missing: str = "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
-    fill: int | float | str | None = None  # instead: an empty field is this value
+    missing: str = "oov"  # an empty field: oov (id 0, whatever ``oov`` says) | category (an id of its own)
+    fill: int | float | str | None = None  # alternative: an empty field has this value
     _kind: ClassVar[str] = "categorical"
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class CategoricalColumn(_Column):
         positive(where, "modulo", self.modulo)
         positive(where, "hash_buckets", self.hash_buckets)
         if self.hash_buckets is not None and self.hash_buckets >= 2**32:  # codes have at most 32 bits
-            fail(where, "hash_buckets", f"{self.hash_buckets:,} is above {2**32 - 1:,}, the most there may be")
+            fail(where, "hash_buckets", f"{self.hash_buckets:,} is above the maximum {2**32 - 1:,}")
         if self.modulo is not None and self.type not in ("int", "hex"):
             fail(where, "modulo", f"needs type int or hex, not {self.type}. Use hash_buckets for text")
         if self.hash_buckets is not None and self.min_count > 1:
@@ -209,8 +209,8 @@ class SequenceColumn(CategoricalColumn):
     """A list of ids per example: a list column in Parquet and JSON, separated text elsewhere."""
 
     separator: str = "|"  # between the values of a text field
-    max_length: int = 50  # ids kept at most
-    keep: str = "last"  # which ones of a longer list: last | first
+    max_length: int = 50  # of a list; longer ones are cut
+    keep: str = "last"  # which ids of a longer list to keep: last | first
     _kind: ClassVar[str] = "sequence"
 
     def __post_init__(self) -> None:
@@ -233,7 +233,12 @@ _SHARED = ("type", "min_count", "modulo", "hash_buckets")  # the same in columns
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRule:
-    """Which rows train, validate and test. docs/prepare.md describes every rule with an example."""
+    """The rule that splits rows into train, valid and test. docs/prepare.md shows every rule with an example.
+
+    >>> from stoker.prep.schema import SplitRule
+    >>> SplitRule(rule="time", train=0.9, valid=0.05, test=0.05).train
+    0.9
+    """
 
     rule: str = "hash"
     train: float = 0.8  # shares, for time, hash and last_touch; they must sum to 1
@@ -266,7 +271,12 @@ class SplitRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Everything :func:`stoker.prepare` must know of a log."""
+    """What :func:`stoker.prepare` must know about a log.
+
+    >>> schema = stoker.Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]})
+    >>> schema.with_feature("count by=item").dense_names
+    ('count_item',)
+    """
 
     label: Label
     dense: tuple[DenseColumn, ...] = ()
@@ -275,13 +285,13 @@ class Schema:
     split: SplitRule = field(default_factory=SplitRule)
     source: SourceFormat = field(default_factory=SourceFormat)
     timestamp: Timestamp | None = None
-    group: str | None = None  # raw column whose equal rows make one list to rank, e.g. a session or an impression
-    negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
-    seed: int = 0  # of that choice
+    group: str | None = None  # raw column: rows with equal values are one list to rank, e.g. an impression
+    negative_keep: float = 1.0  # share of the rows with label 0 to keep, drawn before the split
+    seed: int = 0  # of negative_keep
     name: str = "custom"
     feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are computed (stoker.features)
-    derive: tuple[str, ...] = ()  # features in one line each, with columns: they join the others, and this is empty
-    keep: tuple[str, ...] = ()  # raw columns, or outputs of features, that travel with the rows to their scores
+    derive: tuple[str, ...] = ()  # features in one line each; they are moved to ``feature``, with their columns
+    keep: tuple[str, ...] = ()  # raw columns, or outputs of features, to copy to the scores
 
     def __post_init__(self) -> None:
         for text in self.derive:
@@ -301,7 +311,7 @@ class Schema:
             raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
         if twice := sorted({name for name in self.keep if self.keep.count(name) > 1}):
             fail("schema", "keep", f"names {', '.join(map(repr, twice))} twice. Name each column once")
-        for column in self._columns() if self.source.columns else ():  # where no header tells what a pattern stands for
+        for column in self._columns() if self.source.columns else ():  # without a header a pattern matches nothing
             if column.pattern and column.name not in self.source.columns:
                 fail(
                     f"column {column.name!r}", "name",
@@ -315,21 +325,23 @@ class Schema:
         if self.group == "":
             fail("schema", "group", "is empty. Name the raw column, or leave it out")
         if self.group is not None and self.split.rule == "hash" and self.split.column is None:
-            # By row number the rule would cut nearly every list; by the group it never does.
+            # A hash of the row number would cut nearly every list; a hash of the group cuts none.
             object.__setattr__(self, "split", replace(self.split, column=self.group))
         self._check_label()
         self._check_shared_tables()
 
     def with_feature(self, feature: Derivation | Mapping[str, Any] | str) -> Schema:
-        """The schema with one feature more, and a column of the model for each thing that it makes: numbers are dense
-        (counts and durations as logarithms, all scaled), texts and buckets categorical, histories sequences, which
-        share the table of the categorical column that reads the same raw column, if there is one.
+        """Return the schema with one more feature, and with a column of the model for each of its outputs.
+
+        Numbers become dense columns (counts and durations as logarithms, all scaled). Texts and buckets become
+        categorical columns. Histories become sequences; they share the table of the categorical column that reads the
+        same raw column, if there is one.
 
         Args:
-            feature: it, its plain values with ``kind``, or one line such as ``"mean_target by=city,item"``.
+            feature: a feature, plain values with ``kind``, or one line such as ``"mean_target by=city,item"``.
 
         Raises:
-            SchemaError: the feature is none, or does not fit the others.
+            SchemaError: the feature is invalid or does not fit the others.
         """
         return replace(self, **self._with(feature))
 
@@ -351,7 +363,7 @@ class Schema:
     def _check_features(self) -> None:
         check_features(self.feature)
         outputs = [output for feature in self.feature for output in feature.outputs]
-        dense: list[DenseColumn] = []  # with a column for every output that a pattern like ``has_*`` matches, if any
+        dense: list[DenseColumn] = []  # patterns such as ``has_*`` replaced by the outputs that they match
         for column in self.dense:
             names = column.matches(outputs) if column.pattern else []
             dense += [replace(column, name=name) for name in names] or [column]
@@ -373,38 +385,38 @@ class Schema:
             present += feature.outputs
 
     def _check_label(self) -> None:
-        """Refuse columns that tell a row its own label, because features make them of it."""
+        """Raise :class:`SchemaError` if a column is computed from the label of its own row."""
         from stoker.prep.features.past import Difference, Past
 
-        leaks = {self.label.column: ""}  # column -> which feature made it of the label
+        leaks = {self.label.column: ""}  # column -> the feature that made it from the label
         for feature in self.feature:
             own = set(feature.inputs)
-            if isinstance(feature, Past):  # labels of the rows before are known: as events, or as what is "previous"
+            if isinstance(feature, Past):  # labels of earlier rows are known, as events or as previous values
                 own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
             if own & leaks.keys():
-                leaks |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
+                leaks |= {output: f", from which {feature.where} makes it" for output in feature.outputs}
         for column in self._columns():
             if column.raw == self.label.column and self.label.rule is None:
                 fail(
                     f"column {column.name!r}", "source",
-                    f"{column.raw!r} is the column of the label, too: a model would read off what it is to predict "
+                    f"{column.raw!r} is the column of the label, too: a model would read the label from it "
                     "(AUC 1.0). Leave the column out, or give the label another",
                 )  # fmt: skip
             if leaks.get(column.raw):
                 fail(
                     f"column {column.name!r}", "source",
-                    f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read off "
-                    "what it is to predict. Leave the column out",
+                    f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read the "
+                    "label from it. Leave the column out",
                 )  # fmt: skip
 
     def _columns(self) -> tuple[DenseColumn | CategoricalColumn, ...]:
         return (*self.dense, *self.features)
 
     def leak_warnings(self) -> list[str]:
-        """Return a warning for every column that reads the raw column to which the label's rule is applied."""
+        """Return a warning for every column that reads the raw column of the label's rule."""
         return [
             f"column {column.name!r} reads {column.raw!r}, from which the rule {self.label.rule!r} makes the label: a "
-            "model can read off what it is to predict (AUC near 1.0). Leave the column out of the schema."
+            "model can read the label from it (AUC near 1.0). Leave the column out of the schema."
             for column in self._columns()
             if column.raw == self.label.column
         ]
@@ -423,7 +435,7 @@ class Schema:
 
     @property
     def dense_names(self) -> tuple[str, ...]:
-        """Names of the dense columns that models see, in order: those of the schema, each before its flag."""
+        """Names of the model's dense columns, in order, each followed by its null flag, if any."""
         return tuple(name for column in self.dense for name in column.names)
 
     @property
@@ -432,26 +444,26 @@ class Schema:
         return (*self.categorical, *self.sequence)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, complete with defaults, that :meth:`from_dict` takes back."""
+        """Return plain values, with all defaults; :meth:`from_dict` is the inverse."""
         values = asdict(self)
         del values["derive"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
-        for key in ("feature", "keep"):  # schemas without these have the hashes that they always had
+        for key in ("feature", "keep"):  # schemas without these keep the hash of earlier versions
             if not values[key]:
                 del values[key]
         for column in values["dense"]:
-            if not column["null_flag"]:  # so that schemas without one keep their hash
+            if not column["null_flag"]:  # likewise
                 del column["null_flag"]
         return cast("dict[str, Any]", _plain(values))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
-        """Return a schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
+        """Build a schema from plain values. Raise :class:`SchemaError` with ``where`` for a wrong key or type."""
         return cast(Schema, build_part(cls, values, where, {"label": _label, "split": _split, "feature": _feature}))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """Return a schema from a TOML or YAML file. Files that its features merge may be next to it."""
+        """Load a schema from a TOML or YAML file. Files of ``merge`` features may be next to it."""
         from stoker.prep.features.learned import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
@@ -460,7 +472,7 @@ class Schema:
         return replace(schema, feature=tuple(features)) if schema.feature else schema
 
     def hash(self) -> str:
-        """sha256 of the canonical JSON form: equal schemas have equal hashes."""
+        """Return the sha256 of the canonical JSON form. Equal schemas have equal hashes."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -470,8 +482,7 @@ def _label(value: Any, where: str) -> Label:
 
 
 def _split(value: Any, where: str) -> SplitRule:
-    # A complete dictionary (from a manifest) repeats every default; only a file that names one rule's key
-    # under another rule is a mistake worth stopping for.
+    # A manifest has the keys of all rules. In a file, a key of another rule is a mistake.
     rule = value.get("rule", "hash") if isinstance(value, Mapping) else None
     all_keys = {key for keys in RULE_KEYS.values() for key in keys}
     if isinstance(rule, str) and rule in RULE_KEYS and not all_keys <= {*value, "column"}:
@@ -494,7 +505,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Per word: rule of the schema, whether it needs a column, and what numbers may follow: shares, or one for this setting.
+# For each word: rule of the schema, whether it needs a column, and the numbers that may follow: shares or one setting.
 _SPLIT_FORMS: dict[str, tuple[str, bool, str]] = {
     "random": ("hash", False, "shares"),
     "hash": ("hash", True, "shares"),
@@ -505,7 +516,7 @@ _SPLIT_FORMS: dict[str, tuple[str, bool, str]] = {
     "column": ("column", True, ""),
 }
 _SPLIT_HELP = """\
-The forms, with shares of train and valid (the rest is test; behind train alone, valid and test halve it):
+The forms, with shares of train and valid (the rest is test; after train alone, valid and test halve it):
   random:0.8,0.1                  by chance, row by row
   hash:COLUMN:0.8,0.1             by chance, rows with equal values of the column together
   time:0.8,0.1                    the earliest rows train
@@ -517,13 +528,13 @@ and
 
 
 def split_of(text: str | SplitRule) -> SplitRule:
-    """Return the split rule that a line such as ``hash:user:0.8,0.1`` describes; a rule is returned as it is.
+    """Parse a split rule from a line such as ``hash:user:0.8,0.1``; return a rule as it is.
 
     >>> split_of("time:0.9").train, split_of("time:0.9").test
     (0.9, 0.05)
 
     Raises:
-        ConfigError: the line has none of the forms, which the message lists.
+        ConfigError: the line has none of the known forms.
     """
     if isinstance(text, SplitRule):
         return text
@@ -534,12 +545,12 @@ def split_of(text: str | SplitRule) -> SplitRule:
 
 
 def _split_values(text: str) -> dict[str, Any]:
-    """Return the settings of the rule that a line describes; SchemaError says what is wrong with it."""
+    """Parse the settings of a rule from a line; raise :class:`SchemaError` if it is wrong."""
     word, *given = text.split(":")
     if word not in _SPLIT_FORMS:
-        raise SchemaError(f"{word!r} is no rule.{near(word, list(_SPLIT_FORMS))}")
+        raise SchemaError(f"{word!r} is not a rule.{near(word, list(_SPLIT_FORMS))}")
     rule, column, numbers = _SPLIT_FORMS[word]
-    values = _numbers(given[-1]) if len(given) > bool(column) else []  # a column may have a number for a name
+    values = _numbers(given[-1]) if len(given) > bool(column) else []  # the name of a column may be a number
     given = given[:-1] if values else given
     if numbers == "shares" and column and len(given) == 1 and not values and _numbers(given[0]):
         raise SchemaError(f"{word} needs a column before its shares.")
@@ -568,7 +579,7 @@ def _split_values(text: str) -> dict[str, Any]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Return the numbers of a list such as ``0.8,0.1``; none where it is no such list."""
+    """Return the numbers of a list such as ``0.8,0.1``; an empty list for other texts."""
     with suppress(ValueError):
         found = [float(one) for one in text.split(",")]
         return found if all(map(math.isfinite, found)) else []

@@ -1,4 +1,4 @@
-"""A schema and the files that it is for: patterns give way to the columns that they match, kept columns are there."""
+"""Match a schema with its files: replace patterns by the columns that they match, check kept columns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stoker.prep.schema import COLUMNS, Schema
 
 
 def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
-    """Return the schema with a column in place of each pattern for each column of the first file that it matches.
+    """Replace each pattern of the schema by the columns of the first file that it matches.
 
     Raises:
-        SchemaError: a pattern that matches nothing, or a column that another one matches, too; or a pattern for rows
-            that a recipe derives. DataError: the first file lacks a column that ``keep`` names, or cannot be read.
+        SchemaError: a pattern matches nothing, two patterns match one column, or a recipe derives the rows.
+        DataError: the first file lacks a column that ``keep`` names, or cannot be read.
     """
     columns = [column for key in COLUMNS for column in getattr(schema, key)]
     patterns = [column for column in columns if column.pattern]

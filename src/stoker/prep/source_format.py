@@ -1,4 +1,4 @@
-"""How raw files are written."""
+"""The format of raw files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ENCODINGS = ("utf-8", "latin-1")
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFormat:
-    """How the raw files are written. Compression (.gz, .zst) is seen from the file itself.
+    """The format of the raw files. Compression (.gz, .zst) is detected from the bytes.
 
     A quote opens a quoted field only at the start of a field (RFC 4180). Separators and line breaks in it are text, and
-    two quotes are one. A quote without a closing one within 1,000 lines or 1 MiB makes only its own line bad.
+    two quotes are one. If no closing quote follows within 1,000 lines or 1 MiB, only the quote's own line is bad.
     """
 
     kind: str = "auto"  # auto (by file name) | csv (any delimited text) | parquet | jsonl
@@ -23,7 +23,7 @@ class SourceFormat:
     columns: tuple[str, ...] = ()  # names of the fields in order, for files without a header line
     quote: str | None = '"'  # None: quotes are ordinary characters
     encoding: str = "utf-8"  # utf-8 | latin-1
-    null_values: tuple[str, ...] = ()  # read as missing besides the empty field, e.g. "NULL", "\\N"
+    null_values: tuple[str, ...] = ()  # texts that mean missing, besides the empty field, e.g. "NULL", "\\N"
 
     def __post_init__(self) -> None:
         choice("source", "kind", self.kind, FORMATS)

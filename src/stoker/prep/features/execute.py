@@ -181,7 +181,7 @@ class Executor:
             yield pl.concat(blocks, how="horizontal").select(names)
 
     @property
-    def _of_rows(self) -> list[str]:
+    def _row_columns(self) -> list[str]:
         """Columns with a row's number and whether it is a training row."""
         return [ROW, *([] if self.train is None else self.train.meta.root_names())]
 
@@ -200,7 +200,7 @@ class Executor:
                         self.learned[one.name] = one.learn(self._training(one))
         tables = self.learned if self.given is None else self.given
         there = self.rows.whole().collect_schema().names()
-        inputs = dict.fromkeys([*self._of_rows, *(name for feature in features for name in feature.inputs)])
+        inputs = dict.fromkeys([*self._row_columns, *(name for feature in features for name in feature.inputs)])
         columns = [name for name in inputs if name in there]
 
         def work(block: int) -> pl.DataFrame:
@@ -242,7 +242,7 @@ class Executor:
         lasting = [one for one in past if one.name in self.keep_states]
         tables: dict[str, list[Any]] = {one.name: [] for one in (*fitted, *lasting)}
         inputs = [name for feature in features for name in feature.inputs]
-        wanted = dict.fromkeys([*inputs, *self._of_rows, *([LABEL] if fitted else [])])
+        wanted = dict.fromkeys([*inputs, *self._row_columns, *([LABEL] if fitted else [])])
         types = self.rows.whole().select(*wanted).collect_schema()
         states = {one.name: _as_new(one, self.states[one.name], types) for one in past if one.name in self.states}
         facts = {} if self._at_once else {one.name: one.facts(self._training(one)) for one in fitted}

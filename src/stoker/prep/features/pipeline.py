@@ -75,7 +75,7 @@ class Fitted:
         _check_names(self.features, rows.collect_schema().names())
         own = leading(self.features)
         if isinstance(rows, pl.DataFrame):
-            made = _of_the_row(rows, self.features[:own])
+            made = _with_leading(rows, self.features[:own])
             made = made if train is None else made.with_columns(_row_numbers())
             return _without_helpers(derive(made, self.features[own:], self.learned, train).lazy())
         for place, feature in enumerate(self.features):
@@ -176,7 +176,7 @@ def fit_apply(
     """
     check_features(features)
     _check_names(features, rows.columns, label)
-    frame = _of_the_row(rows, features[: leading(features)], threads)
+    frame = _with_leading(rows, features[: leading(features)], threads)
     runs, learned = runs_of(features), dict[str, LearnedTable]()
     if runs:
         with explained(f"label column {label!r}"):
@@ -190,7 +190,7 @@ def fit_apply(
     return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
 
 
-def _of_the_row(frame: pl.DataFrame, features: Sequence[Derivation], threads: int = _THREADS) -> pl.DataFrame:
+def _with_leading(frame: pl.DataFrame, features: Sequence[Derivation], threads: int = _THREADS) -> pl.DataFrame:
     """Return a frame with its leading features, computed a slice of rows at a time."""
     if not features:
         return frame

@@ -1,14 +1,13 @@
-"""Dense columns: how their values are stored, what is fitted on training rows, and what the model sees of them.
+"""Dense columns: how values are stored, what is fitted on training rows, and what the model sees.
 
-A stored column has the narrowest type that holds all its values: uint8, where 255 is missing, uint16, where 65535 is,
-or float32 or float64, where NaN is. The transforms are those of the public DLRM scripts ("log1p": log(max(x, 0) + 1))
-and of NVTabular ("zscore").
+A stored column has the narrowest type that holds all its values: uint8 (255 is missing), uint16 (65535 is missing),
+float32 or float64 (NaN is missing). The transforms are those of the public DLRM scripts ("log1p":
+log(max(x, 0) + 1)) and of NVTabular ("zscore").
 
-The statistics (zscore, minmax, fills by mean and median) are a function of the training values alone: parts, their
-order, threads and file formats do not change a bit. Sums are exact: each value is cut into three whole numbers of 26
-bits, relative to the largest value of its column, and the sums of these are exact in any order. Medians, and the cuts
-of a split by time, are found by rank: numbers are compared as 64 bits whose unsigned order is theirs, and four passes
-find 16 bits each, with 65,536 counters.
+The statistics (zscore, minmax, fills by mean and median) depend on the training values alone: parts, their order,
+threads and file formats do not change a bit. Sums are exact: each value is cut into three whole numbers of 26 bits,
+relative to the largest value of its column, and the sums of these are exact in any order. Medians, and the cuts of a
+split by time, are found by rank: four passes find 16 bits each of the 64 bits of a value, with 65,536 counters.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ Counts = npt.NDArray[np.int64] | None  # how often each value occurs; None: once
 Passes = Callable[[Callable[[Array, Counts], Any]], Iterable[Any]]  # calls with float64 training values of a part
 
 TYPES = (np.uint8, np.uint16, np.float32)  # tried in this order before float64
-BLOCK = 2**12  # rows that are worked on together, so that temporary arrays and rows of the output stay in cache
-_LIMB = 26  # bits of each whole number that a value is cut into
+BLOCK = 2**12  # rows processed at a time, so that temporary arrays and output rows remain in cache
+_LIMB = 26  # bits of each of the whole numbers that make up a value
 _LIMBS = 3
 _DIGIT = 16  # bits that a pass finds
 _SHIFTS = (48, 32, 16, 0)
@@ -48,7 +47,7 @@ _SHIFTS = (48, 32, 16, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class DenseFit:
-    """What was fitted for one column: the value of missing fields, and (x - shift) * scale as the last step."""
+    """What was fitted for one column: ``fill`` for missing values; the last step is (x - shift) * scale."""
 
     fill: float = 0.0
     shift: float = 0.0
@@ -61,7 +60,7 @@ class DenseFit:
 
 
 def blocks(count: int, rows: Array | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield, block by block, the number of rows before it and what selects its rows: of ``rows`` [count], or of all."""
+    """Yield the start and the selection of each block of rows, from ``rows`` [count] or from all rows."""
     for begin in range(0, count, BLOCK):
         stop = min(begin + BLOCK, count)
         yield begin, slice(begin, stop) if rows is None else rows[begin:stop]
@@ -76,10 +75,10 @@ def values_of(column: Array) -> Array:
 
 
 def compact(column: Array) -> Array:
-    """Return numbers [n] in the narrowest type that holds all of them as float64."""
+    """Return numbers [n] in the narrowest type that holds all of them."""
     values = column.astype(np.float64, copy=False)
     for dtype in TYPES:
-        # Most columns that a type does not hold show it in their first block.
+        # If a type does not hold a column, the first block mostly shows it.
         if _narrowed(values[:BLOCK], dtype) is not None and (narrow := _narrowed(values, dtype)) is not None:
             return narrow
     return values
@@ -92,13 +91,13 @@ def _narrowed(values: Array, dtype: Any) -> Array | None:
         column: Array = values.astype(dtype)
     if column.dtype.kind == "u":
         np.putmask(column, missing, np.iinfo(column.dtype).max)
-    # Bits are compared: -0.0 is no whole number.
+    # Compare bits: -0.0 is not a whole number.
     same = values_of(column).view(np.int64) == values.view(np.int64)
     return column if (same | missing).all() else None
 
 
-def _stepped(column: DenseColumn, values: Array, fill: float) -> Array:
-    """Fill, clip and take the logarithms of float64 values [n], NaN where missing, in place; return them."""
+def _fill_clip_log(column: DenseColumn, values: Array, fill: float) -> Array:
+    """Fill, clip and take logarithms of float64 values [n] in place, NaN where missing; return them."""
     np.putmask(values, np.isnan(values), fill)
     # Not np.clip, which may change the sign of a zero.
     if column.clip_min is not None:
@@ -119,13 +118,13 @@ def dense_values(
     *,
     rows: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return [m, D'] what the model sees of rows of the ``raw`` columns [n], flags of missing values included.
+    """Return the model's dense values [m, D'] of rows of the ``raw`` columns [n], with flags of missing values.
 
     Args:
-        columns: D of them.
-        raw: as many, of a type that :func:`compact` gives.
-        fit: of each column; needed where one is fitted.
-        rows: numbers of m rows; None: all.
+        columns: the D columns.
+        raw: the D stored columns, of a type that :func:`compact` returns.
+        fit: the fit of each column; required if a column is fitted.
+        rows: numbers of the m rows; None: all.
     """
     fits = fit if fit is not None else [DenseFit.of(column) for column in columns]
     places = np.cumsum([0, *(len(column.names) for column in columns)]).tolist()
@@ -137,8 +136,8 @@ def dense_values(
             block = out[begin : begin + len(values)]
             if column.null_flag:
                 block[:, place + 1] = np.isnan(values)
-            values = _stepped(column, values, one.fill)
-            with np.errstate(over="ignore"):  # beyond float32: infinite
+            values = _fill_clip_log(column, values, one.fill)
+            with np.errstate(over="ignore"):  # values beyond float32 become infinite
                 block[:, place] = (values - one.shift) * one.scale
     return out
 
@@ -148,14 +147,15 @@ def fit_dense(
 ) -> list[DenseFit]:
     """Fit every column on the training rows, one column after the other.
 
-    A column that all parts store in 8 or 16 bits takes one pass, which counts its values. Any other takes one more for
-    its range, a fill by mean one, by median four or eight; ``zscore`` two. Values must be finite.
+    A column that all parts store in 8 or 16 bits takes one pass, which counts its values. Other columns take one more
+    pass for the range, one for a fill by mean, four or eight for a median, and two for ``zscore``. Values must be
+    finite.
 
     Args:
-        columns: D of them.
-        parts: those that have training rows.
+        columns: the D columns.
+        parts: the parts that have training rows.
         rows_of: calls a function with the raw columns [n] of a part and the numbers of its training rows.
-        threads: parts that are read at a time.
+        threads: how many parts are read at a time.
     """
 
     def fit(index: int, column: DenseColumn) -> DenseFit:
@@ -174,11 +174,11 @@ def fit_dense(
 
 
 def _count(column: Array) -> Array | None:
-    """Return [65536] how often each whole number occurs and, last, how many are missing; None for other types."""
+    """Return [65536]: how often each whole number occurs and, last, how many are missing. None for other types."""
     if column.dtype.kind != "u":
         return None
     counts = np.bincount(column, minlength=2**16)
-    if column.dtype == np.uint8:  # whose greatest value stands for a missing one
+    if column.dtype == np.uint8:  # 255 is missing
         counts[-1], counts[255] = counts[255], 0
     return counts
 
@@ -196,24 +196,24 @@ def _fit(column: DenseColumn, passes: Passes) -> DenseFit:
     else:
         fill = median(lambda: passes(_keys), present)
     kind = column.transforms[-1] if column.transforms else ""
-    # The steps keep the order of values.
+    # Fill, clip and logarithm keep the order of values.
     ends = [*([low, high] if present else []), *([fill] if missing else [])]
-    ends = _stepped(column, np.array(ends, np.float64), fill).tolist()
+    ends = _fill_clip_log(column, np.array(ends, np.float64), fill).tolist()
     if kind not in FITTED_TRANSFORMS or not ends:
         return DenseFit(fill=fill)
     if kind == "minmax":
         least = min(ends) + 0.0
         return DenseFit(fill=fill, shift=least, scale=_inverse(max(ends) - least))
     count = present + missing
-    exact = _sum(passes, lambda values: _stepped(column, values, fill), _power(max(map(abs, ends)))) / count
+    exact = _sum(passes, lambda values: _fill_clip_log(column, values, fill), _power(max(map(abs, ends)))) / count
     mean = float(exact)
     power = _power(max(abs(end - mean) for end in ends))
 
     def squares(values: Array) -> Array:
         """Return the squared differences from the mean, in units of 4**power."""
-        return np.square(np.ldexp(_stepped(column, values, fill) - mean, -power))
+        return np.square(np.ldexp(_fill_clip_log(column, values, fill) - mean, -power))
 
-    # What the mean lacks of the exact one is corrected at the end.
+    # Correct for the rounding of the mean.
     variance = _sum(passes, squares, 0) / count - ((exact - Fraction(mean)) / Fraction(2) ** power) ** 2
     deviation = math.ldexp(math.sqrt(max(variance, Fraction())), power)
     return DenseFit(fill=fill, shift=mean, scale=_inverse(deviation))
@@ -234,13 +234,13 @@ def _keys(values: Array, counts: Counts) -> tuple[Keys, Counts]:
 
 
 def _sum(passes: Passes, change: Callable[[Array], Array], exponent: int) -> Fraction:
-    """Return the sum of what ``change`` makes of the training values, all below 2**exponent, to 78 bits of that."""
+    """Return the sum of the changed training values, all below 2**exponent, with 78 bits of precision."""
 
     def limbs(values: Array, counts: Counts) -> list[int]:
         rest, sums = np.ldexp(change(values.copy()), _LIMB - exponent), []
         for _ in range(_LIMBS):
             whole = np.rint(rest)
-            # Whole numbers far below 2**53, or 2**63: exact.
+            # Exact: whole numbers far below 2**53, or 2**63.
             sums.append(int(whole.sum() if counts is None else whole.astype(np.int64) @ counts))
             rest -= whole
             rest *= 2.0**_LIMB
@@ -253,36 +253,36 @@ def _sum(passes: Passes, change: Callable[[Array], Array], exponent: int) -> Fra
 
 
 def _power(bound: float) -> int:
-    """Return the exponent of the least power of two that is above ``bound``."""
+    """Return the exponent of the least power of two above ``bound``."""
     return math.frexp(bound)[1]
 
 
 def _inverse(width: float) -> float:
-    """Return 1 / width; 1 where the values do not vary, or by so little (1e-308) that this is infinite."""
+    """Return 1 / width, or 1 if the values do not vary or the quotient is infinite."""
     return 1.0 / width if width > 0 and 1.0 / width < math.inf else 1.0
 
 
 def ordered_int(values: Array) -> Keys:
-    """Return int64 as they are, and float64 as int64 of the same order; zeros of either sign are equal."""
+    """Return int64 values unchanged, and float64 values as int64 of the same order; -0.0 equals 0.0."""
     if values.dtype != np.float64:
         return values.astype(np.int64)
-    return _turned((values + 0.0).view(np.int64))
+    return _flip_negative((values + 0.0).view(np.int64))
 
 
 def ordered_floats(keys: Keys) -> npt.NDArray[np.float64]:
-    """Return the float64 values from which :func:`ordered_int` made the keys."""
-    return _turned(keys).view(np.float64)
+    """Return float64 values from their keys; the inverse of :func:`ordered_int`."""
+    return _flip_negative(keys).view(np.float64)
 
 
-def _turned(bits: Keys) -> Keys:
+def _flip_negative(bits: Keys) -> Keys:
     """Map bits of float64 to int64 of the same order, and back."""
     return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
 
 
 def select_rank(passes: Callable[[], Iterable[tuple[Keys, Counts]]], rank: int) -> int:
-    """Return the value of ``rank`` (from 0) among all int64 values that ``passes()`` yields, and how often each occurs.
+    """Return the value of ``rank`` (from 0) among all int64 values.
 
-    ``passes`` is called four times.
+    ``passes`` is called four times; it yields values and how often each occurs.
     """
     prefix = 0
     for shift in _SHIFTS:
@@ -305,13 +305,13 @@ def median(passes: Callable[[], Iterable[tuple[Keys, Counts]]], count: int) -> f
     """Return the median of ``count`` float64 values, the mean of the two middle ones; 0 if there are none.
 
     Args:
-        passes: yields the values of every part as :func:`ordered_int` gives them, and how often each occurs (None:
-            once); called four or eight times.
-        count: of all values.
+        passes: yields the values of every part, from :func:`ordered_int`, and how often each occurs (None: once). It is
+            called four or eight times.
+        count: number of values.
     """
     if not count:
         return 0.0
     keys = np.array([select_rank(passes, rank) for rank in sorted({(count - 1) // 2, count // 2})])
     low, high = ordered_floats(keys)[[0, -1]].tolist()
-    # Half of each where their sum is out of range. Zeros of either sign are one value.
+    # Add halves if the sum overflows. Adding 0.0 turns -0.0 into 0.0.
     return float((low + high) / 2 + 0.0 if abs(low + high) < np.inf else low / 2 + high / 2)

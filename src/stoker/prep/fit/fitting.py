@@ -1,4 +1,4 @@
-"""What is fitted on training rows: the split of every row, the tables, the statistics of dense columns."""
+"""Split the rows; fit tables and statistics of dense columns on the training rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.prep.fit.dense import DenseFit, fit_dense
 from stoker.prep.fit.split_rules import SplitFile, Splitter
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
-from stoker.prep.stages.parts import Arrays, Part, is_whole, made_beside, write_part
+from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
 from stoker.rewrite.reorder import write_vocabulary
 
@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _TableStep:
-    """A table to make, in any process."""
+    """Build one table, in any process."""
 
     table: str
     layout: Layout
@@ -77,13 +77,13 @@ class _TableStep:
             own = any(column.missing == "category" for _, column in features)
             found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
             counted = found.counts()
-            with made_beside(self.vocabulary, self.work.parent) as path:
+            with atomic_path(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
         arrays_of_table = {"counts": counted}
         known = found.ids.astype(np.int32)
         for place, (index, column) in enumerate(features):
-            # What codes are looked up in, part by part: the id of a missing value, then those of the dictionary.
+            # The ids behind the codes, part by part: first that of a missing value, then those of the dictionary.
             refs = builder.refs[place :: len(features)]
             starts = np.cumsum([0, *(len(entries) + 1 for entries in refs)])
             ids = np.full(starts[-1], found.missing_id if column.missing == "category" else 0, np.int32)
@@ -94,7 +94,7 @@ class _TableStep:
 
 
 def count_codes(arrays: Arrays, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
-    """Return [size] how often each code of a feature occurs in the rows of a part that ``chosen`` [n] marks."""
+    """Return [size]: how often each code of a feature occurs in the rows of a part that ``chosen`` [n] selects."""
     if chosen is None:
         return np.zeros(size, np.int64)
     codes, lengths = feature_codes(arrays, index)
@@ -104,12 +104,12 @@ def count_codes(arrays: Arrays, index: int, chosen: Array | None, size: int) -> 
 
 
 def same_file(path: Path, record: Mapping[str, Any]) -> bool:
-    """Return whether a finished output still has the size and hash that the journal recorded."""
+    """Return True if a finished output still has the size and hash of its journal record."""
     return path.exists() and hash_file(path) == (record["bytes"], record["sha256"])
 
 
 class Fitting:
-    """Parts, the split of their rows, and what was fitted on those that train.
+    """Parts, the split of their rows, and what was fitted on the training rows.
 
     Args:
         task: the preparation.
@@ -119,8 +119,8 @@ class Fitting:
     def __init__(self, task: Task, parts: Sequence[Part]) -> None:
         self.task, self.parts = task, list(parts)
         self.splits = SplitFile(task.work / "splits")
-        self.any_dropped = False  # whether rows were left out after the tables were fitted
-        self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, nowhere
+        self.any_dropped = False  # whether rows were dropped after the tables were fitted
+        self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, dropped
         self.table_files: dict[str, Path] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dense: list[DenseFit] = []
@@ -147,12 +147,12 @@ class Fitting:
         self.sizes[part.index] = np.bincount(np.minimum(found, 3), minlength=4)
 
     def place_of(self, part: Part, row: int) -> str:
-        """Return where a row of a part is, for messages."""
+        """Return the file and number of a row, for messages."""
         start = next(other.start for other in self.parts if other.file == part.file)
         return f"{part.name}: row {part.start - start + row + 1:,}, not counting bad lines,"
 
     def _check_groups(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
-        """Refuse rows of a split that have no group."""
+        """Raise an error if a row of a split has no group."""
         column = self.task.schema.group
         if column is None:
             return
@@ -165,7 +165,7 @@ class Fitting:
             )
 
     def drop(self, part: Part, rows: npt.NDArray[np.bool_]) -> None:
-        """Leave rows out of every split."""
+        """Drop rows from every split."""
         if rows.any():
             self.any_dropped = True
             self._write(part, np.where(rows, np.uint8(SPLIT_CODES["drop"]), self.splits.assign(part)))
@@ -184,7 +184,7 @@ class Fitting:
             )
             for name, work in self.table_files.items()
         ]  # fmt: skip
-        executor = task.executor if task.like is None else None  # the dataset to prepare like is in this process
+        executor = task.executor if task.like is None else None  # only this process has the dataset of ``like``
         for step, record in task.run(steps, executor=executor, ahead=len(steps)):
             self.tables[step.table] = record
             task.report(Progress(stage="fit", done=len(self.tables), total=len(names), unit="steps"))

@@ -1,4 +1,4 @@
-"""Which split each row belongs to, decided part by part after a few small passes."""
+"""Assign each row to a split, part by part, after a few small passes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ DROP = SPLIT_CODES["drop"]
 
 @dataclass(frozen=True)
 class SplitFile:
-    """The split of every row, as :meth:`Splitter.assign` gives it: a file of one byte a row, for any process."""
+    """A file with the split of every row, one byte each, that any process can read."""
 
     path: Path
 
     def assign(self, part: Part) -> npt.NDArray[np.uint8]:
-        """Return [rows] the split of every row of a part."""
+        """Return [rows]: the split of every row of a part."""
         return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
     def rows(self, part: Part, split: int) -> npt.NDArray[np.int64]:
@@ -41,7 +41,7 @@ class SplitFile:
         return np.flatnonzero(self.assign(part) == split)
 
     def train_rows(self, part: Part) -> npt.NDArray[np.bool_] | None:
-        """Return [rows] which rows of a part train; None where none does."""
+        """Return bool [rows]: the training rows of a part; None if there are none."""
         splits = self.assign(part)
         return splits == 0 if splits.min(initial=DROP) == 0 else None
 
@@ -53,7 +53,7 @@ class SplitFile:
 
 
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
-    """Return the target of each file by the rule "files"; the first pattern that matches decides."""
+    """Return the target of each file by the rule "files"; the first matching pattern decides."""
     targets = []
     for name in names:
         target = next((t for pattern, t in schema.split.files.items() if fnmatch.fnmatch(name, pattern)), None)
@@ -68,10 +68,10 @@ def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
 
 
 class Splitter:
-    """Assigns rows to splits: 0 train, 1 valid, 2 test, 255 dropped.
+    """Assign rows to splits: 0 train, 1 valid, 2 test, 255 dropped.
 
     Args:
-        schema: with the split rule, the share of negatives to keep and their seeds.
+        schema: has the split rule, the share of negatives to keep, and the seeds.
         parts: all parts in order.
         files: names of the source files.
     """
@@ -91,19 +91,19 @@ class Splitter:
             self._fit_users()
 
     def assign(self, part: Part) -> npt.NDArray[np.uint8]:
-        """Return [rows] the split of every row of a part."""
+        """Return [rows]: the split of every row of a part."""
         kept = self._kept(part)
         result = self._assign(part, kept)
         result[~kept] = DROP
         return result
 
     def _kept(self, part: Part) -> npt.NDArray[np.bool_]:
-        """Return [rows] whether ``negative_keep`` keeps each row."""
+        """Return bool [rows]: the rows that ``negative_keep`` keeps."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
         drawn: npt.NDArray[np.bool_] = _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
         with part.open() as arrays:
-            return drawn | ~(arrays["labels"] <= 0.5)  # positive, or without label
+            return drawn | ~(arrays["labels"] <= 0.5)  # all positives and rows without label
 
     def _position(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
@@ -142,7 +142,7 @@ class Splitter:
         return np.searchsorted(np.array(self._cuts, np.int64), times, side="right").astype(np.uint8)
 
     def _find_cuts(self, times: Callable[[], Iterable[npt.NDArray[np.int64]]], total: int) -> None:
-        """Find the times at which validation and test begin. Equal times stay together, on the later side."""
+        """Find the times at which validation and test begin. Equal times remain together, on the later side."""
         for share in np.cumsum([self.rule.train, self.rule.valid]):
             rank = int(np.ceil(share * total - 1e-9))
             highest = np.iinfo(np.int64).max
@@ -159,10 +159,10 @@ class Splitter:
         self._find_cuts(times, self._total)
 
     def _fit_users(self) -> None:
-        """Number the users, then find the last rows of each. Memory: about 60 bytes per user."""
+        """Find the last two rows of each user, in about 60 bytes of memory per user."""
         self._refs, users = number_groups(self.parts, "user")
         self._seen = np.zeros(users, np.int64)
-        # [2, users] of the row before the latest one, and of the latest one
+        # [2, users]: the second latest and the latest row
         times, self._latest_rows = np.full((2, users), np.iinfo(np.int64).min), np.full((2, users), -1, np.int64)
         for part in self.parts:
             with part.open() as arrays:
@@ -178,7 +178,11 @@ class Splitter:
 
 
 def number_groups(parts: Sequence[Part], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
-    """Return the number of each user, or other ``name``, in the dictionary of every part; and how many there are."""
+    """Assign numbers to the distinct values of column ``name`` ("user", "group") over all parts.
+
+    Returns:
+        For each part, the numbers of the values of its dictionary; and how many values there are.
+    """
     builder = TableBuilder("string")
     for part in parts:
         with part.open() as arrays:
@@ -188,13 +192,14 @@ def number_groups(parts: Sequence[Part], name: str) -> tuple[list[npt.NDArray[np
 
 
 def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array, latest_rows: Array) -> None:
-    """Update the times and rows [2, all users] of the two latest rows of each user; among equal times the later row.
+    """Update the two latest rows of each user in place; of equal times the later row wins.
 
     Args:
-        users: [n] of the rows of a part.
-        times: [n] of these rows.
-        rows: [n] their numbers, above those of the parts before.
-        latest_times, latest_rows: of the parts before, least first; the least int64 and -1 where there is no row.
+        users: [n] users of the rows of a part.
+        times: [n] times of these rows.
+        rows: [n] numbers of these rows, above those of earlier parts.
+        latest_times: [2, all users] times of the two latest rows, ascending; the least int64 if there is no row.
+        latest_rows: [2, all users] numbers of these rows; -1 if there is no row.
     """
     known, counts = np.unique(users, return_counts=True)
     users = np.concatenate([known, known, users])
@@ -207,13 +212,13 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
 
 
 def _shares_of_rows(part: Part, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
-    """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
+    """Return [rows]: the share into which the hash of each row's number falls; the last share takes the rest."""
     rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
     return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:
-    """Return the split of rows in equal runs, the first a row longer; the last is halved: test, then validation."""
+    """Return the split of rows in equal runs. The last run is halved into test, then validation; the others train."""
     last = total // runs
     train = total - last
     result = np.zeros(len(rows), np.uint8)

@@ -1,8 +1,8 @@
 """Vocabularies: every distinct value of a table with its training count, numbered by falling count.
 
-Ids follow (count falling, value rising), so they depend on the rows only, not on their order, the blocks they came in
-or the number of threads. Only the distinct values of each block meet those of the table. Memory: about 80 bytes per
-distinct value, for the tables in work, one per thread, and 4 per value of each block; texts add their bytes.
+Ids are sorted by (count falling, value rising), so they do not depend on the order of rows, blocks or threads. Blocks
+bring only their distinct values. Memory: about 80 bytes per distinct value of a table in work, one table per thread,
+and 4 per distinct value of each block; texts add their bytes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ __all__ = ["TableBuilder", "Vocabulary", "read_dictionary"]
 
 Array = npt.NDArray[Any]
 _MAX_ENTRIES = 2**31 - 2
-_BATCH = 2**20  # values that wait at least before they are numbered
-_VIEWS: dict[str, Any] = {"hex": np.uint64, "float": np.float64}  # what the 64 bits of a value mean
+_BATCH = 2**20  # at least so many values are numbered together
+_VIEWS: dict[str, Any] = {"hex": np.uint64, "float": np.float64}  # types of the 64 bits of a value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """A finished vocabulary. Row i of ``frame`` (value, count) is id i + 1."""
 
-    frame: pl.DataFrame  # value, count; a null value is the missing one
+    frame: pl.DataFrame  # value, count; a null value means an empty field
     ids: npt.NDArray[np.int64]  # [entries] id of each entry of the builder; 0 below the minimum count
-    missing_id: int  # of an empty field where it is a category of its own, else 0
+    missing_id: int  # id of an empty field if that is a category, else 0
     unknown: int = 0  # training occurrences of values without id
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the table, row 0 included."""
+        """Number of rows of the table, row 0 included."""
         return int(self.frame.height) + 1
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """Return [num_embeddings] training occurrences by id."""
+        """Return [num_embeddings]: training occurrences by id."""
         return np.concatenate([[self.unknown], self.frame["count"].to_numpy()]).astype(np.int64)
 
 
@@ -55,7 +55,7 @@ class TableBuilder:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.refs: list[npt.NDArray[np.int32]] = []  # of every dictionary: the entry of each value; see :meth:`merge`
+        self.refs: list[npt.NDArray[np.int32]] = []  # per dictionary, the entry of each value; :meth:`merge` fills it
         self._values = pa.array([], pa.large_string() if kind == "string" else pa.int64())
         self._counts = np.empty(0, np.int64)
         self._waiting: list[tuple[pa.Array, Array]] = []
@@ -63,7 +63,7 @@ class TableBuilder:
 
     @property
     def entries(self) -> int:
-        """Distinct values that have a number."""
+        """Number of distinct values so far."""
         return len(self._values)
 
     def add(self, values: pa.Array, counts: Array | None = None) -> None:
@@ -79,8 +79,8 @@ class TableBuilder:
         self._waiting.append((values, np.zeros(len(values), np.int64) if counts is None else counts))
 
     def merge(self) -> None:
-        """Number the values that were added; ``refs`` and ``entries`` are complete then."""
-        pool = pa.system_memory_pool()  # Arrow's own keeps what is freed: 100 MB more at the peak
+        """Assign numbers to the added values, which completes ``refs`` and ``entries``."""
+        pool = pa.system_memory_pool()  # Arrow's own pool does not return freed memory: 100 MB more at the peak
         arrays = pa.concat_arrays([self._values, *(values for values, _ in self._waiting)], memory_pool=pool)
         found = pc.dictionary_encode(arrays, memory_pool=pool)
         refs, at = found.indices.to_numpy(), self.entries
@@ -109,7 +109,7 @@ class TableBuilder:
         if missing is not None and missing >= min_count:
             own = pl.DataFrame({"value": [None], "count": [missing], "entry": [-1]}, schema=frame.schema)
             frame = pl.concat([own, frame])
-        # Among equal counts an empty field comes first.
+        # Of equal counts, the empty field comes first.
         frame = frame.sort("count", "value", descending=[True, False], nulls_last=False).rechunk()
         order = frame.drop_in_place("entry").to_numpy()
         ids = np.zeros(self.entries + 1, np.int64)  # the last is that of entry -1
@@ -118,7 +118,7 @@ class TableBuilder:
         return Vocabulary(frame=frame, ids=ids[:-1], missing_id=int(ids[-1]), unknown=unknown)
 
     def find(self, known: pl.DataFrame) -> Vocabulary:
-        """Return an earlier vocabulary (value, count), with the ids of the values that were added."""
+        """Look up the added values in an earlier vocabulary (value, count); return it with their ids."""
         missing = known["value"].is_null().to_numpy()
         values = known["value"].drop_nulls()
         if self.kind in _VIEWS:
@@ -131,7 +131,7 @@ class TableBuilder:
 
 
 def read_dictionary(arrays: Arrays, name: object, kind: str) -> pa.Array:
-    """Return the distinct values of a feature or another column in a part, by code from 1 on."""
+    """Return the distinct values of a column of a part, in the order of their codes, which start at 1."""
     if kind != "string":
         return pa.array(np.array(arrays[f"values.{name}"]))
     ends, data = np.array(arrays[f"ends.{name}"]), np.array(arrays[f"bytes.{name}"])  # copies, for parts are closed

@@ -1,4 +1,4 @@
-"""Typed columns from delimited text: the records are checked here; a kernel reads plain numbers, Polars the rest."""
+"""Read typed columns from delimited text: check records, read plain numbers in a kernel, the rest with Polars."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ __all__ = ["MAX_QUOTED_BYTES", "MAX_QUOTED_LINES", "TextParser", "cut_records"]
 
 Array = npt.NDArray[Any]
 
-MAX_QUOTED_LINES = 1_000  # lines of a quoted field; with more of them its quote is taken for a stray one
-MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no further line of it may begin
+MAX_QUOTED_LINES = 1_000  # of a quoted field; beyond that the quote counts as stray
+MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8); no further line of it may begin after them
 _BOM = "\ufeff".encode()
 _NL, _CR = 10, 13
 _JOINED = b"\x1f"  # in place of a separator of several bytes
-# Faults of a record: quotes within fields without quotes; a quote that is not closed; text after one on the same line.
+# Faults of a record: a quote inside an unquoted field; a quote that is not closed; text after a closing quote.
 _LITERAL, _STRAY, _TEXT = 1, 2, 3
 _FLOAT, _INT, _HEX = 1, 2, 3
 _KINDS = {"float": _FLOAT, "int": _INT, "hex": _HEX}
 _ARROW = {"float": pa.float64(), "int": pa.int64(), "hex": pa.uint64()}
 _DIGITS = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit, 16 for other bytes
 _DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
-_MOST_DIGITS = np.array([0, 15, 18, 16])  # of each kind: its value is exact
+_MOST_DIGITS = np.array([0, 15, 18, 16])  # by kind; values with up to so many digits are exact
 _TENS = 10.0 ** np.arange(16)  # exact
 _NO_ROOM = np.empty((4, 0), np.int64)
 
 
 class TextParser:
-    """Parses blocks of delimited text into the wanted fields.
+    """Parse blocks of delimited text into the wanted fields.
 
-    A column of numbers that is not plain in a block is read as text first, as is every other column: a value that is
-    not of its type costs its own line, whatever Polars makes of it.
+    A kernel reads a column of numbers if all its values in a block are plain. Any other column is read as text first,
+    so that a value of another type makes only its own line bad.
 
     Args:
         names: the columns of a line in order.
-        fields: what to read of them.
-        separator, quote, null_values: as in :class:`stoker.prep.source_format.SourceFormat`.
+        fields: the fields to read.
+        separator: as in :class:`stoker.prep.source_format.SourceFormat`.
+        quote: likewise.
+        null_values: likewise.
     """
 
     def __init__(
@@ -66,33 +68,35 @@ class TextParser:
         self._places = {item.column: self.names.index(item.column) for item in fields if item.column in names}
         self._plain = {item: _KINDS[item.kind] for item in fields if self._is_plain(item)}
         q, sep = re.escape(self._quote), re.escape(self._sep)
-        # A separator or the start, and a field in quotes or one without.
+        # A separator or the start, then a quoted or an unquoted field.
         self._field = re.compile(rb"(\A|%b)(?:(%b(?:[^%b]++|%b%b)*+%b)|([^%b\n]*?(?=%b|\r?\n)))"
                                  % (sep, q, q, q, q, q, sep, sep)) if q else None  # fmt: skip
 
     def _is_plain(self, item: Field) -> bool:
-        """Return whether a column is wanted as numbers of one kind only, and no text for null is one of them."""
+        """Return True if a column is read as numbers of one kind only, and no text for null is a number."""
         others = [one for one in self._fields if one.column == item.column and one != item]
         nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
         single = item.kind in _KINDS and item.separator is None and item.column in self._places
         return single and not others and not nulls
 
     def join(self, lines: bytes) -> bytes:
-        """Return whole lines with one byte for a separator of several, as all other methods want them."""
+        """Replace a separator of several bytes by one byte, which all other methods expect."""
         return lines if self._sep == self.separator else lines.replace(self.separator, self._sep)
 
     def cut(self, buffer: bytearray, at: int, goal: int, final: bool) -> tuple[int, bool]:
         """Find the first record that starts at ``goal`` or later in a buffer of whole lines.
 
         Args:
-            at: where an earlier record starts.
-            final: whether no more lines come.
+            buffer: whole lines.
+            at: start of an earlier record.
+            goal: the position to search from.
+            final: whether the buffer ends with the last line of the file.
 
         Returns:
-            Its position and True; or, where that depends on lines to come, the ``at`` of the next call and False.
+            Its position and True; or, if that depends on lines to come, ``at`` for the next call and False.
         """
         first = buffer.find(self._quote, at, goal)
-        # Lines without a quote are records.
+        # A line without a quote is a record.
         at = max(at, buffer.rfind(b"\n", at, first if first >= 0 else goal - 1) + 1)
         data = np.frombuffer(memoryview(buffer).toreadonly(), np.uint8)
         _, at, known = cut_records(data, at, goal, *self._marks(self._quote), final, _NO_ROOM)
@@ -103,10 +107,9 @@ class TextParser:
         return self._sep[0], quote[0] if quote else -1
 
     def parse(self, data: bytes, *, header: bool = False) -> Block:
-        """Return rows and bad lines of ``data``, which ends with a newline; the header has no part in them.
+        """Return the rows and bad lines of ``data``, which ends with a newline; skip the header.
 
-        A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first
-        line.
+        A record has several lines if its quoted fields contain line breaks. It counts as bad once, on its first line.
         """
         skipped = int(header and bool(data))
         if skipped:
@@ -118,9 +121,9 @@ class TextParser:
         stops, lines, fields, faults = found[:, :count]
         starts = np.append(0, stops)[:count]
         first = skipped + np.cumsum(lines) - lines
-        reasons = self._faults(data, stops, fields, faults)
+        reasons = self._find_faults(data, stops, fields, faults)
         good = np.ones(count, np.bool_)
-        if len(self.names) > 1:  # else an empty line is a missing value
+        if len(self.names) > 1:  # in a single column, an empty line is a missing value
             short = np.flatnonzero(stops - starts <= 2)
             good[short] = ~np.isin(raw[starts[short]], (_NL, _CR))
         bad = [record for record in reasons if good[record]]
@@ -134,17 +137,17 @@ class TextParser:
 
         whole = data if good.all() else raw[np.repeat(good, stops - starts)].tobytes()
         ends = np.cumsum((stops - starts)[good])
-        numbers = self._numbers(whole, ends)
+        numbers = self._read_plain_numbers(whole, ends)
         read = {item.column for item in numbers}
         return frame_block(
-            self._frame(whole, ends, faults[good] == _LITERAL, read), self._fields, read=numbers, row_line=first[good],
-            lines=skipped + int(lines.sum()), text_at=text_at,
+            self._read_texts(whole, ends, faults[good] == _LITERAL, read), self._fields, read=numbers,
+            row_line=first[good], lines=skipped + int(lines.sum()), text_at=text_at,
             bad=[BadLine(line=at, reason=reasons[record], text=text_at(at))
                  for record, at in zip(bad, first[bad].tolist(), strict=True)],
         )  # fmt: skip
 
-    def _faults(self, data: bytes, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
-        """Return the records that are not as they should be, and why."""
+    def _find_faults(self, data: bytes, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
+        """Return faulty records and the reason for each."""
         most, reasons = len(self.names), {}
         quotes = {_STRAY: "quoted field without a closing quote", _TEXT: "text after a closing quote"}
         for at in np.flatnonzero((fields != most) | (faults > _LITERAL)).tolist():
@@ -167,8 +170,8 @@ class TextParser:
                         reasons[at] = "broken UTF-8"
         return reasons
 
-    def _numbers(self, data: bytes, ends: Array) -> dict[Field, pl.Series]:
-        """Return the columns of whole records in which every value is a plain number or missing."""
+    def _read_plain_numbers(self, data: bytes, ends: Array) -> dict[Field, pl.Series]:
+        """Read the columns of whole records in which every value is a plain number or missing."""
         slots, kinds = np.full((2, len(self.names)), -1)
         for slot, (item, kind) in enumerate(self._plain.items()):
             slots[self._places[item.column]], kinds[self._places[item.column]] = slot, kind
@@ -187,9 +190,9 @@ class TextParser:
                 found[item] = pl.Series(pl.from_arrow(column))
         return found
 
-    def _frame(self, data: bytes, ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
-        """Return the wanted columns of whole records as texts, null where they are missing; less those ``read``."""
-        names = list(map(str, range(len(self.names))))  # those of columns that nobody wants may be there twice
+    def _read_texts(self, data: bytes, ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
+        """Read the wanted columns of whole records as texts, except those in ``read``; null where missing."""
+        names = list(map(str, range(len(self.names))))  # two unused columns may have one name
         places = {column: place for column, place in self._places.items() if column not in read}
         wanted = [pl.col(str(place)).alias(column) for column, place in places.items()]
         if not len(ends) or not places:
@@ -198,7 +201,7 @@ class TextParser:
             spans = zip([0, *ends.tolist()], ends.tolist(), literal.tolist(), strict=False)
             data = b"".join(self._quoted(data[at:end]) if odd else data[at:end] for at, end, odd in spans)
         if data.startswith(_BOM):
-            data = _BOM + data  # Polars leaves the first one out
+            data = _BOM + data  # Polars drops the first byte order mark
         frame = pl.scan_csv(
             data, has_header=False, separator=self._sep.decode(), quote_char=self._quote.decode() or None,
             schema=dict.fromkeys(names, pl.String),
@@ -210,7 +213,7 @@ class TextParser:
         return frame
 
     def _quoted(self, record: bytes) -> bytes:
-        """Return a record with quotes around the fields that have quotes inside only: Polars wants them so."""
+        """Put quotes around unquoted fields that contain a quote, which Polars requires."""
         quote = self._quote
 
         def field(match: re.Match[bytes]) -> bytes:
@@ -225,21 +228,25 @@ class TextParser:
 
 @jit
 def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-untyped-def]
-    """Find the records from ``at``, where one begins, until one ends at ``goal`` or later.
+    """Find the records from ``at``, the start of a record, until one ends at ``goal`` or later.
 
-    A quote opens a quoted field only at its start. It is stray where no closing quote, followed by a separator or a
-    line end, comes within the bounds; the record then ends with the line on which that quote is. Other text after a
-    quote on the same line is a fault of its own.
+    A quote opens a quoted field only at the field's start. It is stray if no closing quote, followed by a separator or
+    a line end, follows within the bounds; the record then ends with the line of the quote. Text between a closing quote
+    and the next separator is another fault.
 
     Args:
-        data: bytes that end with a newline; ``final``: no more of them come.
-        sep: byte of the separator; ``quote``: -1 for none.
-        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0 or its
-            fault. Without room nothing is written.
+        data: bytes that end with a newline.
+        at: start of a record.
+        goal: end of the search.
+        sep: byte of the separator.
+        quote: byte of the quote; -1 for none.
+        final: whether ``data`` ends with the last line of the file.
+        out: [4, room] int64: end of each record; its lines; its fields, up to one with a stray quote; 0 or its fault.
+            Without room nothing is written.
 
     Returns:
-        The number of records, where the last one ends, and True; or, where ``data`` ends within a quoted field and more
-        comes, the position of the record that is not whole, and False.
+        The number of records, the end of the last one, and True. If ``data`` ends inside a quoted field and is not
+        final, the start of that record, and False.
     """
     n = 0
     if quote < 0 and out.shape[1] > 0:  # every line is a record: twice as fast
@@ -298,15 +305,19 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
 def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, odd):  # type: ignore[no-untyped-def]
     """Read the plain numbers of whole records: [-]digits, [-]digits.digits for a float, or hexadecimal digits.
 
-    Only so many digits that the value is exact (Clinger, 1990).
+    A plain number has at most as many digits as make its value exact (Clinger, 1990).
 
     Args:
-        stops: [n] where each record ends, after its newline.
-        sep: byte of the separator; ``quote``: -1 for none.
-        slots: [fields] row of ``values`` for each field, -1 for one that is skipped; ``kinds``: [fields] of _FLOAT, ...
-        values: [columns, n] int64, and in the same memory ``reals``, float64.
-        valid: [columns, n / 8] bits that are set, of which those of missing values are cleared.
-        odd: [columns] set where a field is neither empty nor a plain number; the column is worth nothing then.
+        data: the records.
+        stops: [n] end of each record, after its newline.
+        sep: byte of the separator.
+        quote: byte of the quote; -1 for none.
+        slots: [fields] row of ``values`` for each field; -1 to skip the field.
+        kinds: [fields] _FLOAT, _INT or _HEX.
+        values: [columns, n] int64, to fill.
+        reals: the same memory as float64.
+        valid: [columns, n / 8] set bits; those of missing values are cleared.
+        odd: [columns] set if a field is neither empty nor a plain number; the column is then useless.
     """
     at = np.int64(0)  # not 0: Numba would compile all of this for another type
     for row in range(stops.size):
@@ -325,7 +336,7 @@ def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, od
             elif slot >= 0 and (at >= end or data[at] == sep):
                 valid[slot, row >> 3] &= ~np.uint8(1 << (row & 7))
                 values[slot, row] = 0
-            elif slot >= 0:  # digits end at the separator or the line's end, which are none
+            elif slot >= 0:  # digits end at the separator or the line end, which are not digits
                 negative = data[at] == 45 and kind != _HEX
                 at += negative
                 start, point, number = at, np.int64(-1), np.uint64(0)

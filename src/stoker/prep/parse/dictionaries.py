@@ -1,4 +1,4 @@
-"""The distinct values of a block: each row's number, and the values by number; and hashes of values."""
+"""Number the distinct values of a block, and hash values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stoker.ops.codegen.jit import jit
 __all__ = ["number_ints", "number_texts", "splitmix", "text_hashes"]
 
 Array = npt.NDArray[Any]
-_SMALL = 2**14  # slots of a table that a core's cache holds
+_SMALL = 2**14  # slots of a hash table that fits a core's cache
 
 
 def number_ints(column: pl.Series) -> tuple[Array, Array]:
     """Return the number of each int64 value, uint32 [n], and the distinct values.
 
-    They count from 1 by first occurrence; 0 is null.
+    Numbers count from 1 by first occurrence; 0 is null.
     """
     array = (column.rechunk() if column.n_chunks() > 1 else column).to_arrow()
     valid, data = array.buffers()
@@ -27,7 +27,7 @@ def number_ints(column: pl.Series) -> tuple[Array, Array]:
     values = np.frombuffer(data, np.int64)[array.offset :]
     codes, distinct = np.empty(len(column), np.uint32), np.empty(len(column), np.int64)
     size = 1 << max(4, (2 * len(codes)).bit_length())
-    for slots in (min(size, _SMALL), size):  # most columns repeat a few: a table that stays in cache comes first
+    for slots in (min(size, _SMALL), size):  # most columns have few values: first try a table that fits the cache
         found = _number(values, bits, array.offset, codes, distinct, np.full(slots, -1, np.int32))
         if found >= 0:
             break
@@ -36,9 +36,9 @@ def number_ints(column: pl.Series) -> tuple[Array, Array]:
 
 @jit
 def _number(values, bits, first, codes, distinct, table):  # type: ignore[no-untyped-def]
-    """Number values; return how many distinct ones there are, -1 if more than half of ``table`` would be full.
+    """Assign numbers to values; return how many are distinct, or -1 if more than half of ``table`` would be full.
 
-    ``bits`` from bit ``first`` on: cleared where a value is missing; empty where none is.
+    ``bits``, from bit ``first`` on, are cleared where a value is missing; ``bits`` is empty if none is missing.
     """
     mask = np.uint64(table.size - 1)
     found = 0
@@ -68,7 +68,7 @@ def _number(values, bits, first, codes, distinct, table):  # type: ignore[no-unt
 
 
 def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
-    """Return the numbers of texts, as :func:`number_ints`; the bytes of the D distinct ones; and their D + 1 ends."""
+    """Return the numbers of texts as :func:`number_ints` does, the bytes of the D distinct texts, and D + 1 ends."""
     found = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).dictionary_encode()
     codes = np.add(found.indices.fill_null(-1), 1, dtype=np.uint32, casting="unsafe")
     _, offsets, data = found.dictionary.buffers()
@@ -79,7 +79,7 @@ def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
 
 
 def text_hashes(texts: pl.Series, seed: int) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text [n] (FNV-1a, then the splitmix64 finisher); 0 where it is missing."""
+    """Return a 64-bit hash of each text [n] (FNV-1a, then the splitmix64 finisher); 0 for a missing text."""
     codes, data, ends = number_texts(texts)
     hashes = np.zeros(len(ends), np.uint64)
     _hash_spans(data, ends, seed, hashes[1:])
@@ -101,7 +101,7 @@ def _hash_spans(data, ends, seed, out):  # type: ignore[no-untyped-def]
 
 
 def splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return splitmix64 of each uint64: the hash behind ``hash_buckets`` of numbers and behind row sampling."""
+    """Return splitmix64 of each uint64, the hash for ``hash_buckets`` of numbers and for row sampling."""
     with np.errstate(over="ignore"):
         h = values + np.uint64(0x9E3779B97F4A7C15)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,7 +1,7 @@
-"""Typed columns of a block of rows, whatever file they came from, and the lines that had to be left out.
+"""Type the columns of a block of rows from any file, and set the lines that do not fit aside.
 
-Every reader ends here: it makes a Polars frame of a block, texts where the file has no types, and :func:`frame_block`
-types its columns. A missing value is null in every column; a number is finite.
+Every reader makes a Polars frame of a block, with texts if the file has no types. :func:`frame_block` then types its
+columns. A missing value is null in every column; a number is finite.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 ]  # fmt: skip
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
-KEPT_TYPES: dict[str, pl.DataType] = {  # of kept columns of files without types
+KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
     "float": pl.Float64(), "int": pl.Int64(), "string": pl.String(), "datetime": pl.Datetime("us"),
 }  # fmt: skip
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String, "datetime": pl.String}
-_WIDE = (pl.UInt64, pl.Int128, pl.UInt128)  # whole numbers that int64 does not hold
+_WIDE = (pl.UInt64, pl.Int128, pl.UInt128)  # whole numbers that do not fit int64
 _WORDS = {"float": "a number", "int": "a whole number", "hex": "hexadecimal (up to 16 digits)", "string": "text"}
 _INT = re.compile(r"[+-]?[0-9]+")
 _FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -46,16 +46,16 @@ _SPACE = " \t\n\r\v\f"  # around a number
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A raw column read as one type. Several features may ask for the same one."""
+    """A raw column read as one type. Several features may share it."""
 
     column: str
-    kind: str  # float | int | hex | string | datetime (text, or int64 microseconds where the file is typed)
+    kind: str  # float | int | hex | string | datetime (text, or int64 microseconds from a typed file)
     separator: str | None = None  # of a list; None: a single value
     max_length: int = 0  # of a list
     keep: str = "last"
     required: bool = False  # an empty field makes the line bad
-    optional: bool = False  # a file may lack the column, which is as if all its fields were empty
-    kept: bool = False  # goes to the scores: a typed file's in the type that it has there, not as ``kind``
+    optional: bool = False  # a file may lack the column; all its fields then count as empty
+    kept: bool = False  # goes to the scores; a typed file's column then keeps its type, whatever ``kind`` says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,23 +65,23 @@ class BadLine:
     line: int  # counted from 0 within the block
     reason: str
     text: str
-    label: bool = False  # its only fault is a label that is a number but neither 0 nor 1
-    broken: bool = False  # stands for all that is lost of a file that breaks off here
+    label: bool = False  # the only fault is a label that is a number but neither 0 nor 1
+    broken: bool = False  # the file breaks off here; this line stands for all that is lost
 
 
 @dataclass(kw_only=True)
 class Block:
     """The typed rows of a block of a file, and its bad lines.
 
-    A column is Float64, Int64, UInt64 (hex) or String, or a list of one of these; a kept column of a typed file has
-    the type that it has there.
+    A column is Float64, Int64, UInt64 (hex) or String, or a list of one of these. A kept column of a typed file keeps
+    its type.
     """
 
     rows: int
-    lines: int  # good, bad and skipped ones, for numbering what follows
+    lines: int  # good, bad and skipped lines; the next block continues their numbers
     columns: dict[Field, pl.Series]
     row_line: npt.NDArray[np.int64]  # [rows] line within the block
-    text_at: Callable[[int], str]  # the text of the row that begins at a line, for the quarantine
+    text_at: Callable[[int], str]  # returns the text of the row that begins at a line, for the quarantine
     bad: list[BadLine] = field(default_factory=list)
 
     def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:
@@ -96,7 +96,7 @@ class Block:
         self.rows = len(self.row_line)
 
     def drop_labels(self, item: Field) -> None:
-        """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines; an optional one may be missing."""
+        """Move rows whose label is a number but neither 0 nor 1 to the bad lines; an optional label may be missing."""
         column = self.columns[item]
         if column.dtype == pl.String:
             return
@@ -106,13 +106,13 @@ class Block:
             self.drop(wrong, lambda row: f"column {item.column}: {values[row]:g} is neither 0 nor 1", label=True)
 
     def frame(self, names: Sequence[str]) -> pl.DataFrame:
-        """Return the columns of these names."""
+        """Return the named columns."""
         series = {item.column: column for item, column in self.columns.items()}
         return pl.DataFrame([series[name].alias(name) for name in names])
 
 
 def careful_value(kind: str, text: str) -> float | int | None:
-    """Return the value of a text that Polars refuses or reads otherwise; None if it is not of that type."""
+    """Return the value of a text that Polars rejects or may misread; None if it is not of that type."""
     text = text.strip(_SPACE)
     if kind == "float" and _FLOAT.fullmatch(text):
         value = float(text)
@@ -126,7 +126,7 @@ def careful_value(kind: str, text: str) -> float | int | None:
 
 
 def cut_text(line: bytes) -> str:
-    """Return what the quarantine keeps of a line."""
+    """Return the beginning of a line that the quarantine keeps."""
     return line[: 4 * TEXT_CUT].decode("utf-8", "replace").rstrip("\r")[:TEXT_CUT]
 
 
@@ -141,18 +141,20 @@ def frame_block(
     text_at: Callable[[int], str] | None = None,
     bad: Iterable[BadLine] = (),
 ) -> Block:
-    """Return typed columns of a frame; a row that does not fit becomes a bad line.
+    """Type the columns of a frame; a row that does not fit becomes a bad line.
 
     Args:
-        typed: the types of the frame are those of the input, and kept columns keep them.
-        frame: with the columns of all fields but optional ones and those of ``read``.
-        fields: what to make of them.
+        frame: has the columns of all fields, except optional ones and those in ``read``.
+        fields: the fields to make.
+        typed: whether the input has types; kept columns then keep theirs.
         read: columns that are typed already.
-        row_line: [rows] the line of each row; None: they are the lines.
-        lines, text_at, bad: as of :class:`Block`; the default of ``text_at`` is the row's values.
+        row_line: [rows] the line of each row; None: every line is a row.
+        lines: as in :class:`Block`.
+        text_at: as in :class:`Block`; by default the row's values.
+        bad: bad lines so far.
 
     Raises:
-        DataError: a column whose type cannot be read as the field's.
+        DataError: the type of a column cannot be converted to the field's.
     """
     if row_line is None:
         row_line = np.arange(frame.height)
@@ -185,18 +187,18 @@ def frame_block(
 def _kept(series: pl.Series) -> pl.Series:
     if series.dtype.is_nested() or series.dtype == pl.Object:
         raise DataError(
-            f"column {series.name} holds {series.dtype}, and keep is for texts, numbers and moments. Leave it out."
+            f"column {series.name} holds {series.dtype}, and keep is for texts, numbers and times. Leave it out."
         )
     if series.dtype not in (pl.Categorical, pl.Enum, pl.Binary):
         return series
     try:
         return series.cast(pl.String)
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"column {series.name} holds bytes that are no text. Leave it out of keep.") from error
+        raise DataError(f"column {series.name} holds bytes that are not text. Leave it out of keep.") from error
 
 
 def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Return a column as a field wants it; rows that do not fit are noted in ``wrong``."""
+    """Convert a column to a field; note rows that do not fit in ``wrong``."""
     if series.dtype == pl.Binary:
         series = _decoded(series, item, wrong)
     nested = isinstance(series.dtype, pl.List | pl.Array)
@@ -216,7 +218,7 @@ def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
 
 
 def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Return single values as a field wants them."""
+    """Convert single values to a field; note rows that do not fit in ``wrong``."""
     kind = item.kind
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
@@ -234,7 +236,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     plain = series.dtype.is_integer()
     if series.dtype.is_float():
         plain = kind == "float" and bool(series.is_finite().all())
-        series = series if plain else series.fill_nan(None)  # NaN: what writers of frames put where a value is missing
+        series = series if plain else series.fill_nan(None)  # many tools write NaN for a missing value
     values = series.cast(_TYPES[kind], strict=False)
     if plain and values.null_count() == series.null_count():
         return values
@@ -249,7 +251,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
 
 
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Return texts as numbers, null for the empty text; rows in which they are none are noted in ``wrong``."""
+    """Convert texts to numbers, the empty text to null; note rows with other texts in ``wrong``."""
     text = series.str
     if item.kind == "hex":
         values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
@@ -271,7 +273,7 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
 
 
 def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Return bytes as text; rows in which they are none are noted in ``wrong``."""
+    """Convert bytes to text; note rows that are not UTF-8 in ``wrong``."""
     with suppress(pl.exceptions.PolarsError):
         return series.cast(pl.String)
     texts: list[str | None] = []
@@ -285,7 +287,7 @@ def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series
 
 
 def _lists(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Return lists of typed values, an empty one for null; missing values are left out before the list is cut."""
+    """Convert lists to lists of typed values, null to an empty list; drop missing values before cutting the list."""
     inner: Any = series.dtype
     lists = series.cast(pl.List(inner.inner))
     if inner.inner.is_float():
@@ -310,13 +312,13 @@ def _reason(item: Field, value: object) -> str:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[None]:
-    """Name the file in an error of the readers of Parquet: it is empty, truncated, or wrong for another reason."""
+    """Turn errors of Parquet readers into :class:`DataError` with the file and the reason: empty, truncated, other."""
     try:
         yield
     except (pl.exceptions.PolarsError, pa.ArrowException, OSError) as error:
         with suppress(OSError):
             if not path.stat().st_size:
-                raise DataError(f"{path} is empty: it is no Parquet file. Get the file anew.") from error
+                raise DataError(f"{path} is empty: it is not a Parquet file. Get the file again.") from error
             with path.open("rb") as file:
                 begins = file.read(4) == b"PAR1"
                 size = file.seek(0, 2)
@@ -326,21 +328,20 @@ def _parquet(path: Path) -> Iterator[None]:
                         f"{path} is truncated: a Parquet file ends with PAR1, this one does not. Get it whole."
                     ) from error
         raise DataError(
-            f"{path} cannot be read as Parquet: {reason_of(error)}. Get the file anew, or check its name."
+            f"{path} cannot be read as Parquet: {reason_of(error)}. Get the file again, or check its name."
         ) from error
 
 
 def parquet_rows(path: Path) -> int:
-    """Return the rows of a Parquet file."""
+    """Return the number of rows of a Parquet file."""
     with _parquet(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
-    """Return first row and number of rows of slices of about ``most`` rows at most, whole row groups where possible.
+    """Cut a Parquet file into slices of about ``most`` rows; return the first row and the rows of each.
 
-    A slice that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
-    pieces.
+    Slices are whole row groups where possible: two readers of one row group would both decode its dictionaries.
     """
     with _parquet(path):
         footer = pq.read_metadata(path)
@@ -376,7 +377,7 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
 
 
 def common_types(schemas: Iterable[Mapping[str, pl.DataType]]) -> dict[str, pl.DataType]:
-    """Return one type for each column: its own if it is the same everywhere, else Int64, Float64 or text."""
+    """Return one type for each column: its own if all files agree, else Int64, Float64 or text."""
     found: dict[str, set[pl.DataType]] = {}
     for schema in schemas:
         for name, dtype in schema.items():
@@ -393,12 +394,13 @@ def _common_type(dtypes: set[pl.DataType]) -> pl.DataType:
 
 
 class MissingColumnError(DataError):
-    """A file lacks columns that are to be read.
+    """A file lacks columns.
 
     Args:
         path: the file.
-        missing: the columns; ``why`` says more of the first one.
+        missing: the columns.
         present: columns of the file.
+        why: who needs the first missing column.
         made: columns that features make.
     """
 
@@ -418,7 +420,7 @@ class MissingColumnError(DataError):
 
 
 def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
-    """Refuse a file that lacks a column, or has it twice."""
+    """Raise :class:`DataError` if a file lacks a column or has it twice."""
     for name in wanted:
         if present.count(name) > 1:
             places = [str(place) for place, other in enumerate(present, 1) if other == name]

@@ -1,4 +1,4 @@
-"""A raw file: its columns, and its blocks as typed rows."""
+"""Open a raw file: find its columns, and read its blocks as typed rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from stoker.prep.source_format import SourceFormat
 
 __all__ = ["Source", "file_columns"]
 
-PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
-PARQUET_VALUES = 2**23
+PARQUET_ROWS = 2**18  # rows of a Parquet file in a part, roughly
+PARQUET_VALUES = 2**23  # values of a part: fewer rows if there are many columns
 
 
 @dataclass(kw_only=True)
@@ -39,8 +39,8 @@ class Source:
     path: Path
     fields: Sequence[Field]
     format: SourceFormat
-    name: str = ""  # for messages and the quarantine; empty: the path as it was given
-    features: Sequence[Derivation] = ()  # which may make no column that the file has
+    name: str = ""  # for messages and the quarantine; empty: the path as given
+    features: Sequence[Derivation] = ()  # their outputs must not be columns of the file
     kind: str = ""  # csv | parquet | jsonl
     absent: Sequence[str] = ()  # optional columns that the file lacks
     _parser: TextParser | None = None  # of delimited text
@@ -52,18 +52,18 @@ class Source:
         return {**self.__dict__, "path": self.path.absolute()}  # a worker may run in another directory
 
     def open(self) -> None:
-        """Look at the header, the Parquet schema or the keys of the first object.
+        """Read the header, the Parquet schema or the keys of the first object.
 
         Raises:
-            DataError: a column that the schema names is not there, or there twice. SchemaError: one that a feature
-                makes is there.
+            DataError: a column of the schema is missing or occurs twice.
+            SchemaError: the file has a column that a feature makes.
         """
         self.kind = source_kind(self.path, self.format.kind)
         names = file_columns(self.path, self.format)
         separator = _separator(self.path, self.format)
         optional = {item.column for item in self.fields if item.optional}
         if self.kind == "csv" and self.format.columns and optional:
-            # A file without header may lack optional columns: its first line shows whether it does.
+            # A file without header may lack optional columns: the first line shows it.
             fewer = [name for name in names if name not in optional]
             if len(first_line(self.path, "latin-1").split(separator)) == len(fewer):  # latin-1 reads any byte
                 names = fewer
@@ -82,7 +82,7 @@ class Source:
             )
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
-        """Yield number, size for the progress and reader of every block."""
+        """Yield the number of every block, its size for the progress, and its reader."""
         if self.kind == "parquet":
             cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
             per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
@@ -99,7 +99,7 @@ class Source:
             yield number, block.size, partial(self._read_text, block, header=header and not number)
 
     def _convert(self, lines: bytes) -> bytes:
-        """Return lines of the file as the parsers want them."""
+        """Convert lines of the file to UTF-8 with a separator of one byte."""
         if self.format.encoding == "latin-1":
             lines = lines.decode("latin-1").encode()
         return lines if self._parser is None else self._parser.join(lines)
@@ -116,7 +116,7 @@ class Source:
 
 
 def file_columns(path: Path, given: SourceFormat) -> list[str]:
-    """Return the columns of a file: of its Parquet schema, ``given``, of its header, or the keys of its first object.
+    """Return the columns of a file, from its Parquet schema, ``given``, its header, or its first object.
 
     Raises:
         DataError: the file cannot be read.
@@ -136,7 +136,7 @@ def _separator(path: Path, given: SourceFormat) -> str:
 
 
 def _header_names(line: str, separator: str, quote: str | None) -> list[str]:
-    """Return the names in a header; those in quotes may hold the separator."""
+    """Return the names in a header; a quoted name may contain the separator."""
     names = line.split(separator)
     if quote and quote in line and len(separator) == 1:
         with suppress(csv.Error):  # a carriage return within the line

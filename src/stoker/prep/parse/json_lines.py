@@ -1,4 +1,4 @@
-"""Typed columns from JSON lines: quickly where a block is all in order, line by line where it is not."""
+"""Read typed columns from JSON lines: fast if all lines of a block are in order, else line by line."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stoker.prep.parse.sources import first_line
 __all__ = ["first_keys", "json_block"]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
-# Values whose text is the same however they are read: texts, and whole numbers as they are usually written.
+# Values whose text every reader agrees on: texts, and whole numbers in the usual form.
 _PLAIN = rb"null|true|false|(?:-?[1-9][0-9]{0,18}|0)(?![0-9.eE])"
-# Of columns of text, what begins another value than these, or a list that has one.
+# For columns of text, patterns of any other value, or of a list with such a value.
 _ODD = {
     pl.String(): rb'(?!"|' + _PLAIN + rb")",
     pl.List(pl.String()): rb'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,]++|' + _PLAIN + rb")*+[^\]]",
@@ -33,9 +33,9 @@ _LONE_SURROGATE = re.compile(
 
 
 def json_block(data: bytes, fields: Sequence[Field]) -> Block:
-    """Return rows and bad lines of JSON lines, one object each; absent keys are missing values.
+    """Return the rows and bad lines of JSON lines, one object each; absent keys are missing values.
 
-    A number in a column of text is the text that it is written as. Of a key that stands twice the first counts.
+    A number in a column of text keeps its written form. If a key occurs twice, the first one counts.
     """
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -45,19 +45,19 @@ def json_block(data: bytes, fields: Sequence[Field]) -> Block:
         return data[starts[number] : ends[number]]
 
     at, bad = np.arange(len(ends)), list[BadLine]()  # at: the lines that are rows
-    frame = _fast(data, fields, len(at))
+    frame = _read_with_polars(data, fields, len(at))
     if frame is None:
         at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
-        frame = _fast(data, fields, len(at)) if len(at) < len(ends) else None
+        frame = _read_with_polars(data, fields, len(at)) if len(at) < len(ends) else None
     if frame is None:
-        frame, at, bad = _careful(line, at, fields)
+        frame, at, bad = _read_line_by_line(line, at, fields)
     return frame_block(
         frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), bad=bad
     )
 
 
 def first_keys(path: Path) -> list[str]:
-    """Return the keys of the object in the first line; none where there is no such object."""
+    """Return the keys of the object in the first line; an empty list if there is none."""
     with suppress(DataError, ValueError):
         found = json.loads(first_line(path))
         if isinstance(found, dict):
@@ -65,15 +65,15 @@ def first_keys(path: Path) -> list[str]:
     return []
 
 
-def _fast(data: bytes, fields: Sequence[Field], filled: int) -> pl.DataFrame | None:
-    """Return the lines as Polars reads them; None where that might differ from what is written."""
+def _read_with_polars(data: bytes, fields: Sequence[Field], filled: int) -> pl.DataFrame | None:
+    """Read the lines with Polars; return None if it might change a value."""
     schema = _schema(fields)
-    if len({(item.column, item.kind) for item in fields}) != len(schema) or _unclear(data, schema):
+    if len({(item.column, item.kind) for item in fields}) != len(schema) or _may_change(data, schema):
         return None
     try:
         frame = pl.read_ndjson(data, schema=schema)
     except pl.exceptions.PolarsError:
-        return None  # something in here is not of its type
+        return None  # a value has another type
     return frame if frame.height == filled else None
 
 
@@ -83,10 +83,10 @@ def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
     return {name: pl.List(kind) if name in lists else kind for name, kind in types.items()}
 
 
-def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
-    """Return whether Polars would give a value another text than it is written as.
+def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
+    """Return True if Polars would change the text of a value.
 
-    It turns lists and objects into text, writes 1.50 as 1.5, and half of a surrogate pair as a zero byte.
+    It turns lists and objects into text, 1.50 into 1.5, and half of a surrogate pair into a zero byte.
     """
     if b"\\" in data and b"\\u" in data and _LONE_SURROGATE.search(data):
         return True
@@ -99,10 +99,10 @@ def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
     return any(re.search(pattern, data) for pattern in patterns)
 
 
-def _careful(
+def _read_line_by_line(
     line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
 ) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
-    """Return what line by line is read, the lines of the rows, and the lines that are no such object."""
+    """Read line by line; return the rows, their lines, and the bad lines."""
     schema = _schema(fields)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
@@ -111,53 +111,53 @@ def _careful(
         try:
             records.append(_record(line(number), schema))
             positions.append(number)
-        except _Unfit as error:
+        except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
     texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
     frame = pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
     return frame, np.array(positions, np.int64), bad
 
 
-class _Unfit(Exception):
-    """Why a line is bad."""
+class _BadLineError(Exception):
+    """The reason why a line is bad."""
 
 
 def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
-    """Return the wanted values of a line, numbers as the texts that they are written as."""
+    """Return the wanted values of a line, numbers as they are written."""
     try:
         found = json.loads(
             line.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
             parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
         )  # fmt: skip
     except UnicodeDecodeError:
-        raise _Unfit("broken UTF-8") from None
+        raise _BadLineError("broken UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise _Unfit(f"not a JSON object: {error}") from None
+        raise _BadLineError(f"not a JSON object: {error}") from None
     if not isinstance(found, dict):
-        raise _Unfit("not a JSON object")
+        raise _BadLineError("not a JSON object")
     return {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 def _value(name: str, value: Any, several: bool) -> Any:
-    """Return a value as text, or a list of such."""
+    """Return a value as text, or as a list of texts."""
     if value is None:
         return None
     if several:
         if not isinstance(value, list):
-            raise _Unfit(f"column {name} holds one value, expected a list")
+            raise _BadLineError(f"column {name} holds one value, expected a list")
         if any(isinstance(item, list | dict) for item in value):
-            raise _Unfit(f"column {name} holds lists within its list")
+            raise _BadLineError(f"column {name} holds lists within its list")
         return [_value(name, item, False) for item in value]
     if isinstance(value, list | dict):
-        raise _Unfit(f"column {name} holds several values")
+        raise _BadLineError(f"column {name} holds several values")
     if isinstance(value, bool):
         return "true" if value else "false"
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Unfit(f"column {name}: half of a surrogate pair") from None
+        raise _BadLineError(f"column {name}: half of a surrogate pair") from None
     return value

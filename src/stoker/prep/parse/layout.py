@@ -1,4 +1,4 @@
-"""From a block of typed columns to the arrays of a part: labels, dense values, codes, dictionaries."""
+"""Turn a block of typed columns into the arrays of a part: labels, dense values, codes, dictionaries."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _COMPARE: dict[str, Any] = {
 
 
 class Layout:
-    """What to read for a schema and where it goes in a part.
+    """The fields to read for a schema, and the arrays of a part.
 
-    Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``raw.<c>`` [n] of dense column c,
-    as :func:`stoker.prep.fit.dense.compact` narrows it; ``codes.<i>`` [n] of feature i, uint8, uint16 or uint32, or [L]
-    uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
-    dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none); for the
-    split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; for groups
-    ``codes.group`` [n] with its dictionary (0: none); and ``keep``, the bytes of an Arrow file that holds the kept
-    columns.
+    * ``labels`` [n] float32, NaN where an optional label is missing.
+    * ``raw.<c>`` [n]: dense column c, in the type that :func:`stoker.prep.fit.dense.compact` chooses.
+    * ``codes.<i>`` [n] uint8, uint16 or uint32: feature i. For a sequence [L] uint32, with ``counts.<i>`` [n].
+    * ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``: its dictionary. Code c is entry c - 1, code 0 is missing.
+      Columns with hash buckets have ids instead of codes, and no dictionary.
+    * ``time`` [n] int64, ``split`` [n] uint8, ``codes.user`` [n] with its dictionary: for the split rule.
+    * ``codes.group`` [n] with its dictionary: for groups; code 0 is no group.
+    * ``keep``: the bytes of an Arrow file with the kept columns.
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
         self.schema = schema
-        # What labels, times and splits need is read before features are computed, the rest after.
+        # Labels, times and splits are read before features are computed, the rest after.
         self.columns = () if keys_only else schema.dense
         self.features = () if keys_only else schema.features
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
@@ -70,7 +71,7 @@ class Layout:
             self.split = Field(column=schema.split.column, kind="string", required=True)
         self.group: Field | None = None
         if schema.group is not None and not keys_only:
-            # Rows that features look back at belong to no split, and need no group.
+            # Rows that only window features see belong to no split, and need no group.
             self.group = Field(column=schema.group, kind="string", required=not schema.feature)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
         self.kept = [] if keys_only else [self._kept_field(name) for name in schema.keep]
@@ -78,7 +79,7 @@ class Layout:
         self.fields: list[Field] = list(dict.fromkeys(everything))
 
     def _kept_field(self, name: str) -> Field:
-        """Return how a kept column is read from files without types: as the schema types it, else as text."""
+        """Return the field of a kept column in files without types: of the schema's type, else text."""
         kinds = {item.kind for item in (self.label, *self.dense, *self.feature_fields)
                  if item.column == name and item.separator is None}  # fmt: skip
         kind = next((kind for kind in ("string", "int", "float") if kind in kinds), "string")
@@ -88,16 +89,16 @@ class Layout:
 
     @property
     def raw_columns(self) -> list[str]:
-        """Raw columns that must be there."""
+        """Raw columns that a file must have."""
         return list(dict.fromkeys(item.column for item in self.fields))
 
     def arrays(self, block: Block, file: str) -> dict[str, Array]:
-        """Return the part of a block.
+        """Return the arrays of a block.
 
-        Rows whose label is neither 0 nor 1 or whose time cannot be read join the block's bad lines.
+        Rows whose label is neither 0 nor 1, or whose time cannot be read, become bad lines of the block.
 
         Raises:
-            DataError: a split value the schema does not list.
+            DataError: the schema does not list a value of the split column.
         """
         if self.schema.label.rule is None:
             block.drop_labels(self.label)
@@ -131,7 +132,7 @@ class Layout:
         return column.cast(pl.Float32).to_numpy()  # NaN where it is null
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
-        """Return [n] moments as ordered integers, microseconds of dates; rows without one join the bad lines."""
+        """Return times [n] as ordered integers, dates in microseconds; rows without a time become bad lines."""
         if self.time is None or self.schema.timestamp is None:
             return None
         column = block.columns[self.time]
@@ -147,7 +148,7 @@ class Layout:
         return found
 
     def _encode(self, index: int, column: pl.Series, out: dict[str, Array]) -> tuple[Array, int]:
-        """Return the codes of a feature, uint32, and the greatest possible one; put its dictionary into ``out``."""
+        """Return the codes of a feature, uint32, and the greatest possible code; put its dictionary into ``out``."""
         feature = self.features[index]
         textual = column.dtype == pl.String
         if textual and feature.fill is not None:
@@ -191,7 +192,7 @@ def code_type(most: int) -> np.dtype[Any]:
 
 
 def kept_frame(block: Block, fields: Sequence[Field], time: Array | pl.Series | None) -> pl.DataFrame:
-    """Return kept columns of a block; of a text that is the timestamp the moment, ``time`` [n] as of :meth:`times`."""
+    """Return the kept columns of a block; a timestamp that is text becomes ``time`` [n], from :meth:`Layout.times`."""
     found = {item.column: block.columns[item] for item in fields}
     for item in fields:
         if item.kind == "datetime" and found[item.column].dtype == pl.String:
@@ -200,13 +201,13 @@ def kept_frame(block: Block, fields: Sequence[Field], time: Array | pl.Series | 
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
-    """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the last takes the rest."""
+    """Return the split (0, 1, ...) of each hash, read as a fraction of 2**64; the last split takes the rest."""
     fractions = (hashes >> np.uint64(11)) * 2.0**-53
     return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
 
 
 def time_value(number: int, kind: str) -> int | float | str:
-    """Return a time of a part as its timestamp type has it: the number, or the UTC moment of microseconds as text."""
+    """Return a time of a part in its timestamp type: a number, or for a datetime the UTC time as text."""
     if kind == "int":
         return number
     if kind == "float":
@@ -216,12 +217,12 @@ def time_value(number: int, kind: str) -> int | float | str:
 
 
 def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
-    """Return numbers as int64 keys, the bits of other types, after fill and modulo; null where they are missing."""
+    """Return numbers as int64 keys after fill and modulo; other types keep their bits; null where missing."""
     if feature.fill is not None:
         fill: Any = feature.fill
         value = int(fill, 16) if feature.type == "hex" and isinstance(fill, str) else fill
         column = column.fill_null(pl.lit(value, column.dtype))
-    if feature.type == "float":  # zeros of either sign are one key
+    if feature.type == "float":  # -0.0 and 0.0 are one key
         return column.set((column == 0).fill_null(False), 0.0).reinterpret(dtype=pl.Int64)
     if feature.modulo is not None:
         column = column % feature.modulo
@@ -229,7 +230,7 @@ def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
 
 
 def _bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
-    """Return 1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
+    """Return 1 + hash % buckets; a missing value is 0, or the bucket of the empty text if it is a category."""
     assert feature.hash_buckets is not None
     buckets = np.uint64(feature.hash_buckets)
     ids = (hashes % buckets).astype(np.uint32) + np.uint32(1)
@@ -245,5 +246,5 @@ def raw_columns(arrays: Arrays, layout: Layout) -> list[Array]:
 
 
 def feature_codes(arrays: Arrays, index: int) -> tuple[Array, Array | None]:
-    """Return the codes of a feature and, for a sequence, how many belong to each row."""
+    """Return the codes of a feature and, for a sequence, the number of codes of each row."""
     return arrays[f"codes.{index}"], arrays.get(f"counts.{index}")

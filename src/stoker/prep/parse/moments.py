@@ -1,7 +1,6 @@
-"""Dates and times in texts: one rule for a column, which reads every text by itself.
+"""Read dates and times from texts, each by itself: as ISO 8601, or by the format of the column.
 
-Without a format a text is ISO 8601, in any of its usual forms; with one it is what the format says. Nothing is guessed
-from other texts, so blocks, files and threads cannot change what a text means.
+Nothing is guessed from other texts, so blocks, files and threads cannot change the meaning of a text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from stoker.base.checks import fail
 
 __all__ = ["UNKNOWN", "check_format", "read_moments", "suggestions"]
 
-UNKNOWN = np.int64(-(2**63))  # in place of a moment: the text is missing, or cannot be read
+UNKNOWN = np.int64(-(2**63))  # instead of a time: the text is missing or cannot be read
 _DAY = 86_400_000_000  # microseconds
 _FRACTION = r"(?:[.,](?<fraction{0}>[0-9]+))?"
 _ISO = (
@@ -29,7 +28,7 @@ _ISO = (
     r"(?:[Zz]|(?<sign>[+-])(?<ahead>[0-9]{2})(?::?(?<more>[0-9]{2}))?)?)?[ \t]*$"
 )
 _YEAR_1000 = datetime(1000, 1, 1)
-_PROBE = datetime(2017, 3, 7, 15, 5, 9)  # every field differs from what a missing one becomes
+_PROBE = datetime(2017, 3, 7, 15, 5, 9)  # every field differs from its default
 _DATES = (
     "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%m.%d.%Y", "%m-%d-%Y", "%d-%m-%Y", "%m/%d/%y", "%d/%m/%y", "%d.%m.%y",
     "%m.%d.%y", "%m-%d-%y", "%d-%m-%y", "%Y/%m/%d", "%Y.%m.%d", "%b %d %Y", "%b %d, %Y", "%B %d %Y", "%B %d, %Y",
@@ -43,9 +42,9 @@ _WHOLE = (
 
 
 def read_moments(texts: pl.Series, pattern: str | None) -> npt.NDArray[np.int64]:
-    """Return the moment of each text in microseconds since 1970, [n]; UNKNOWN where it is missing or cannot be read.
+    """Return the time of each text in microseconds since 1970, [n]; UNKNOWN if it is missing or cannot be read.
 
-    A moment without a time zone is UTC; fractions beyond microseconds are cut off.
+    A time without a time zone is UTC; fractions beyond microseconds are cut off.
 
     Args:
         texts: [n].
@@ -57,7 +56,7 @@ def read_moments(texts: pl.Series, pattern: str | None) -> npt.NDArray[np.int64]
 
 
 def _read_iso(texts: pl.Series) -> pl.Series:
-    """Return the moment of each text, Int64, null where it is not ISO 8601."""
+    """Return the time of each text, Int64; null if it is not ISO 8601."""
     found = pl.DataFrame({"text": texts}).select(pl.col("text").str.extract_groups(_ISO)).unnest("text")
 
     def number(*names: str) -> pl.Expr:
@@ -77,29 +76,29 @@ def _read_iso(texts: pl.Series) -> pl.Series:
 
 
 def _read_as(texts: pl.Series, pattern: str) -> pl.Series:
-    """Return moments, Int64, null where a text is not what the format says."""
+    """Return the time of each text, Int64; null if it does not match the format."""
     found = texts.str.to_datetime(_chrono(pattern), strict=False, time_unit="us", time_zone="UTC")
-    # To Polars 17 is a year of four digits, the year 17.
+    # Polars reads 17 as the year 17 for %Y.
     return found.set(found.dt.replace_time_zone(None) < _YEAR_1000, None).dt.epoch("us")
 
 
 def _chrono(pattern: str) -> str:
-    """Return a format of Python's strftime in the words of Polars, where %f is a number of nanoseconds."""
+    """Translate a format of Python's strftime for Polars, where %f counts nanoseconds."""
     return pattern.replace(".%f", "%.f").replace("%z", "%#z")
 
 
 def check_format(pattern: str) -> None:
-    """Refuse a format whose texts could not be read, or only by a guess.
+    """Check that texts of a format can be read without guessing.
 
     Raises:
-        SchemaError: a code that is not known, no year, a day without its month, an hour without its minute, or the
-            name of a time zone.
+        SchemaError: the format has an unknown code or the name of a time zone, or lacks the year, the month of a day or
+            the minute of an hour.
     """
     if "%Z" in pattern:
         problem = "names the time zone (%Z), which does not say the offset. Write a name such as UTC as it is, or %z"
         fail("timestamp", "format", f"{pattern!r} {problem}")
     if re.search(r"(?<!\.)%f", pattern):
-        problem = "has %f without a point before it. Write .%f, or %3f, %6f or %9f for so many digits"
+        problem = "has %f without a point before it. Write .%f, or %3f, %6f or %9f for 3, 6 or 9 digits"
         fail("timestamp", "format", f"{pattern!r} {problem}")
     date = _PROBE.replace(hour=0, minute=0, second=0)
     try:
@@ -113,7 +112,7 @@ def check_format(pattern: str) -> None:
 
 
 def suggestions(texts: pl.Series) -> list[str]:
-    """Return up to two settings of ``[timestamp]`` that would read the first of some texts, the best for all first."""
+    """Return up to two settings of ``[timestamp]`` that can read the first text; first the one that reads the most."""
     fits: dict[str, int] = {}
     for pattern in (*_WHOLE, *map("".join, product(_DATES, _CLOCKS, ("", " %z", " UTC")))):
         if _read_as(texts.head(1), pattern).count():

@@ -1,4 +1,4 @@
-"""Bad lines: kept with file, line and reason, counted, refused where the user allows none or a share."""
+"""Bad lines: keep them with file, line and reason, count them, and stop if there are too many."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_share
 from stoker.prep.parse.frames import BadLine
-from stoker.prep.stages.parts import Part, made_beside
+from stoker.prep.stages.parts import Part, atomic_path
 
 __all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]
 
 _RULE = "give the label a rule in the schema, such as rule = '> 0'"
-_EARLY = 1_000_000  # lines after which a share already exceeded stops the run
-_DEFAULT_SHARE = 0.01  # of all lines that may be bad where the user says nothing,
-_FEW = 10  # unless they are fewer than this
-_COMMONEST = 3  # reasons in messages
-# Pattern of reasons, what they are called together, and what to do about them.
+_EARLY = 1_000_000  # from this many lines on, the share is checked while reading
+_DEFAULT_SHARE = 0.01  # of all lines that may be bad by default,
+_FEW = 10  # and fewer bad lines than this are always allowed
+_COMMONEST = 3  # number of reasons in messages
+# Pattern of reasons, their common name, and the remedy.
 _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, remedy in (
     (
         r"(?:column .+: )?broken UTF-8", "broken UTF-8",
@@ -48,8 +48,8 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
 
 
 def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
-    """Keep a block's bad lines, numbered from the block's start, until :func:`collect_quarantine`."""
-    with made_beside(path) as beside, beside.open("w", encoding="utf-8") as file:
+    """Write a block's bad lines, numbered from the block's start, for :func:`collect_quarantine`."""
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for line in bad:
             file.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
 
@@ -74,14 +74,14 @@ def collect_quarantine(path: Path, parts: Iterable[Part]) -> int:
 
 
 class BadReasons(NamedTuple):
-    """The commonest reasons of bad lines with their counts, the commonest first, and what to do about them."""
+    """The commonest reasons of bad lines with their counts, and their remedies."""
 
     counts: dict[str, int]
     remedies: list[str]
 
     @classmethod
     def among(cls, reasons: Iterable[str]) -> BadReasons:
-        """Count reasons, without the values and numbers of their lines; keep the three commonest."""
+        """Count reasons, ignoring the values and numbers in them; keep the three commonest."""
         counts: Counter[str] = Counter()
         remedies = {}
         for reason in reasons:
@@ -96,48 +96,48 @@ class BadReasons(NamedTuple):
 
     @classmethod
     def of_quarantine(cls, path: Path) -> BadReasons:
-        """Return those of a ``quarantine.jsonl``."""
+        """Return the commonest reasons of a ``quarantine.jsonl``."""
         with path.open(encoding="utf-8") as lines:
             return cls.among(json.loads(line)["reason"] for line in lines)
 
     def __str__(self) -> str:
-        told = "; ".join(f"{count:,} x {reason}" for reason, count in self.counts.items())
-        return " ".join([f"Commonest: {told}.", *self.remedies])
+        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in self.counts.items())
+        return " ".join([f"Commonest: {reasons}.", *self.remedies])
 
 
 class BadLineLimit:
-    """Counts lines in file order and stops at the first bad one (strict) or past a share (max_bad).
+    """Count lines in file order; stop at the first bad line (strict) or above a share of bad lines (max_bad).
 
-    A label that is a number but neither 0 nor 1 more often means a column of another kind (stars, counts, several
-    kinds of clicks) than damage, so it is a bad line like any other only where the user has said, by ``max_bad``,
-    that lines may be damaged. A compressed file that breaks off exceeds any share: how much of it is lost is not known.
+    A label that is a number but neither 0 nor 1 mostly means a column of another kind (stars, counts, kinds of clicks),
+    not damage. So it stops the run, unless ``max_bad`` allows damaged lines. A compressed file that breaks off exceeds
+    any share, because nobody knows how many lines are lost.
 
     Args:
-        strict: no bad line at all.
+        strict: allow no bad line.
         max_bad: share of all lines, e.g. ``"0.1%"``; None: fewer than 10 lines or at most 1 %, but no such label.
-        remedy: what to do where ``strict`` stops; None: the user's own choice of it can be taken back.
+        remedy: what the error of ``strict`` advises; None: to fix the line or to leave ``strict`` out.
 
     Raises:
-        ConfigError: ``max_bad`` is no share.
+        ConfigError: ``max_bad`` is not a share.
     """
 
     def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
         self.strict = strict
-        self.remedy = remedy or "Mend the line, or leave strict out to set bad lines aside."
+        self.remedy = remedy or "Fix the line, or leave strict out to set bad lines aside."
         try:
             self.share = None if max_bad is None else parse_share(max_bad)
         except ConfigError as error:
             raise ConfigError(f"max_bad: {error}") from None
         self.lines = self.bad = self.labels = 0
         self.first = ""
-        self.broken: list[str] = []  # a sentence for each file that breaks off
-        self._parts: list[Part] = []  # with bad lines
+        self.broken: list[str] = []  # a message for each file that breaks off
+        self._parts: list[Part] = []  # the parts with bad lines
 
     def add(self, part: Part) -> None:
-        """Note the next part.
+        """Count the next part.
 
         Raises:
-            DataError: the limit is exceeded.
+            DataError: there are more bad lines than allowed.
         """
         self.lines += part.rows + part.bad
         self.bad += part.bad
@@ -159,7 +159,7 @@ class BadLineLimit:
             raise DataError(f"{place(lines[0])}. {self.remedy}", settings=("strict",))
         if labels and self.share is None:
             raise DataError(
-                f"{place(labels[0])}. Where that is what the column holds, {_RULE}. Where the line is damaged, mend it "
+                f"{place(labels[0])}. If the column holds such values, {_RULE}. If the line is damaged, fix it, "
                 "or say what share of lines may be bad with max_bad, such as 0.1%.",
                 settings=("max_bad",),
             )
@@ -184,7 +184,7 @@ class BadLineLimit:
         return BadReasons.among(line.reason for part in self._parts for line in _read(part))
 
     def check(self) -> None:
-        """Raise :class:`DataError` where the share of bad lines is exceeded."""
+        """Raise :class:`DataError` if more than the allowed share of lines is bad."""
         share, by_default = (_DEFAULT_SHARE, " by default") if self.share is None else (self.share, "")
         if self.bad <= share * self.lines or (by_default and self.bad < _FEW):
             return

@@ -1,9 +1,9 @@
-"""Names of raw files, and text files cut into blocks of whole records, compressed or not.
+"""Find raw files, and cut text files, compressed or not, into blocks of whole records.
 
-A block ends with the first record that ends ``size`` bytes or more after the block's start, or, of a plain file whose
-records are lines, after the last multiple of ``size``. A record is a line, or several where line breaks are in quoted
-fields (:meth:`TextParser.cut`). The cut depends on nothing else, so an interrupted run that goes on finds the same
-blocks.
+A block ends with the first record that ends ``size`` bytes or more after the start of the block. In a plain file whose
+records are lines, it ends with the first line that ends at a multiple of ``size`` or later. A record is a line, or
+several lines if quoted fields contain line breaks (:meth:`TextParser.cut`). Nothing else decides the cuts, so a resumed
+run finds the same blocks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_BYTES = 2**24
-FRAME = ".frame"  # end of the name of a table in memory on its way: Parquet, whatever format a schema has for files
-_MAX_LINE = 2**26  # a longer line means that this is no text log
-_READ = 2**16  # bytes of a file read at a time
+FRAME = ".frame"  # suffix of the temporary file of a table: Parquet, whatever format the schema has for files
+_MAX_LINE = 2**26  # a longer line means that the file is not a text log
+_READ = 2**16  # bytes of a file to read at a time
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES = {
     ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -42,15 +42,15 @@ _SUFFIXES = {
 class LineBlock:
     """A block of whole records."""
 
-    load: Callable[[], bytes]  # returns text that ends with a newline; it may be empty
-    size: int  # bytes of the file, as it is compressed, read for this block, for progress
-    damage: str | None = None  # why the file ends with this block, where it ends too early
+    load: Callable[[], bytes]  # returns text that ends with a newline, or no text
+    size: int  # bytes read from the (compressed) file for this block, for the progress
+    damage: str | None = None  # why the file ends too early with this block, if it does
 
 
 def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[Path]]:
-    """Return the files for names and glob patterns, each once, and those that were named again.
+    """Return the files for names and glob patterns, each once, and the files that were named again.
 
-    Names keep the order given; the files of one pattern are sorted by name, with numbers by value (day_2 before
+    Names keep the given order. The files of one pattern are sorted by name, with numbers by value (day_2 before
     day_10).
     """
     files: dict[Path, Path] = {}
@@ -87,20 +87,20 @@ def _check_regular(path: Path) -> None:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     raise DataError(
         f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, and Stoker needs a regular file: it reads parts of it "
-        "at once and again. Write what comes from there to a file first."
+        "at once and again. Write the data to a file first."
     )
 
 
 def number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
-    """Return a key that sorts paths by name, with the numbers in them by value."""
+    """Return a key that sorts paths by name, with numbers by value."""
     pieces = re.split(r"([0-9]+)", str(path))  # text, number, text, ..., text
     return [(text, int(number)) for text, number in zip(pieces[::2], [*pieces[1::2], "0"], strict=True)], str(path)
 
 
 def text_order_warning(names: Iterable[str]) -> str | None:
-    """Return a warning if names of files are sorted as text, where their numbers give another order; else None.
+    """Return a warning if names of files are sorted as text although their numbers give another order; else None.
 
-    A shell sorts what it expands so: day_10 comes before day_2.
+    A shell sorts the files of a pattern as text: day_10 before day_2.
     """
     files = [Path(name) for name in names]
     if sorted(files, key=str) != files:
@@ -115,7 +115,7 @@ def text_order_warning(names: Iterable[str]) -> str | None:
 
 
 def source_kind(path: Path, kind: str = "auto") -> str:
-    """csv, parquet or jsonl: what a file is by its name where the schema leaves it open."""
+    """Return csv, parquet or jsonl: the ``kind`` of the schema, or for "auto" the kind by the file's name."""
     if path.suffix == FRAME:
         return "parquet"
     if kind != "auto":
@@ -125,10 +125,11 @@ def source_kind(path: Path, kind: str = "auto") -> str:
 
 
 def check_text(path: Path) -> None:
-    """Look at the first 64 KiB of a text file, decompressed.
+    """Check the first 64 KiB of a text file, decompressed.
 
     Raises:
-        DataError: no line in it is whole, as the file breaks off; it is UTF-16; its lines end with carriage returns.
+        DataError: the file breaks off before its first line ends, is UTF-16, or has lines that end with carriage
+            returns.
     """
     head, damage, pieces = b"", None, _pieces(path)
     while len(head) < _READ and (found := next(pieces, None)) is not None:
@@ -152,7 +153,7 @@ def check_text(path: Path) -> None:
 
 
 def first_line(path: Path, encoding: str = "utf-8") -> str:
-    """Return the first line of a text file, without its end. Raises :class:`DataError` for an empty file."""
+    """Return the first line of a text file, without its end. Raise :class:`DataError` if the file is empty."""
     line = next(line_blocks(path, block_bytes=1)).load()
     if not line:
         raise DataError(f"{path} is empty: it has no header line.")
@@ -176,10 +177,12 @@ def line_blocks(
     """Yield the blocks of a text file in order, at least one.
 
     Args:
-        convert: what makes UTF-8 text of whole lines; blocks are cut in what it returns.
-        cut: what finds the first record that starts at a position or later, as :meth:`TextParser.cut`. None: every line
-            is a record; a block of a file that is not compressed is then read where it is loaded.
-        header: the first line is a record whatever quotes are in it.
+        path: the file.
+        block_bytes: size of a block.
+        convert: converts whole lines to UTF-8; its result is cut into blocks.
+        cut: finds the first record that starts at a position or later, such as :meth:`TextParser.cut`. None: every line
+            is a record; then a block of a plain file is read when it is loaded.
+        header: the first line is a record, whatever quotes it contains.
     """
     if cut is None and _compression(path) is None:
         size = path.stat().st_size
@@ -221,7 +224,7 @@ def _read_lines(path: Path, begin: int, end: int, convert: Callable[[bytes], byt
 
 
 def _line_start(path: Path, file: BinaryIO, at: int) -> int:
-    """Return where the first line starts that starts at ``at`` or later."""
+    """Return the start of the first line that starts at ``at`` or later."""
     if at == 0:
         return 0
     file.seek(at - 1)
@@ -235,7 +238,7 @@ def _no_lines(path: Path) -> DataError:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
-    """Yield whole lines, the bytes of the file read so far, why it ends too early, and whether these are the last."""
+    """Yield whole lines, the bytes of the file read so far, the damage, if any, and whether they are the last lines."""
     rest, used, first = bytearray(), 0, True
     damage = None
     for piece, used, damage in _pieces(path):  # noqa: B007
@@ -248,13 +251,13 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
         rest += piece[end:]
         if len(rest) > _MAX_LINE:
             raise _no_lines(path)
-    # The last line of a file that breaks off may lack its end: what no newline closed is left out.
+    # The last line of a file that breaks off may be incomplete: drop text without a newline.
     lines = bytes(rest) + b"\n" if rest and damage is None else b""
     yield lines.removeprefix(_BOM) if first else lines, used, damage, True
 
 
 def _pieces(path: Path) -> Iterator[tuple[bytes, int, str | None]]:
-    """Yield pieces of decompressed text, the bytes of the file read so far, and why it ends too early where it does."""
+    """Yield pieces of decompressed text, the bytes of the file read so far, and the damage, if any."""
     compression, used = _compression(path), 0
     make, failure = _inflater(path, compression)
     member: Any = None
@@ -294,7 +297,7 @@ def _compression(path: Path) -> str | None:
 
 
 def _inflater(path: Path, compression: str | None) -> tuple[Callable[[], Any], type[Exception]]:
-    """Return what makes an object that decompresses one member of a file, and what it raises for damaged ones."""
+    """Return a function that makes a decompressor for one member of a file, and the error of damaged data."""
     if compression != "zstd":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
     zstandard = require("zstandard", f"{path} needs")
@@ -302,7 +305,7 @@ def _inflater(path: Path, compression: str | None) -> tuple[Callable[[], Any], t
 
 
 def _until_damage(member: Any, raw: bytes, failure: type[Exception]) -> bytes:
-    """What a stream gives before it fails, fed byte by byte: one call would lose all of its output."""
+    """Return the output of a stream before it fails. Feed it byte by byte: a failing call loses all of its output."""
     pieces = []
     try:
         for at in range(len(raw)):

@@ -1,6 +1,10 @@
-"""Recipes for public logs, by name: ``stoker.recipes.criteo(preset="nvt")`` is a Recipe.
+"""Recipes for public logs, by name.
 
 Every public function of a module of this folder that returns a :class:`Recipe` is one: a new recipe is one file here.
+
+>>> import stoker
+>>> stoker.recipes.criteo(preset="nvt").schema().dense_names[:2]
+('I1', 'I2')
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """Return recipe names as the command line takes them."""
+    """Return the names of all recipes, as the command line takes them."""
     return list(_RECIPES)
 
 
 def get(name: str, preset: str | None = None) -> Recipe:
-    """Return the recipe called ``name`` (dashes or underscores); an unknown one raises :class:`ConfigError`."""
+    """Return the recipe called ``name`` (dashes or underscores); raise :class:`ConfigError` if it does not exist."""
     build = _RECIPES.get(name.replace("_", "-").lower())
     if build is None:
         raise ConfigError(

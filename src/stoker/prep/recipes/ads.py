@@ -1,4 +1,4 @@
-"""Recipes of logs whose lines are the training rows: Criteo, Avazu, MovieLens."""
+"""Recipes for logs whose lines are the training rows: Criteo, Avazu, MovieLens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _AVAZU = ("C1", "banner_pos", *_HEX, *_INTEGERS[2:])
 
 
 def avazu(preset: str = "fae") -> Recipe:
-    """Avazu with the hour of the day and 21 categories ("fae"), or day, hour and 20 without C1 ("elrec")."""
+    """Avazu with the hour of the day and 21 categories ("fae"), or with day, hour and 20, without C1 ("elrec")."""
     log = RawInput(
         format=SourceFormat(kind="csv", separator=","),
         columns={"click": "int", "hour": "int"} | dict.fromkeys(_HEX, "hex") | dict.fromkeys(_INTEGERS, "int"),
@@ -102,7 +102,7 @@ def _avazu(name: str, numbers: Sequence[str], categories: Sequence[str]) -> Sche
 
 
 def _avazu_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
-    """Return the raw lines, with YYMMDDHH taken apart into day of the month and hour of the day; streaming."""
+    """Return the raw lines, with YYMMDDHH split into day of the month and hour of the day; streaming."""
     moment = pl.col("hour").cast(pl.Int64)
     day = moment // 100 % 100
     return inputs["log"].select("click", *_AVAZU, moment=moment, day=day, hour=moment % 100)
@@ -115,9 +115,9 @@ _POLARS = {"int": pl.Int64, "string": pl.String, "float": pl.Float64}
 
 
 def movielens(preset: str = "random") -> Recipe:
-    """MovieLens-1M, 4 or 5 stars or not, with a random 90/5/5 split ("random") or one by time ("time").
+    """MovieLens-1M: 4 or 5 stars, or fewer? Split at random 90/5/5 ("random") or by time ("time").
 
-    Takes ``ratings.dat`` with, if given, ``users.dat`` and ``movies.dat``; ratings may also be Parquet with
+    The files are ``ratings.dat`` and optionally ``users.dat`` and ``movies.dat``. Ratings may also be Parquet with the
     columns user, movie, rating, time, or u, m, r, t.
     """
     text = partial(SourceFormat, separator="::", quote=None)
@@ -125,7 +125,7 @@ def movielens(preset: str = "random") -> Recipe:
         name="movielens",
         description="MovieLens-1M: rating of 4 or more, with demographics and genres",
         presets={
-            # 90 % train; the other tenth is halved, so that choosing and the final figure use different rows.
+            # 90 % train; the other tenth is halved, so that model selection and the final figure use different rows.
             "random": partial(_movielens, SplitRule(rule="hash", train=0.9, valid=0.05, test=0.05)),
             "time": partial(_movielens, SplitRule(rule="time")),
         },
@@ -164,7 +164,7 @@ def _movielens_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.La
     """Return ratings with the columns of user and movie, in the order of the ratings; streaming."""
 
     def typed(name: str, columns: Mapping[str, str]) -> pl.LazyFrame:
-        """Return the columns of an input; without rows where no file was given."""
+        """Return the columns of an input; no rows if no file was given."""
         types = {column: _POLARS[kind] for column, kind in columns.items()}
         frame = inputs[name] if name in inputs else pl.LazyFrame(schema=types)
         return frame.select(pl.col(column).cast(kind) for column, kind in types.items())

@@ -1,8 +1,8 @@
-"""Random numbers by counter: the value of a row depends on the seed, the column and the row, on nothing else.
+"""Random numbers by counter: a value depends on the seed, the column and the row only.
 
-So a log can be generated from any row, in pieces of any size or by several processes, with the same result.
-The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), read at position ``row`` of a stream whose
-start is hashed from seed and column name.
+So a log can be generated from any row, in blocks of any size and by several processes, with the same result. The
+generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), read at position ``row`` of a stream whose start is a hash
+of the seed and the column's name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 def key_of(seed: int, *names: str | int) -> int:
-    """Return the start of the stream that belongs to ``seed`` and a column's name, 64 bits."""
+    """Return the start of the stream for ``seed`` and a column's name, 64 bits."""
     text = "\x1f".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def bits(key: int, counters: NDArray) -> NDArray[np.uint64]:
-    """Return 64 random bits for each counter (rows, or ids when a value should hang on an id). [n]."""
+    """Return 64 random bits for each counter [n]: a row, or an id if the value should depend on the id."""
     z = counters.astype(np.uint64)
     z *= _GOLDEN
     z += np.uint64(key)

@@ -1,8 +1,8 @@
-"""Recipes of lists, of which somebody clicks one: trivago's hotels, and articles of Globo and EB-NeRD.
+"""Recipes for lists of which somebody clicks one item: hotels of trivago, articles of Globo and EB-NeRD.
 
 Engineered features follow "Accelerating Recommender System Training 15x with RAPIDS" (RecSys Challenge 2019), section
-2.1: pairs, interactions before, ranks, out-of-fold target encoding, metadata. For news the clicked row of a list is the
-event that features look back at, strictly before the row's moment, so that no row knows its own list's click.
+2.1: pairs, earlier interactions, ranks, out-of-fold target encoding, metadata. For news, the events of window features
+are the clicked rows of earlier lists, so no row knows the click of its own list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-_MOST_ITEMS = 25  # listed items of one click-out that are looked at
+_MOST_ITEMS = 25  # further listed items of a click-out are ignored
 _PROPERTIES = 157  # distinct properties in the challenge's item_metadata.csv
 _ENCODED = ("current_filters", "city", "device", "user_id")  # each with the item
 _CATEGORIES = ("user_id", "session_id", "platform", "city", "device")
@@ -37,10 +37,10 @@ _TRIVAGO = (
 
 
 def trivago(preset: str = "raw") -> Recipe:
-    """trivago's session log, click-outs turned into pairs; every fifth click-out validates.
+    """Sessions of trivago, a row for each listed item of a click-out; every fifth click-out validates.
 
-    "features" adds what happened before, ranks and target encodings; "metadata" also the properties of items, one
-    column for each. Both take ``item_metadata.csv`` next to the log: "features" as a sequence, if it is given.
+    "features" adds earlier interactions, ranks and target encodings; "metadata" adds a column for each property of
+    items. Both read ``item_metadata.csv`` next to the log: "features" as a sequence, if the file is given.
     """
     csv = SourceFormat(kind="csv", separator=",")
     return Recipe(
@@ -85,7 +85,7 @@ def _raw() -> Schema:
 
 
 def _featured(name: str = "features") -> Schema:
-    """The schema of the preset "features", or of "metadata", which adds a column of 0 and 1 for each property."""
+    """Return the schema of "features", or of "metadata", which adds a column of 0 and 1 for each property."""
     session: dict[str, Any] = {"by": ("session_id",), "events": "event"}
     item: dict[str, Any] = {"by": ("session_id", "item"), "events": "event"}
     folds: dict[str, Any] = {"folds": 8, "fold_by": ("clickout",)}
@@ -137,10 +137,10 @@ def _featured(name: str = "features") -> Schema:
 
 
 def _trivago_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
-    """Listed items of click-outs with at least two and, for features, interactions with items; in the log's order.
+    """Return the items of click-outs with at least two and, for features, interactions with items, in the log's order.
 
-    ``clickout`` numbers the click-outs from 0, rows of one belong together; ``moment`` numbers the lines of the log.
-    Interactions are what features look back at, and belong to no split. Streaming.
+    ``clickout`` is the number of the click-out, from 0; ``moment`` is the number of the line. Interactions are the
+    events of window features and belong to no split. Streaming.
     """
     is_click = pl.col("action_type") == "clickout item"
     none = pl.lit([], dtype=pl.List(pl.String))
@@ -151,7 +151,7 @@ def _trivago_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.Lazy
     rows = (
         inputs["log"]
         .with_row_index("moment")
-        # A single candidate leaves nothing to rank; prices that do not match the items cannot be paired.
+        # A single item cannot be ranked; prices of another number than the items cannot be paired.
         .with_columns(item=pl.when(is_click & (listed.list.len() > 1)).then(listed).otherwise(none))
         .with_columns(
             moment=pl.col("moment").cast(pl.Int64),
@@ -202,10 +202,11 @@ def _with_features(schema: Schema, *, group: str, context: Sequence[str], differ
     """Return the schema with engineered features; rows have user, session, article, time and label.
 
     Args:
-        group: column of a list's number.
-        context: columns that are target encoded together with the article, as its predecessor in the session is.
-        differ: number whose change since the session's last click is a feature.
-        popular: number by which a list's articles are ranked.
+        schema: the schema without them.
+        group: column with the number of the list.
+        context: columns that are target encoded together with the article, besides the last article of the session.
+        differ: column whose change since the session's last click is a feature.
+        popular: column by which the articles of a list are ranked.
     """
     clicks: dict[str, Any] = {"order": "time", "events": "label"}
     encoded: dict[str, Any] = {"folds": 8, "fold_by": (group,)}
@@ -256,17 +257,17 @@ def globo(
     window_hours: float = 6,
     seed: int = 0,
 ) -> Recipe:
-    """Globo clicks with ``negatives`` per click (2; 4 with features) among articles of the last ``window_hours``.
+    """Globo clicks with ``negatives`` per click (2; 4 with features) from the articles of the last ``window_hours``.
 
-    The log holds clicks only. A negative is the article of a random click of the last hours, so an article is drawn as
-    often as it is being read. Drawn evenly, or by popularity over the whole log, negatives would be told apart by their
-    age alone.
+    The log has clicks only. A negative is the article of a random click of the last hours, so an article is drawn as
+    often as it is being read. If negatives were drawn evenly, or by popularity over the whole log, their age alone
+    would give them away.
 
-    "leave-last-out" tests on each user's last click and validates on the one before; "session-hash" splits
-    whole sessions 80/10/10 at random; "progressive" splits by time, where most test clicks go to articles of
-    which no training row knows. "features" ranks: a click and its negatives are one list; split as the first, with
-    engineered features. Lists of an article's first click are in no split: negatives have been clicked before, so age,
-    clicks and listings before would tell the click for sure.
+    "leave-last-out" tests on each user's last click and validates on the one before. "session-hash" splits whole
+    sessions 80/10/10 at random. "progressive" splits by time; most test clicks then go to articles without training
+    rows. "features" ranks: a click and its negatives are one list, split as in "leave-last-out", with engineered
+    features. Lists of an article's first click are in no split: all negatives have been clicked before, so age, clicks
+    and listings would give the click away.
     """
     return Recipe(
         name="globo",
@@ -294,7 +295,7 @@ def _globo(preset: str) -> Schema:
 def _globo_rows(
     inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int | None, most: int, window: int, seed: int
 ) -> pl.LazyFrame:
-    """Return clicks in order of time, each followed by its negatives. Clicks stay in memory, some 300 bytes each."""
+    """Return clicks in order of time, each followed by its negatives. Memory: about 300 bytes a click."""
     ranked = bool(schema.feature)
     count = (4 if ranked else 2) if count is None else count
     log = (
@@ -311,11 +312,11 @@ def _globo_rows(
     user, session, article, time = (log[name].to_numpy() for name in _WHO)
     past = Histories.find(user, time)
     split = _globo_splits(schema.name.partition("/")[2], session, past, seed)
-    others = _read_elsewhere(user, article, time, count, window, seed, of_lists=ranked)
+    others = _recent_articles(user, article, time, count, window, seed, of_lists=ranked)
     clicks = PastCounts(article, time)
     names, birth = np.unique(article, return_index=True)  # clicks are in order of time
     born = time[birth]
-    if ranked:  # no negative has never been clicked
+    if ranked:  # drop first clicks: all negatives have been clicked before
         split = np.where(born[np.searchsorted(names, article)] < time, split, len(SPLITS))
     clicked = article[past.order]
 
@@ -348,7 +349,7 @@ def _globo_rows(
 
 
 def _globo_splits(preset: str, session: Ints, past: Histories, seed: int) -> Ints:
-    """0 train, 1 valid, 2 test for each click in order of time."""
+    """Return 0 train, 1 valid or 2 test for each click in order of time."""
     if preset in ("leave-last-out", "features"):
         later = past.end - 1 - past.place
         # Users with fewer than three clicks would have nothing left to train on.
@@ -360,13 +361,13 @@ def _globo_splits(preset: str, session: Ints, past: Histories, seed: int) -> Int
     return np.where(share < 0.8, 0, np.where(share < 0.9, 1, 2))
 
 
-def _read_elsewhere(
+def _recent_articles(
     user: Ints, article: Ints, time: Ints, count: int, window: int, seed: int, *, of_lists: bool
 ) -> Ints:
-    """Return articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found.
+    """Draw articles clicked in the window before, but never by the user, [clicks, count]; -1 where none is found.
 
-    With ``of_lists`` only the click's own article is refused, and an article is in a list once. What the user has read
-    before may then be listed, as on a page: were it not, a feature that knows it would tell a click for sure.
+    With ``of_lists`` only the click's own article is refused, and an article is in a list once. Articles that the user
+    has read may then be listed, as on a page: otherwise a feature that knows them would give the click away.
     """
     _, user = np.unique(user, return_inverse=True)
     names, code = np.unique(article, return_inverse=True)
@@ -390,8 +391,8 @@ def _read_elsewhere(
     return np.where(drawn >= 0, names[np.maximum(drawn, 0)], -1)
 
 
-# next_read_time and next_scroll_percentage are known after the click only. read_time and scroll_percentage
-# speak of the page that the list stood on, but are written when the reader leaves it. None is a feature.
+# No feature: next_read_time and next_scroll_percentage are known only after the click; read_time and scroll_percentage
+# describe the page of the list, but are written when the reader leaves it.
 _READER = ("is_subscriber", "is_sso_user", "gender", "age", "postcode")
 _NUMBERS = ("impression_id", "device_type", "user_id", "session_id", *_READER)
 _TEXTS = ("impression_time", "article_ids_inview", "article_ids_clicked")
@@ -399,10 +400,10 @@ _HISTORIES = {"user_id": "int", "article_id_fixed": "string", "impression_time_f
 
 
 def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
-    """EB-NeRD, week 1 to week 2; "weeks" counts clicks and views of the last day, "ids" does not. "features"
-    ranks: an impression is one list; with engineered features.
+    """EB-NeRD: week 1 trains, impressions of week 2 validate or test by a hash of their number.
 
-    Impressions of the second week validate or test by a hash of their number.
+    "weeks" counts clicks and views of the last day, "ids" does not. "features" ranks: an impression is one list, with
+    engineered features.
     """
     log: dict[str, Any] = {"columns": {**dict.fromkeys(_NUMBERS, "int"), **dict.fromkeys(_TEXTS, "string")}}
     past: dict[str, Any] = {"columns": _HISTORIES, "optional": True}
@@ -434,7 +435,7 @@ def _ebnerd(preset: str) -> Schema:
 
 
 def _ebnerd_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: int) -> pl.LazyFrame:
-    """Return shown articles in order of time. The impressions stay in memory; their rows are made in batches."""
+    """Return shown articles in order of time. Impressions are in memory; their rows are made in batches."""
     log, past = _impressions(inputs, most)
 
     def counts(column: str) -> PastCounts:
@@ -474,9 +475,9 @@ def _ebnerd_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: in
 
 
 def _impressions(inputs: Mapping[str, pl.LazyFrame], most: int) -> tuple[pl.DataFrame, pl.Series]:
-    """Return both weeks in order of time, and lists of articles that users read before a week; the first list is empty.
+    """Return both weeks in order of time, and lists of the articles that users read before; the first list is empty.
 
-    Further columns of the impressions: ``week`` and ``half`` (0 or 1), ``second``, and ``past``, the list's number.
+    The impressions have more columns: ``week`` and ``half`` (0 or 1), ``second``, and ``past``, the list's number.
     """
     lists = [pl.Series("article", [[]], dtype=pl.List(pl.Int64))]
     weeks = []

@@ -1,4 +1,4 @@
-"""Tools of the recipes: columns by the dozen, seeded choices, histories, negatives, rows in batches."""
+"""Tools for recipes: columns with equal settings, seeded choices, histories, negatives, rows in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
 SPLITS = ("train", "valid", "test")
 LOGGED = ("log1p", "zscore")
-_ROUNDS = 64  # draws of a negative before it is given up
+_ROUNDS = 64  # how often a negative is drawn before giving up
 
 Ints = NDArray[np.int64]
 
@@ -33,12 +33,12 @@ def categorical(names: Iterable[str], kind: str = "int", **settings: Any) -> tup
 
 
 def split_column(names: Iterable[str] = SPLITS) -> SplitRule:
-    """Return the rule for rows that name their split in the column ``split``."""
+    """Return the split rule for rows with a column ``split``."""
     return SplitRule(rule="column", column="split", values={name: name for name in names})
 
 
 def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.DataFrame]]) -> pl.LazyFrame:
-    """Return a lazy frame of the rows of some frames, one after another; only a few exist at a time."""
+    """Return a lazy frame of the rows of several frames, of which only a few exist at a time."""
 
     def generate(
         columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, _: int | None
@@ -59,7 +59,7 @@ def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.Da
 def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) -> pl.LazyFrame:
     """Return a lazy frame whose rows come from ``make(start, stop)`` over ``range(0, rows, step)``, in order.
 
-    Truth values become 0 and 1, whole numbers Int64. ``make(0, 0)`` tells the columns.
+    Booleans become 0 and 1, whole numbers Int64. ``make(0, 0)`` defines the columns.
     """
 
     def typed(start: int, stop: int) -> pl.DataFrame:
@@ -71,7 +71,7 @@ def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) 
 
 
 def pick(seed: int, name: str, column: str, below: int) -> pl.Expr:
-    """Return a whole number in [0, below) that depends on the seed and the value only; the same everywhere."""
+    """Return an expression for a whole number in [0, below) that depends on the seed and the value only."""
     key = key_of(seed, name)
     return pl.col(column).map_batches(
         lambda values: pl.Series(integers(key, values.to_numpy(), below)), return_dtype=pl.Int64, is_elementwise=True
@@ -79,17 +79,17 @@ def pick(seed: int, name: str, column: str, below: int) -> pl.Expr:
 
 
 class Histories(NamedTuple):
-    """The rows of each owner, in order of time. Arrays are by row, [n] each, unless said otherwise."""
+    """The rows of each owner, in order of time. Every array has an entry for each row, [n]."""
 
-    order: Ints  # rows by owner, then time, [n]: the places below point into it
+    order: Ints  # rows sorted by owner, then time; the places below are positions in it
     place: Ints  # of the row itself
     first: Ints  # of the owner's first row
-    stop: Ints  # behind the owner's last row of an earlier moment
-    end: Ints  # behind the owner's last row
+    stop: Ints  # after the owner's last row with an earlier time
+    end: Ints  # after the owner's last row
 
     @classmethod
     def find(cls, owner: Ints, time: Ints) -> Histories:
-        """Return the histories of at least one row; an owner's rows must be in order of time."""
+        """Find the histories of at least one row; the rows of an owner must be in order of time."""
         order = np.argsort(owner, kind="stable")
         place = np.empty_like(order)
         place[order] = places = np.arange(len(order))
@@ -101,7 +101,7 @@ class Histories(NamedTuple):
 
 
 class PastCounts:
-    """How often a key occurred strictly before a moment, from events in one sorted array of 64-bit numbers.
+    """Count how often a key occurred strictly before a time, with all events in one sorted array of 64-bit numbers.
 
     Args:
         keys: code of each event's key, 0 or more, [n].
@@ -116,7 +116,7 @@ class PastCounts:
         self._events = np.sort(keys.astype(np.int64) * self._span + (times - self._origin))
 
     def before(self, keys: NDArray[np.integer], times: NDArray[np.integer], *, window: int | None = None) -> Ints:
-        """Return events of each key with time < the given one (and >= time - window), [n]."""
+        """Return the number of events of each key before the given time (and not before time - window), [n]."""
         base = keys.astype(np.int64) * self._span
         at = times.astype(np.int64) - self._origin
         last = self._span - 1
@@ -131,11 +131,13 @@ def negatives(
     draw: Callable[[NDArray[np.float64], Ints], Ints],
     refused: Callable[[Ints, Ints], NDArray[np.bool_]],
 ) -> Ints:
-    """Return items for ``count`` negative rows, drawn again where they are refused; -1 where none was found.
+    """Draw items for ``count`` negative rows, again if they are refused; -1 where none was found.
 
     Args:
+        seed: of the draws.
+        count: number of rows.
         draw: (uniform numbers in [0, 1), row numbers) -> items.
-        refused: (items, row numbers) -> whether an item must not be that row's negative.
+        refused: (items, row numbers) -> whether an item must not be the row's negative.
     """
     items = np.full(count, -1, dtype=np.int64)
     open_rows = np.arange(count)
@@ -150,10 +152,10 @@ def negatives(
 
 
 def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return each taken item, [n], followed by those of its negatives, [n, K], that are not -1.
+    """Return each taken item [n], followed by its negatives [n, K] that are not -1.
 
     Returns:
-        Of each row the number of the taken item, the item, and whether it is the taken one.
+        For each row the number of the taken item, the item, and whether it is the taken one.
     """
     items = np.column_stack([taken, others])
     number, slot = np.nonzero(items >= 0)
@@ -161,5 +163,5 @@ def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bo
 
 
 def among(values: Ints, known: Ints) -> NDArray[np.bool_]:
-    """Return which values are among the known ones, which rise; there is at least one."""
+    """Return bool [n]: whether each value is in ``known``, which is sorted and not empty."""
     return np.asarray(known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values)

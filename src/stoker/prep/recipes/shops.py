@@ -1,4 +1,4 @@
-"""Logs of positives only: Online Retail's purchases and Taobao's touches, with negatives drawn for them."""
+"""Recipes for logs of positives only: Online Retail's purchases and Taobao's touches, with sampled negatives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DAY = 1_440  # minutes
 def online_retail(preset: str = "popular", *, negatives: int = 4, history: int = 20, seed: int = 0) -> Recipe:
     """Online Retail, a year of a British wholesaler: will this customer buy this item?
 
-    Each purchase has ``negatives``, drawn by popularity ** 0.75 ("popular") or evenly ("uniform") among the items that
-    the customer never buys in the whole log and that were on sale at that moment.
+    Each purchase gets ``negatives``, drawn by popularity ** 0.75 ("popular") or evenly ("uniform") from the items that
+    the customer never buys in the whole log and that are on sale at that time.
 
-    "first-purchase" keeps only a customer's first purchase of each item: otherwise a third of the positives
-    repeat an earlier purchase, which by construction no negative does.
+    "first-purchase" keeps only a customer's first purchase of each item. In the other presets a third of the positives
+    repeat an earlier purchase, which no negative does.
     """
     return Recipe(
         name="online-retail",
@@ -67,7 +67,7 @@ def _retail(preset: str) -> Schema:
 
 
 def _purchases(raw: pl.LazyFrame) -> pl.DataFrame:
-    """Return one row per customer, item and minute, by time and line; no returns, unknown customers, services."""
+    """Return one row per customer, item and minute, by time and line; without returns, services, unknown customers."""
     customer = pl.col("CustomerID").cast(pl.String).str.strip_suffix(".0")
     item = pl.col("StockCode").cast(pl.String).str.strip_chars().str.to_uppercase()
     when = pl.col("InvoiceDate").cast(pl.String).str.slice(0, 16).str.to_datetime("%Y-%m-%d %H:%M", strict=False)
@@ -110,7 +110,7 @@ def _retail_rows(
     past = Histories.find(customer, minute)
     invoice = np.cumsum((past.stop == past.place)[past.order])  # by place: a number for each customer and minute
     earlier, later = (invoice[past.place] - invoice[past.first], invoice[past.end - 1] - invoice[past.place])
-    # The last invoice tests, the one before validates, and every customer keeps at least one to train on.
+    # The last invoice tests, the one before validates; every customer has at least one to train on.
     split = np.where((earlier == 0) | (later > 1), 0, np.where(later == 0, 2, 1))
     last = minute[past.order[np.maximum(past.stop - 1, 0)]]
     days_since = np.where(past.stop > past.first, (minute - last) / _DAY, np.nan)
@@ -158,12 +158,12 @@ def _retail_rows(
 def _never_bought(
     customer: Ints, item: Ints, minute: Ints, positives: Ints, count: int, seed: int, *, evenly: bool
 ) -> Ints:
-    """Return items on sale at each positive's time, never bought by its customer, [P, count]; -1: none found."""
+    """Draw items on sale at each positive's time that its customer never buys, [P, count]; -1: none found."""
     times_sold = np.bincount(item).astype(np.float64)
     size = len(times_sold)
     shares = np.cumsum(np.ones_like(times_sold) if evenly else times_sold**0.75)
     shares /= shares[-1]
-    # An item that is not sold yet, or no longer, would be recognised by that alone.
+    # An item that is not on sale would be recognised as a negative by that alone.
     first_sale, last_sale = np.full(size, np.iinfo(np.int64).max), np.full(size, -1)
     np.minimum.at(first_sale, item, minute)
     np.maximum.at(last_sale, item, minute)
@@ -181,12 +181,12 @@ def _never_bought(
 
 
 WINDOW = 20  # touches before the target
-_HISTORY = 200  # last touches of a user that are looked at
+_HISTORY = 200  # last touches of a user that are used
 _TRAIN_SHARE = 0.7  # of the users, by the time of their last touch
-# Touches from which on a user gives that many positive points, and as many negative ones.
+# From this many touches on, a user gives this many positive points, and as many negative ones.
 _POINTS = ((101, 10), (51, 6), (21, 3), (5, 1))
 _LEAST = 4  # touches before every target
-_GROUP_ROWS = 8_000_000  # log lines whose users are in memory at a time, some 200 bytes each
+_GROUP_ROWS = 8_000_000  # log lines in memory at a time, about 200 bytes each
 _BATCH = 8_192
 _COLUMNS = {"user": "int", "item": "int", "category": "int", "behaviour": "string", "time": "int"}
 _TAOBAO: dict[str, Any] = {
@@ -198,8 +198,8 @@ _TAOBAO: dict[str, Any] = {
 def taobao(preset: str = "tbsm", *, seed: int = 0) -> Recipe:
     """Taobao UserBehavior: after these 20 touches, does the user touch this item next?
 
-    As for TBSM, with two repairs: no user is in two splits, and no window holds a touch as late as its target.
-    Users of the last 30 % validate and test.
+    As for TBSM, with two corrections: no user is in two splits, and no window has a touch as late as its target. The
+    last 30 % of users validate and test.
     """
     log = RawInput(
         format=SourceFormat(kind="csv", separator=",", columns=tuple(_COLUMNS), quote=None),
@@ -233,16 +233,16 @@ def _tbsm() -> Schema:
 
 
 class _Whole(NamedTuple):
-    """What must be known of the whole log: 16 bytes an item."""
+    """Facts about the whole log, 16 bytes an item."""
 
     items: Ints  # distinct items, rising
     categories: Ints  # category of each
-    threshold: int  # last touch up to which a user trains
+    threshold: int  # users whose last touch is not later train
     groups: int  # groups of users that are read one after another
 
 
 def _taobao_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, seed: int) -> pl.LazyFrame:
-    """Return windows by group of users, then user, then time. One pass over the log for each 8 M lines of it."""
+    """Return windows by group of users, then user, then time, with one pass over the log for each 8 M lines."""
     log = inputs["log"].select(pl.col("user", "item", "category", "time").cast(pl.Int64))
     last = log.group_by("user").agg(pl.col("time").max(), pl.len().alias("lines")).collect(engine="streaming")
     if last.height == 0:
@@ -266,7 +266,7 @@ def _windows(log: pl.LazyFrame, whole: _Whole, group: int, seed: int) -> Iterato
     if part.height == 0:
         return
     user, item, category, time = (part[name].to_numpy() for name in ("user", "item", "category", "time"))
-    # Touches of one second have no order among themselves: a window ends before its target's second.
+    # Touches of one second have no order: a window ends before its target's second.
     past = Histories.find(user, time)
     first = np.maximum(past.first, past.end - _HISTORY)
     target = _targets(user, past.stop - first, past.end - first, key_of(seed, "taobao target", group))
@@ -296,7 +296,7 @@ def _windows(log: pl.LazyFrame, whole: _Whole, group: int, seed: int) -> Iterato
 
 
 def _targets(user: Ints, before: Ints, length: Ints, key: int) -> Ints:
-    """Return places of the positive targets: as many of each user as the history earns, at random, in order."""
+    """Return the places of positive targets in order: for each user a random choice, more for a longer history."""
     points = np.select([length >= least for least, _ in _POINTS], [count for _, count in _POINTS], 0)
     fit = np.flatnonzero((before >= _LEAST) & (points > 0))
     fit = fit[np.lexsort((bits(key, fit), user[fit]))]
@@ -305,7 +305,7 @@ def _targets(user: Ints, before: Ints, length: Ints, key: int) -> Ints:
 
 
 def _untouched(user: Ints, item: Ints, target: Ints, whole: _Whole, key: int) -> Ints:
-    """Return for each target the catalogue place of an item that its user never touches; -1 where none is found."""
+    """Draw for each target an item that its user never touches, as a place in the catalogue; -1 where none is found."""
     _, owner = np.unique(user, return_inverse=True)
     size = len(whole.items)
     touched = np.unique(owner * size + np.searchsorted(whole.items, item))

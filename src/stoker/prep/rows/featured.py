@@ -1,10 +1,12 @@
-"""Rows with derived features: typed rows, their splits, the features in passes, then parts as of any other log.
+"""Compute derived features of the rows of a log, and write parts like those of any other log.
 
-One row's way: a line, or a row that a recipe derives, is typed and gets the features of the row itself (``rows``); its
-label, time and split are read (``keys``); the other features are computed over all rows (``passes``), learned ones
-fitted on training rows; last, all columns side by side become a part, and vocabularies, statistics and shards know
-nothing of features. In memory are a block of rows, the learned tables and, for window features, a partition of the
-groups. Every step is in the journal, so that an interrupted run goes on from there.
+1. Type a line, or a row that a recipe derives, and compute its leading features (files in ``rows``).
+2. Read its label, time and split (``keys``).
+3. Compute the other features over all rows; fit those that need it on training rows (``passes``).
+4. Join all columns into parts. Vocabularies, statistics and shards do not know about features.
+
+Memory holds a block of rows, the fitted tables and, for window features, a partition of the groups. Every step is in
+the journal, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -54,42 +56,42 @@ from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
 
-SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
+SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 dropped; UInt8
 TIME = "__time"  # Int64, as in the keys of the rows
-_SLICE = 2**17  # rows of a derivation that make one part
-_LINE = "__line"  # row of the block that a row was made of
-_PREFERRED = ("string", "int", "hex", "float")  # which of several types of a raw column features see
+_SLICE = 2**17  # derived rows of one part
+_LINE = "__line"  # row of the block that a row was made from
+_PREFERRED = ("string", "int", "hex", "float")  # if a raw column is read as several types, features see the first
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A file of rows and where they stand among all."""
+class _RowFile:
+    """A file of rows, and their part."""
 
     path: Path
     part: Part
 
 
 def featured_rows(task: Task) -> Rows:
-    """The rows of a schema with features, as parts; ``Rows.learned`` is what features learned."""
+    """Read the rows of a schema with features into parts; ``Rows.learned`` has the fitted tables."""
     raw: list[Part] = []
-    pieces = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
-    count = sum(piece.part.rows for piece in pieces)
+    row_files = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
+    count = sum(row_file.part.rows for row_file in row_files)
     if not count:
         raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
-    keys = _keys(task, pieces)
-    filled = [piece for piece in pieces if piece.part.rows]
-    paths, sizes = [piece.path for piece in filled], [piece.part.rows for piece in filled]
+    keys = _keys(task, row_files)
+    filled = [row_file for row_file in row_files if row_file.part.rows]
+    paths, sizes = [row_file.path for row_file in filled], [row_file.part.rows for row_file in filled]
     passes = FeaturePasses(task, paths, sizes, keys)
     passes.run()
     give_back_memory()
     return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
 
 
-def _lines(task: Task, raw: list[Part]) -> list[_Piece]:
-    """Rows of the raw files, block by block."""
-    _forget_broken(task)
+def _lines(task: Task, raw: list[Part]) -> list[_RowFile]:
+    """Read the rows of the raw files, block by block."""
+    _repeat_broken_steps(task)
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
-    # Files of rows are read as one table, whose columns have one type.
+    # All files of rows are read as one table, so a column has one type.
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
     sink = RowsSink(schema=task.splitting, kept=kept)
     try:
@@ -103,13 +105,13 @@ def _lines(task: Task, raw: list[Part]) -> list[_Piece]:
         outputs = [output for feature in features for output in feature.outputs]
         raise MissingColumnError(error.path, error.missing, error.present, why, outputs) from None
     raw += blocks
-    pieces, start = [], 0
+    row_files, start = [], 0
     for index, block in enumerate(blocks):
         made = int(task.journal.done[f"rows/{block.path.stem}"]["made"])
         part = replace(block, index=index, start=start, rows=made, path=sibling(block.path))
-        pieces.append(_Piece(path=block.path, part=part))
+        row_files.append(_RowFile(path=block.path, part=part))
         start += made
-    return pieces
+    return row_files
 
 
 def _kept_types(source: Source) -> dict[str, pl.DataType]:
@@ -121,8 +123,8 @@ def _kept_types(source: Source) -> dict[str, pl.DataType]:
     return {item.column: there[item.column] for item in fields if item.column in there}
 
 
-def _derived(task: Task, raw: list[Part]) -> list[_Piece]:
-    """Rows that the recipe derives, a slice at a time."""
+def _derived(task: Task, raw: list[Part]) -> list[_RowFile]:
+    """Read the rows that the recipe derives, a slice at a time."""
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
     with recipe_explained(task):
@@ -131,7 +133,7 @@ def _derived(task: Task, raw: list[Part]) -> list[_Piece]:
     derived = write_derived(task, rows)
     kept = [pl.col(name).alias(f"{KEPT}{name}") for name in task.schema.keep if name in columns]
     (task.work / "rows").mkdir(exist_ok=True)
-    _forget_broken(task)
+    _repeat_broken_steps(task)
 
     def work(start: int) -> tuple[Path, dict[str, Any], bool]:
         file = task.work / "rows" / f"{start // _SLICE:06d}.parquet"
@@ -142,26 +144,26 @@ def _derived(task: Task, raw: list[Part]) -> list[_Piece]:
         if bad:
             raise DataError(
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
-                "and mend or remove it."
+                "and fix or remove it."
             )
         return file, write_rows(file, made, keys), False
 
-    pieces: list[_Piece] = []
+    row_files: list[_RowFile] = []
     begin, count = 0, pl.scan_parquet(derived).select(pl.len()).collect().item()
     for file, record, reused in ordered_map(work, range(0, count, _SLICE), task.threads):
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
         part = Part(
-            index=len(pieces), file=0, name=name, start=begin, rows=int(record["made"]), path=sibling(file)
+            index=len(row_files), file=0, name=name, start=begin, rows=int(record["made"]), path=sibling(file)
         )  # fmt: skip
-        pieces.append(_Piece(path=file, part=part))
+        row_files.append(_RowFile(path=file, part=part))
         begin += part.rows
-    return pieces
+    return row_files
 
 
-def _forget_broken(task: Task) -> None:
-    """Steps whose rows are whole but whose keys are not are done again."""
+def _repeat_broken_steps(task: Task) -> None:
+    """Drop the journal records of steps whose keys are damaged, so that they are done again."""
     for step, record in list(task.journal.done.items()):
         if step.startswith("rows/"):
             path = sibling(task.work / f"{step}.parquet")
@@ -169,13 +171,13 @@ def _forget_broken(task: Task) -> None:
                 del task.journal.done[step]
 
 
-def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
-    """Number, label, split and time, if any, of every row, in one file."""
+def _keys(task: Task, row_files: Sequence[_RowFile]) -> Path:
+    """Write number, label, split and, if there is one, time of every row to a file; return its path."""
     path = task.work / "keys.arrow"
     if task.journal.finished("keys", path) is not None:
         task.reused += 1
         return path
-    parts = [piece.part for piece in pieces]
+    parts = [row_file.part for row_file in row_files]
     names = [file.name for file in task.files]
     splitter = Splitter(task.splitting, parts, names)
     train = 0
@@ -193,32 +195,31 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
                     found[TIME] = np.array(arrays["time"])
             yield pl.DataFrame({ROW: np.arange(part.start, part.start + part.rows), **found})
 
-    beside = path.with_suffix(".tmp")
-    _write_blocks(beside, tables())
+    temporary = path.with_suffix(".tmp")
+    _write_blocks(temporary, tables())
     if not train and task.like is None:
         raise UnusableInput(
             f"the split rule {task.schema.split.rule!r} leaves no training row of "
             f"{sum(part.rows for part in parts):,}. Change the split in the schema."
         )
-    os.replace(beside, path)
+    os.replace(temporary, path)
     task.journal.add("keys", checksum(path))
     return path
 
 
 class FeaturePasses:
-    """Works the features out and fits the learned ones.
+    """Compute the features after the leading ones, and fit those that need it.
 
     Each pass writes the outputs of a run of features to one Arrow file, in the order of the rows.
 
     Args:
         task: the preparation.
-        rows: blocks of the rows in order, with raw columns and leading features, by their files.
-        sizes: rows of each of them, above 0.
+        rows: files of the rows in order, with raw columns and leading features.
+        sizes: number of rows of each file, above 0.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
 
-    Learned features of a dataset that the rows are prepared like are as it stores them. Window features of rows that
-    go on from it are computed with the state that it stores in front of the rows; the state after these rows is
-    stored in its place.
+    With ``like``, fitted features use the tables of that dataset. Window features continue from its stored state; the
+    new dataset stores the state after the new rows.
     """
 
     def __init__(self, task: Task, rows: Sequence[Path], sizes: Sequence[int], keys: Path) -> None:
@@ -230,17 +231,17 @@ class FeaturePasses:
         self._folder.mkdir(exist_ok=True)
 
     def run(self) -> None:
-        """Work out all features; ``stored`` is what was fitted then."""
+        """Compute all features; ``stored`` then has the fitted tables."""
         runs = runs_of(self.task.schema.feature)
         for number, features in enumerate(runs):
             self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
             path = self._folder / f"{number:03d}.arrow"
             stored = self._finished(number, path)
             if stored is None:
-                beside = path.with_suffix(".tmp")
+                temporary = path.with_suffix(".tmp")
                 executor = self._executor()
-                _write_blocks(beside, executor.run(features))
-                os.replace(beside, path)
+                _write_blocks(temporary, executor.run(features))
+                os.replace(temporary, path)
                 stored = self._store(executor.learned)
                 tables = {name: {"entry": one.entry, "facts": one.facts} for name, one in stored.items()}
                 self.task.journal.add(f"pass {number}", {**checksum(path), "tables": tables})
@@ -263,7 +264,7 @@ class FeaturePasses:
         )  # fmt: skip
 
     def _finished(self, number: int, path: Path) -> dict[str, StoredTable] | None:
-        """Return the tables of a pass that an earlier run finished, if all of it is whole."""
+        """Return the tables of a pass that an earlier run finished, or None if a file is not whole."""
         done = self.task.journal.finished(f"pass {number}", path)
         if done is None:
             return None
@@ -275,7 +276,7 @@ class FeaturePasses:
         return self.task.work / "features" / f"{name}.parquet"
 
     def _store(self, learned: Mapping[str, LearnedTable]) -> dict[str, StoredTable]:
-        """Write tables to the files that the dataset will have."""
+        """Write fitted tables to files for the dataset."""
 
         def work(name: str) -> StoredTable:
             entry = write_table(self._table(name), learned[name].table)
@@ -284,18 +285,18 @@ class FeaturePasses:
         return dict(zip(learned, ordered_map(work, learned, self.task.threads), strict=True))
 
     def whole(self) -> pl.LazyFrame:
-        """Return all rows with all that is known of them so far."""
+        """Return all rows with the columns computed so far."""
         known = [pl.scan_ipc(file) for file in self._files]
         return pl.concat([pl.scan_parquet(self._rows), *known], how="horizontal")
 
     def part(self, block: int) -> pl.LazyFrame:
-        """Return the rows of one file, with all that is known of them so far."""
+        """Return the rows of one file with the columns computed so far."""
         known = [pl.scan_ipc(file).slice(self._starts[block], self.sizes[block]) for file in self._files]
         return pl.concat([pl.scan_parquet(self._rows[block]), *known], how="horizontal")
 
 
 def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
-    """Write rows that come in blocks to a file in which any of them are found at once."""
+    """Write blocks of rows to an Arrow file, from which any slice can be read directly."""
     writer: Any = None
     try:
         for rows in blocks:
@@ -307,8 +308,8 @@ def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
             writer.close()
 
 
-def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[Part]:
-    """All columns side by side, in the form that vocabularies and shards are made of."""
+def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> list[Part]:
+    """Join all columns and write them as parts."""
     folder = task.work / "parts"
     folder.mkdir(exist_ok=True)
     made = {output for feature in task.schema.feature for output in feature.outputs}
@@ -317,38 +318,38 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
     names = {code: name for name, code in SPLIT_CODES.items()}
     done_rows = 0
 
-    def work(job: tuple[int, _Piece]) -> tuple[_Piece, Path, dict[str, Any], bool]:
-        number, piece = job
-        path = folder / f"{piece.part.index:06d}.part"
+    def work(job: tuple[int, _RowFile]) -> tuple[_RowFile, Path, dict[str, Any], bool]:
+        number, row_file = job
+        path = folder / f"{row_file.part.index:06d}.part"
         if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
-            return piece, path, done, True
+            return row_file, path, done, True
         frame = passes.part(number)
         split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
         block = frame_block(frame.select(*columns, split).collect(), task.layout.fields, typed=True)
         if block.bad:
-            place = f"{piece.part.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
-            raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        record = write_part(path, task.layout.arrays(block, piece.part.name))
-        return piece, path, record, False
+            place = f"{row_file.part.name}: row {row_file.part.start + block.bad[0].line + 1:,} of those with features"
+            raise DataError(f"{place}: {block.bad[0].reason}. Fix the input, or the feature that makes the column.")
+        record = write_part(path, task.layout.arrays(block, row_file.part.name))
+        return row_file, path, record, False
 
     blocks: list[Part] = []
-    for piece, path, record, reused in ordered_map(work, enumerate(pieces), task.threads):
+    for row_file, path, record, reused in ordered_map(work, enumerate(row_files), task.threads):
         if not reused:
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused
-        done_rows += piece.part.rows
+        done_rows += row_file.part.rows
         task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
-        blocks.append(replace(piece.part, path=path, index=len(blocks)))
+        blocks.append(replace(row_file.part, path=path, index=len(blocks)))
     return blocks
 
 
 def raw_fields(schema: Schema) -> list[Field]:
-    """What to read of lines: the raw columns of the schema, as it types them, and those of features alone."""
+    """Return the fields to read of a line: raw columns of the schema and raw columns that only features read."""
     return _read_by(schema)[0]
 
 
 def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
-    """:func:`raw_fields`, and of the columns that are numbers for a feature only, which one it is."""
+    """Return :func:`raw_fields`; and for each column that is a number only because of a feature, that feature."""
     made = {output for feature in schema.feature for output in feature.outputs}
     read = {column for feature in schema.feature for column in feature.inputs}
     fields = [
@@ -372,10 +373,11 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
 
 
 def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
-    """Whether all that features and the schema read is among the columns of ``name`` or made by features.
+    """Check that ``columns`` of ``name`` and the outputs of features include all that features and the schema read.
 
     Raises:
-        SchemaError: a feature reads a column that is not, or makes one that is. DataError: one of the schema's.
+        SchemaError: a feature reads a missing column or makes an existing one.
+        DataError: the schema reads a missing column.
     """
     present = list(columns)
     for feature in schema.feature:
@@ -387,11 +389,14 @@ def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
 
 
 def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:
-    """The rows of a frame with the leading features; labels, times and splits; and the rows that cannot be used, by
-    their place in the frame, if any."""
+    """Compute the leading features of the rows of a frame.
+
+    Returns:
+        The rows; their labels, times and splits; and the unusable rows as bad lines, with their place in the frame.
+    """
     made = derive(frame.with_row_index(_LINE), schema.feature[: leading(schema.feature)], file=file)
     layout = Layout(schema, keys_only=True)
-    block = frame_block(made, list(dict.fromkeys([*layout.fields, *_parsed_later(schema, made)])))
+    block = frame_block(made, list(dict.fromkeys([*layout.fields, *_numbers_from_texts(schema, made)])))
     keys = layout.arrays(block, file)
     places = made.get_column(_LINE).gather([bad.line for bad in block.bad]).to_list()
     bad = [
@@ -401,9 +406,11 @@ def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFr
     return made.drop(_LINE), keys, bad
 
 
-def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
-    """Texts that leading features made and columns of the schema take as numbers: here one that is none costs its line,
-    behind all features it would cost the run."""
+def _numbers_from_texts(schema: Schema, made: pl.DataFrame) -> list[Field]:
+    """Return the fields that read a text from a leading feature as a number.
+
+    If such a text is not a number, its line is bad. Found after all features, it would stop the run.
+    """
     texts = {
         output
         for feature in schema.feature[: leading(schema.feature)]
@@ -415,21 +422,21 @@ def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowsSink:
-    """Keeps a block of lines as typed rows with their first features, and their keys beside."""
+    """Write a block of lines as typed rows with their leading features, and their keys to a second file."""
 
     suffix: ClassVar[str] = ".parquet"
-    anywhere: ClassVar[bool] = False  # features may have state of this process
+    anywhere: ClassVar[bool] = False  # features may depend on state of this process
     schema: Schema
-    kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
+    kept: Mapping[str, Any]  # kept column -> Polars type
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
         if block.bad:
             readers = _read_by(self.schema)[1]
-            block.bad = [_with_reader(one, readers) for one in block.bad]
+            block.bad = [_name_reader(one, readers) for one in block.bad]
         frame = self._typed(block)
         rows, keys, bad = make_rows(self.schema, frame, file)
         if bad:
-            # A line of which one row is bad is bad; the rows that it made besides go with it.
+            # If one row of a line is bad, the line is bad, and its other rows are dropped.
             reasons = {one.line: one for one in reversed(bad)}
             kept = [row for row in range(frame.height) if row not in reasons]
             for row, one in reasons.items():
@@ -441,8 +448,10 @@ class RowsSink:
         return write_rows(path, rows, keys)
 
     def _typed(self, block: Block) -> pl.DataFrame:
-        """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want
-        as numbers, too, which all are, come without the blanks around them that Polars cannot read."""
+        """Return each column of the block once, times as such, others in the type that loses nothing.
+
+        Texts that features read as numbers lose the blanks around them, which Polars cannot read.
+        """
         layout = Layout(self.schema, keys_only=True)
         moments = None
         if layout.time in block.columns and layout.time is not None and layout.time.kind == "datetime":
@@ -464,18 +473,18 @@ class RowsSink:
         return pl.DataFrame(made).hstack(self._kept(block, moments))
 
     def _kept(self, block: Block, moments: pl.Series | None) -> list[pl.Series]:
-        """The raw columns that the schema keeps, of one type in all files, under names that no feature reads."""
+        """Return the kept raw columns, of one type in all files, under names that no feature reads."""
         fields = [item for item in raw_fields(self.schema) if item.kept]
         frame = kept_frame(block, fields, moments)
         types: Any = {name: dtype for name, dtype in self.kept.items() if name in frame.columns}
         return frame.cast(types).rename(lambda name: f"{KEPT}{name}").get_columns()
 
 
-def _with_reader(bad: BadLine, readers: Mapping[str, Derivation]) -> BadLine:
-    """The bad line with the feature that wants a number, where no column of the schema does."""
+def _name_reader(bad: BadLine, readers: Mapping[str, Derivation]) -> BadLine:
+    """Add to a bad line the feature that needs a number, if no column of the schema does."""
     for column, feature in readers.items():
         if bad.reason.startswith(f"column {column}: ") and bad.reason.endswith("is not a number"):
-            return replace(bad, reason=f"{bad.reason}, which {feature.where} wants")
+            return replace(bad, reason=f"{bad.reason}, which {feature.where} needs")
     return bad
 
 

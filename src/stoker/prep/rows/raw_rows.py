@@ -1,4 +1,4 @@
-"""The rows to prepare: raw lines as they are, or what a recipe derives from several inputs."""
+"""Read the rows to prepare: raw lines, or rows that a recipe derives from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.first_pass import ingest
-from stoker.prep.stages.parts import Part, checksum, made_beside, write_part
+from stoker.prep.stages.parts import Part, atomic_path, checksum, write_part
 from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["Rows", "derivation", "explained", "read_rows", "sources_of", "write_derived"]
@@ -34,7 +34,7 @@ __all__ = ["Rows", "derivation", "explained", "read_rows", "sources_of", "write_
 
 @dataclass(kw_only=True)
 class Rows:
-    """Parts with the rows to prepare, and the blocks of the user's own files, for counting and quarantine."""
+    """Parts with the rows to prepare, and the parts of the user's files, for counts and quarantine."""
 
     blocks: list[Part]
     raw: list[Part] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Rows:
 
 
 def read_rows(task: Task) -> Rows:
-    """Read every file into parts, by way of the recipe's derivation where it has one."""
+    """Read every file into parts, through the recipe's derivation if it has one."""
     fields = task.layout.fields
     if task.recipe.derive is None:
         blocks = ingest(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
@@ -52,13 +52,13 @@ def read_rows(task: Task) -> Rows:
         number=0, path=write_derived(task, derivation(task, raw)), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
-    # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
-    limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
+    # Derived rows come from the recipe: a row that does not fit is a defect, so stop at once.
+    limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and fix or remove it.")
     return Rows(blocks=ingest(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
 
 
 def sources_of(task: Task, fields: Sequence[Field], features: Sequence[Derivation] = ()) -> list[Source]:
-    """Return the files of a task, and what to read of them."""
+    """Return the files of a task with the fields to read."""
     return [
         Source(
             number=number, path=path, fields=fields, format=task.schema.source, features=features,
@@ -83,7 +83,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 
 
 def derivation(task: Task, raw: list[Part]) -> pl.LazyFrame:
-    """Check and type the raw lines of every input, which join ``raw``; and how the recipe makes the rows of them."""
+    """Check and type the raw lines of every input, add their parts to ``raw``, and return the rows of the recipe."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
     inputs = list(_match_inputs(task.recipe, task.files))
@@ -106,7 +106,7 @@ def derivation(task: Task, raw: list[Part]) -> pl.LazyFrame:
 
 @contextmanager
 def explained(task: Task) -> Iterator[None]:
-    """Say of Polars' errors which recipe could not work with which files."""
+    """Turn errors of Polars into :class:`DataError` with the recipe and its files."""
     try:
         yield
     except pl.exceptions.PolarsError as error:
@@ -118,16 +118,18 @@ def explained(task: Task) -> Iterator[None]:
 
 
 def write_derived(task: Task, rows: pl.LazyFrame) -> Path:
-    """Write the rows that the recipe makes to a file."""
+    """Write the rows of the recipe to a file."""
     path = task.work / "derived.parquet"
     task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
     if task.journal.finished("derived", path) is None:
         for step in [step for step in task.journal.done if step.startswith("rows/")]:
-            del task.journal.done[step]  # made of an earlier derivation, whose rows may be in another order
-        beside = path.with_suffix(".tmp")
+            del task.journal.done[step]  # from an earlier derivation, whose rows may be in another order
+        temporary = path.with_suffix(".tmp")
         with explained(task), full_disk():
-            rows.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
-        os.replace(beside, path)
+            rows.sink_parquet(
+                temporary, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
+            )
+        os.replace(temporary, path)
         task.journal.add("derived", checksum(path))
     else:
         task.reused += 1
@@ -142,13 +144,13 @@ def _is_parquet(path: Path, raw: RawInput) -> bool:
 def _raw_frame(
     task: Task, done: list[Part], name: str, raw: RawInput, paths: Sequence[Path], total: int
 ) -> pl.LazyFrame:
-    """Return one input of a recipe; ``total``: bytes of all inputs that are text."""
+    """Return one input of a recipe; ``total``: bytes of all text inputs."""
     optional = {*raw.labels, task.schema.label.column} & raw.columns.keys() if task.like is not None else set()
     parquet = [path for path in paths if _is_parquet(path, raw)]
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
-        there = [parquet_types(path) for path in parquet]  # raises for a file that is truncated or none
+        there = [parquet_types(path) for path in parquet]  # raises for a file that is not whole Parquet
         absent = [column for column in optional if all(column not in names for names in there)]
         return pl.scan_parquet(parquet).with_columns(pl.lit(None, pl.Float64).alias(column) for column in absent)
     fields = [
@@ -180,8 +182,8 @@ class _RawSink:
         for item in self.labels:
             block.drop_labels(item)
         names = list(dict.fromkeys(item.column for item in block.columns))
-        with made_beside(path) as beside, full_disk():
-            block.frame(names).write_parquet(beside, compression="lz4")
+        with atomic_path(path) as temporary, full_disk():
+            block.frame(names).write_parquet(temporary, compression="lz4")
         return checksum(path)
 
 

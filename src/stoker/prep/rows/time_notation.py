@@ -1,4 +1,4 @@
-"""How the timestamp column of raw files is written: settled before any row is used."""
+"""Check the format of the timestamp column before any row is used."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from stoker.prep.stages.task import Task
 
 __all__ = ["check_notation"]
 
-_BLOCK = 2**16  # bytes of text that are looked at together
-_VALUES = 1_000  # that are looked at in all
+_BLOCK = 2**16  # bytes of text to read at a time
+_VALUES = 1_000  # values to check in all
 
 
 def check_notation(task: Task) -> None:
-    """Refuse a ``datetime`` column without a format that is plainly not in ISO 8601.
+    """Raise an error if a ``datetime`` column without a format is not in ISO 8601.
 
-    The first values of the first file decide: none of them is ISO 8601. One that is suffices; lines that are not are
-    bad lines then. Columns that a recipe or a feature makes are not looked at.
+    The first values of the first file decide. If one of them is ISO 8601, the others are bad lines. Columns that a
+    recipe or a feature makes are not checked.
 
     Raises:
-        SchemaError: a format that cannot be used. DataError: the column is written in another way.
+        SchemaError: the format cannot be used.
+        DataError: none of the values is ISO 8601.
     """
     timestamp = task.schema.timestamp
     if timestamp is None or timestamp.type != "datetime":
@@ -36,7 +37,7 @@ def check_notation(task: Task) -> None:
     if task.recipe.derive is not None:
         return
     name, found = timestamp.column, None
-    with suppress(DataError):  # of files that cannot be read, which reading all of them tells better
+    with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         found = _first_values(task, Field(column=name, kind="datetime"))
     if found is None:
         return
@@ -52,7 +53,7 @@ def check_notation(task: Task) -> None:
 
 
 def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
-    """Return where the first text of a column is, and the first texts; None where the column is typed or empty."""
+    """Return the place of the first text of a column, and the first texts; None if the column is typed or empty."""
     for source in sources_of(task, [item]):
         source.open()
         before = 0

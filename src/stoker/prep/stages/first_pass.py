@@ -1,4 +1,4 @@
-"""First pass: raw files to typed parts, in parallel, resumable, with every bad line accounted for."""
+"""First pass: read raw files into typed parts, in parallel, resumable; record every bad line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Sink", "ingest"]
 
 
 class Sink(Protocol):
-    """Writes a block to a path; returns the journal's record."""
+    """Write a block to a path; return the record for the journal."""
 
     suffix: ClassVar[str]  # of the path
-    anywhere: ClassVar[bool]  # any process can run it
+    anywhere: ClassVar[bool]  # whether any process can run it
 
     def __call__(self, block: Block, file: str, path: Path) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockStep:
-    """A block to parse, in any process."""
+    """Parse one block, in any process."""
 
     name: str
     source: Source
@@ -61,20 +61,19 @@ def ingest(
     stage: str = "read",
     total: int | None = None,
 ) -> list[Part]:
-    """Turn every block of every source into a part, a file ``name``/... of the work directory.
+    """Write every block of every source as a part, a file ``name``/... of the work directory.
 
     Args:
         task: the preparation.
         sources: the files in order.
-        name: of the folder.
+        name: name of the folder.
         sink: writes the parts.
-        limit: what bad lines are allowed.
-        stage: what the progress calls it.
+        limit: counts bad lines and stops if there are too many.
+        stage: name of the stage in the progress.
         total: bytes of the stage; None: those of the sources.
 
     Raises:
-        DataError: a bad line where none is allowed, more bad lines than allowed, a file that breaks off where a share
-            is allowed, or a label that is neither 0 nor 1 where no share is.
+        DataError: there are more bad lines than ``limit`` allows.
     """
     directory = task.work / name
     directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def ingest(
 
     parts: list[Part] = []
     start, lines = 0, Counter[int]()
-    # No more of them, though those that wait for Polars' threads do nothing: every frame in work is memory to touch.
+    # Threads that wait for Polars are idle, but more threads would need more memory for their frames.
     for step, record in task.run(steps(), executor=task.executor if sink.anywhere else None):
         source = step.source
         part = Part(
@@ -117,7 +116,7 @@ def ingest(
 
 
 def _check_agreement(sources: Sequence[Source]) -> None:
-    """Refuse files of which only some have an optional column; JSON lines may lack any key."""
+    """Raise :class:`DataError` if only some files have an optional column; JSON lines may lack any key."""
     columns = [source for source in sources if source.kind != "jsonl"]
     lacking = [source for source in columns if source.absent]
     having = [source for source in columns if not source.absent]

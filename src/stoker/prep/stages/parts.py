@@ -1,9 +1,8 @@
-"""The work of a preparation: typed parts, rows between feature passes, and the journal of what is finished.
+"""Work files of a preparation: typed parts, rows between feature passes, and the journal of finished steps.
 
-A part holds the rows of one block of one file as plain arrays. It is written next to its place and renamed, and its
-size and checksum go to the journal afterwards. A run that resumes takes a part only if the journal has it and its bytes
-still agree: after a loss of power a file may be there without its bytes. What a run has written itself it reads
-unchecked.
+A part has the rows of one block of one file as plain arrays. It is written to a temporary file and renamed; then its
+size and checksum go to the journal. A resumed run uses a part only if the journal has it and its bytes agree: after a
+loss of power a file may exist without its bytes. A run does not check parts that it has written itself.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import lock_file, sync_folder
 
 __all__ = [
-    "Arrays", "Journal", "Part", "checksum", "is_whole", "made_beside", "open_part", "sibling", "write_part",
+    "Arrays", "Journal", "Part", "atomic_path", "checksum", "is_whole", "open_part", "sibling", "write_part",
     "write_rows",
 ]  # fmt: skip
 
@@ -40,7 +39,7 @@ _ALIGN = 64
 
 
 def write_part(path: Path, arrays: Arrays) -> dict[str, int]:
-    """Write arrays to ``path`` and return its size and checksum for the journal."""
+    """Write arrays to ``path``; return its size and checksum for the journal."""
     header: dict[str, Any] = {}
     position = 0
     for name, array in arrays.items():
@@ -48,49 +47,52 @@ def write_part(path: Path, arrays: Arrays) -> dict[str, int]:
         position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
-    with made_beside(path) as beside:
-        with beside.open("wb") as file:
+    with atomic_path(path) as temporary:
+        with temporary.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for array in arrays.values():
                 file.write(np.ascontiguousarray(array).data)
                 file.write(bytes(-array.nbytes % _ALIGN))
-        return checksum(beside)
+        return checksum(temporary)
 
 
 def sibling(path: Path) -> Path:
-    """Return where the keys of a file of rows are."""
+    """Return the path of the keys of a file of rows."""
     return path.with_suffix(".part")
 
 
 def write_rows(path: Path, rows: pl.DataFrame, keys: Mapping[str, Array]) -> dict[str, Any]:
-    """Write rows to ``path`` and their keys to its sibling; return the record for the journal, with how many rows
-    there are."""
+    """Write rows to ``path`` and their keys to its sibling; return the record for the journal."""
     record = {"made": rows.height, "keys": write_part(sibling(path), keys)}
-    with made_beside(path) as beside, full_disk():
-        rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
+    with atomic_path(path) as temporary, full_disk():
+        rows.write_parquet(temporary, compression="lz4", row_group_size=2**17)
     return {**checksum(path), **record}
 
 
 @contextmanager
-def made_beside(path: Path, work: Path | None = None) -> Iterator[Path]:
-    """Yield a path, in the same folder or in ``work``, whose file becomes ``path`` at the end: two workers may make the
-    same file."""
+def atomic_path(path: Path, work: Path | None = None) -> Iterator[Path]:
+    """Yield a unique temporary path, next to ``path`` or in ``work``; rename it to ``path`` at the end.
+
+    The name is unique because two workers may write the same file.
+    """
     name = uuid4().hex
-    beside = path.with_name(f"{path.name}.{name}.tmp") if work is None else work / name / path.parent.name / path.name
+    temporary = (
+        path.with_name(f"{path.name}.{name}.tmp") if work is None else work / name / path.parent.name / path.name
+    )
     try:
-        yield beside
+        yield temporary
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise
-    if work is not None:  # the file is to stay
+    if work is not None:  # the file belongs to the dataset
         sync_folder(path.parent)
 
 
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
-    """Return whether a file of an earlier run has the size and the checksum that the journal recorded."""
+    """Return True if a file of an earlier run has the size and the checksum of its journal record."""
     return path.exists() and checksum(path) == {"bytes": record["bytes"], "crc": record["crc"]}
 
 
@@ -106,34 +108,34 @@ def checksum(path: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A finished block: the file of its rows, and where its rows and lines are among all."""
+    """A finished block: the file of its rows, and the position of its rows and lines in the log."""
 
     path: Path
-    index: int  # among all parts
+    index: int  # number of the part
     file: int  # number of the source file
     name: str = ""  # of the source file, for messages and the quarantine
-    start: int  # rows in the parts before
+    start: int  # number of rows in earlier parts
     rows: int
-    lines_before: int = 0  # lines of the file in the parts before
+    lines_before: int = 0  # number of lines of the file in earlier parts
     lines: int = 0
     bad: int = 0
     broken: bool = False  # the file breaks off at the last of the lines
 
     @property
     def bad_path(self) -> Path:
-        """The file of the bad lines, if there are any."""
+        """The file of bad lines, if there are any."""
         return self.path.with_suffix(".bad")
 
     def open(self) -> AbstractContextManager[Arrays]:
-        """Map the arrays, as :func:`open_part`."""
+        """Map the arrays with :func:`open_part`."""
         return open_part(self.path)
 
 
 @contextmanager
 def open_part(path: Path) -> Iterator[Arrays]:
-    """Map the read-only arrays that :func:`write_part` wrote; give their pages back at the end.
+    """Map the read-only arrays that :func:`write_part` wrote; release their pages at the end.
 
-    Arrays may outlast the context: what is then read of them is mapped anew.
+    Arrays may be used after the block: their pages are then loaded again.
     """
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -154,8 +156,8 @@ class Journal:
 
     Args:
         directory: the work directory; made if missing.
-        fingerprint: what the work depends on. Work of another fingerprint is thrown away.
-        resume: False throws any earlier work away.
+        fingerprint: all that the work depends on. Work with another fingerprint is deleted.
+        resume: False deletes earlier work.
     """
 
     def __init__(self, directory: Path, fingerprint: Mapping[str, Any], *, resume: bool = True) -> None:
@@ -176,7 +178,7 @@ class Journal:
             self._append({"fingerprint": dict(fingerprint)})
 
     def _load(self, path: Path, fingerprint: Mapping[str, Any]) -> int:
-        """Read finished steps; returns the length of the whole lines, 0 for another fingerprint."""
+        """Read finished steps; return the length of the whole lines, or 0 if the fingerprint differs."""
         raw = path.read_bytes()
         kept = 0
         for line in raw.splitlines(keepends=True):
@@ -222,4 +224,4 @@ def _lock(directory: Path) -> IO[bytes]:
         raise DataError(
             f"another stoker prepare is writing to {directory.parent}. Wait for it, or choose another directory."
         )
-    return file  # where there are no locks, two preparations into one directory are the user's to avoid
+    return file  # on file systems without locks, the user must not run two preparations into one directory

@@ -1,4 +1,4 @@
-"""One preparation: its settings, its work directory, and what its steps share."""
+"""A preparation: its settings, its work directory, and the state that its steps share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Step", "Task"]
 
-WORK_VERSION = 12  # of the parts; raise it when their content changes
+WORK_VERSION = 12  # raise it when the content of parts changes
 SPLITS = ("train", "valid", "test")
-KEPT = "__keep."  # before the name of a kept column of rows whose features are computed
+KEPT = "__keep."  # prefix of kept columns while features are computed
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
@@ -43,7 +43,7 @@ _OURS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Passed to the ``progress`` callback: a stage and how much of it is done, which never falls within a stage."""
+    """The argument of the ``progress`` callback: a stage and how much of it is done, which never decreases."""
 
     stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
     done: int
@@ -52,15 +52,15 @@ class Progress:
 
 
 class Step(Protocol):
-    """A step of the work that any process can do, known to the journal by its name."""
+    """A step of the work that any process can do. The journal records it by its name."""
 
     @property
     def name(self) -> str:
-        """Return the name by which the journal knows the step."""
+        """The name of the step in the journal."""
         ...
 
     def is_whole(self, record: Mapping[str, Any]) -> bool:
-        """Return whether the files are there that a run recorded."""
+        """Return True if the files of a recorded step are whole."""
         ...
 
     def make(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ S = TypeVar("S", bound=Step)
 
 
 def _run(given: tuple[Step, Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Do a step; None where an earlier run, which left the record, has done it."""
+    """Do a step; return None if an earlier run has done it and its files are whole."""
     step, record = given
     return None if record is not None and step.is_whole(record) else step.make()
 
@@ -89,45 +89,46 @@ class Task:
     threads: int
     report: Callable[[Progress], None]
     block_bytes: int = BLOCK_BYTES
-    executor: Executor | None = None  # where blocks are worked on; None: threads
+    executor: Executor | None = None  # does the steps; None: threads
     reused: int = 0  # steps that an interrupted run had finished
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
-    names: Mapping[Path, str] = field(default_factory=dict)  # of inputs, in messages and the quarantine
-    splitting: Schema = field(init=False)  # by which rows are split
-    inner: Schema = field(init=False)  # of the rows whose features are computed
+    names: Mapping[Path, str] = field(default_factory=dict)  # names of inputs in messages and the quarantine
+    splitting: Schema = field(init=False)  # the schema that splits the rows
+    inner: Schema = field(init=False)  # the schema of rows after their features are computed
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
-    temporary: bool = field(init=False)  # whether the dataset goes with this process
-    read: Counter[str] = field(init=False, default_factory=Counter)  # bytes by stage, over all inputs
+    temporary: bool = field(init=False)  # whether the dataset is in memory
+    read: Counter[str] = field(init=False, default_factory=Counter)  # bytes read in each stage, of all inputs
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else _all_test(self.schema)
-        self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
+        self.inner = _schema_after_features(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = home_of(self.out) is not None
 
     @property
     def merged(self) -> list[Merge]:
-        """Features whose file is read."""
+        """The ``merge`` features whose file this preparation reads."""
         return [one for one in self.schema.feature if isinstance(one, Merge) and self.like is None]
 
     @property
     def work(self) -> Path:
-        """The directory of unfinished work, which is removed when the dataset is whole."""
+        """The directory of unfinished work; it is removed when the dataset is whole."""
         return self.out / ".work"
 
     def begin(self, *, resume: bool) -> None:
-        """Take the output directory, which is empty or of an interrupted preparation, and open its journal.
+        """Lock the output directory and open its journal.
 
         Raises:
-            DataError: the directory holds something else, or a preparation that is running.
+            DataError: the directory is neither empty nor left by an interrupted preparation, or another preparation is
+                running in it.
         """
         if self.out.exists() and not self.out.is_dir():
             raise DataError(f"{self.out} is a file. Choose another directory.")
         present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
         if present and not (self.work / "journal.jsonl").exists() and present != [".work"]:
             raise DataError(
-                f"{self.out} is not empty and no dataset ({', '.join(present[:3])} ...). Choose another directory."
+                f"{self.out} is not empty and not a dataset ({', '.join(present[:3])} ...). Choose another directory."
             )
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -144,13 +145,14 @@ class Task:
     def run(
         self, steps: Iterable[S], *, executor: Executor | None = None, ahead: int | None = None
     ) -> Iterator[tuple[S, dict[str, Any]]]:
-        """Do steps, those that an earlier run finished excepted; yield each with its record, in order.
+        """Do the steps that no earlier run finished; yield each step with its record, in order.
 
         Args:
-            steps: drawn as threads come free.
-            executor, ahead: as of :func:`stoker.base.ordered.ordered_map`.
+            steps: taken as threads become free.
+            executor: as in :func:`stoker.base.ordered.ordered_map`.
+            ahead: likewise.
         """
-        handed: deque[S] = deque()  # whose records are awaited
+        handed: deque[S] = deque()  # steps in work
 
         def given() -> Iterator[tuple[S, Mapping[str, Any] | None]]:
             for step in steps:
@@ -163,14 +165,14 @@ class Task:
             yield step, self.journal.done[step.name] if made is None else self.journal.add(step.name, made)
 
     def remedy_of_full_disk(self, *, kept: bool) -> str:
-        """Return what to do where the disk is full; ``kept``: whether there are finished steps."""
+        """Say what to do about a full disk; ``kept``: whether there are finished steps."""
         if self.temporary:
             return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
         what = "finished parts are kept" if kept else "nothing was kept"
         return f"Free some space and run the same command again: {what}."
 
     def discard(self) -> None:
-        """Forget all finished work."""
+        """Delete all finished work."""
         self.journal.done.clear()
         self._clear()
 
@@ -182,10 +184,10 @@ class Task:
     def request(self, *settings: Any) -> str | None:
         """Return a hash of all that decides the bytes of the dataset, and of further settings.
 
-        None where code that is not Stoker's has a part in it, which may be another tomorrow.
+        Return None if code outside Stoker takes part, because it may change.
         """
         derive: Any = self.recipe.derive
-        function = getattr(derive, "func", derive)  # of a partial
+        function = getattr(derive, "func", derive)  # unwraps a partial
         parts = [*map(type, self.schema.feature), *([] if derive is None else [function])]
         ours = all(str(part.__module__).startswith("stoker.") for part in parts)
         if self.temporary or not ours or not all(one.path.is_file() for one in self.merged):
@@ -205,22 +207,21 @@ class Task:
 
 
 def _stamp(path: Path) -> list[Any]:
-    if path.suffix == FRAME:  # a table: its rows identify it
+    if path.suffix == FRAME:  # a table is identified by its rows
         return [path.name, *hash_file(path)]
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def _all_test(schema: Schema) -> Schema:
-    """Return the schema of rows that nothing is fitted on: a column may still drop rows, no other rule needs one, and
-    labels may be absent."""
+    """Return the schema for ``like``: all rows go to test, and may lack a label. A split column may still drop rows."""
     schema = replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule))
     if schema.split.rule == "column":
         return schema
     return replace(schema, split=SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0))
 
 
-def _featured(schema: Schema) -> Schema:
-    """Return the schema of rows whose label, split and time, if any, are in columns of their own."""
+def _schema_after_features(schema: Schema) -> Schema:
+    """Return the schema of rows with features: label, split and time are in helper columns."""
     values = {name: name for name in (*SPLITS, "drop")}
     time = Timestamp(column="__time") if schema.timestamp is not None else None
     return replace(

@@ -1,4 +1,4 @@
-"""The last pass over finished parts: shards in which every value is its id."""
+"""Encode finished parts into shards, in which every value is its id."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Slice = tuple[Part, int, int]  # rows [begin, end) of one part's rows in a split
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes shards of parts and finished tables, in any process."""
+    """Make shards from parts and finished tables, in any process."""
 
     layout: Layout
     splits: SplitFile
-    tables: Mapping[str, Path]  # work file of every table by name
+    tables: Mapping[str, Path]  # table -> its work file
     dense: Sequence[DenseFit]
     wide: bool  # whether ids need int64
 
@@ -40,17 +40,17 @@ class Encoder:
 
     @cached_property
     def _ids(self) -> dict[int, tuple[Array, Array]]:
-        """By feature, of those with a vocabulary: the ids behind the codes of all parts, and where each part begins."""
+        """Feature -> ids behind the codes of all parts, and the start of each part. Only features with a vocabulary."""
         found = {}
         for index, column in enumerate(self.layout.features):
             if column.hash_buckets is None:
                 with open_part(self.tables[column.table_name]) as arrays:
-                    # Mapped: the system caches what there is room for.
+                    # Mapped: the system caches as much as fits.
                     found[index] = arrays[f"ids.{index}"], np.array(arrays[f"starts.{index}"])
         return found
 
     def _ids_of(self, part: Part, index: int, codes: Array) -> Array:
-        """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
+        """Return the ids behind the codes of a feature in a part; with hash buckets, codes are ids."""
         if index not in self._ids:
             return codes
         ids, starts = self._ids[index]
@@ -58,12 +58,12 @@ class Encoder:
         return found
 
     def without_ids(self, part: Part, place_of: Callable[[Part, int], str]) -> npt.NDArray[np.bool_]:
-        """Return the rows in which a column with oov="drop" has a value without id.
+        """Return bool [rows]: rows in which a column with oov="drop" has a value without id.
 
-        ``place_of`` words where a row of a part is, for the error.
+        ``place_of`` returns the file and number of a row, for the error.
 
         Raises:
-            DataError: a column with oov="error" has one.
+            DataError: a column with oov="error" has a value without id.
         """
         drop = np.zeros(part.rows, np.bool_)
         with part.open() as arrays:
@@ -85,7 +85,7 @@ class Encoder:
         return drop
 
     def counts(self, parts: Sequence[Part]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the training occurrences by id of every table; ``parts``: counted again in these."""
+        """Return the training occurrences by id of every table; if ``parts`` are given, count again in them."""
         counts = {}
         for name, path in self.tables.items():
             with open_part(path) as arrays:
@@ -104,11 +104,11 @@ class Encoder:
         return counts
 
     def encode(self, slices: Sequence[Slice], split: int) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Make the shard of some rows of a split.
+        """Encode the shard of some rows of a split.
 
         Returns:
-            Its tensors by name; and what its record says: rows with label 1 (``positives``) and without label
-            (``absent``), and ``unknown`` [2, F], the ids that are 0 and all ids by feature.
+            Its tensors by name; and facts for its record: rows with label 1 (``positives``) and without label
+            (``absent``), and ``unknown`` [2, F], the number of ids that are 0 and of all ids by feature.
         """
         zeros = np.zeros(len(self.layout.features), np.int64)
         made = [self._tensors(part, self.splits.rows(part, split)[begin:end], zeros) for part, begin, end in slices]
@@ -124,7 +124,7 @@ class Encoder:
         }
 
     def _tensors(self, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
-        """Return the tensors of some rows of a part; add to ``zeros`` how many ids are 0 by feature."""
+        """Return the tensors of some rows of a part; add the number of ids that are 0 by feature to ``zeros``."""
         n, width = len(rows), len(self.layout.features)
         with part.open() as arrays:
             raw = raw_columns(arrays, self.layout)
@@ -144,7 +144,7 @@ class Encoder:
         return out
 
     def _bags(self, arrays: Arrays, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
-        """Return the ids of some rows, bag by bag, and how many each bag has."""
+        """Return the ids of some rows, bag by bag, and the length of each bag."""
         lengths = np.ones((len(rows), len(self.layout.features)), np.int32)
         begins = {index: _offsets(arrays[f"counts.{index}"]) for index in self.layout.sequences}
         for index in begins:
@@ -153,7 +153,7 @@ class Encoder:
         at = 0
         for begin, chosen in blocks(len(rows), rows):
             here = lengths[begin : begin + len(chosen)]
-            places = at + _offsets(here.reshape(-1))  # where each bag begins, row by row
+            places = at + _offsets(here.reshape(-1))  # start of each bag, row by row
             at = int(places[-1])
             for index, to in enumerate(places[:-1].reshape(here.shape).T):
                 source = chosen
@@ -173,7 +173,7 @@ class Encoder:
 
 
 def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
-    """Return where each of some lists begins, one after the other, and where the last one ends."""
+    """Return the start of each list in the concatenation of all, and the end of the last."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 

@@ -1,4 +1,4 @@
-"""The last pass: parts to shards, groups and kept columns, then the manifest that declares the dataset whole."""
+"""The last pass: write shards, groups and kept columns, then the manifest, which declares the dataset whole."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import made_beside
+from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 
 __all__ = ["cut_warning", "publish"]
 
-_FREE = 2**20  # bytes of disk left for the manifest and the like
-_SHARD_BYTES = 2**26  # of a shard at most, as one is in memory per thread while it is filled
+_FREE = 2**20  # bytes of disk for the manifest and other small files
+_SHARD_BYTES = 2**26  # most bytes of a shard, because each thread has one in memory
 _LEAST_ROWS = 2**12
 
 
@@ -61,7 +61,7 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
     times = _times(fitting)
     shard_rows = _plan_shards(fitting, wide=encoder.wide)
     with ThreadPoolExecutor(2, thread_name_prefix="stoker-groups") as pool:
-        # One thread has to look at all rows for the groups, one for kept columns; others write shards meanwhile.
+        # One thread reads all rows for the groups and one for kept columns, while others write shards.
         groups = pool.submit(_write_groups, fitting) if task.layout.group is not None else None
         kept = pool.submit(_write_kept, fitting) if task.layout.kept else None
         splits, unknown = _write_shards(fitting, encoder, shard_rows)
@@ -83,7 +83,7 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardStep:
-    """A shard to make, in any process."""
+    """Write one shard, in any process."""
 
     encoder: Encoder
     out: Path
@@ -100,13 +100,13 @@ class _ShardStep:
 
     def make(self) -> dict[str, Any]:
         arrays, sums = self.encoder.encode(self.slices, self.split)
-        with made_beside(self.out / self.file, self.out / ".work") as path:
+        with atomic_path(self.out / self.file, self.out / ".work") as path:
             info = write_shard(path, **arrays)
         return {**info.to_dict(), **sums}
 
 
 def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Encode all rows into shards of ``most``; return the manifest's ``splits`` and ``unknown``."""
+    """Encode all rows into shards of ``most`` rows; return ``splits`` and ``unknown`` of the manifest."""
     task = fitting.task
     features = task.layout.features
     sizes = [fitting.tables[column.table_name]["rows"] for column in features]
@@ -130,7 +130,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
         rows += record["rows"]
         task.report(Progress(stage="write", done=rows, total=total, unit="rows"))
     for name, count in absent.items():
-        if count:  # datasets whose rows all have labels do not say so
+        if count:  # no entry if all rows have labels
             splits[name]["labelled"] = splits[name]["rows"] - count
     names = [column.name for column in features]
     return splits, {
@@ -139,7 +139,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
 
 
 def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list[Slice]]]:
-    """Yield file and slices of every shard of a split, of ``most`` rows."""
+    """Yield the file and the slices of every shard of a split, of ``most`` rows."""
     number, room = 0, most
     slices: list[Slice] = []
     for part in fitting.parts:
@@ -156,7 +156,7 @@ def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list
 
 
 def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
-    """Return the rows of a shard, the power of two that keeps it within its bytes.
+    """Return the number of rows of a shard: the largest power of two within ``_SHARD_BYTES``.
 
     Raises:
         DataError: the disk has no room for the shards.
@@ -186,7 +186,7 @@ def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
 
 
 def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
-    """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
+    """Return the first and the last time of each split that has rows; nothing if rows have no time."""
     timestamp = fitting.task.schema.timestamp
     if timestamp is None:
         return {}
@@ -205,14 +205,14 @@ def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
 
 
 def _write_groups(fitting: Fitting) -> dict[str, Any]:
-    """Write the number of every row's list, split by split. Memory: about 60 bytes per group, besides a part.
+    """Write the group number of every row, split by split. Memory: about 60 bytes per group, and one part.
 
     Returns:
-        The manifest's ``groups`` (column, how many there are, how many are ``cut`` over several splits), the entries
-        of ``splits`` that have rows, and those of ``files``.
+        Entries for the manifest: ``groups`` (column, number of groups, groups ``cut`` over several splits), ``splits``
+        and ``files``.
     """
     entries, known = number_groups(fitting.parts, "group")
-    seen = np.zeros(known, np.uint8)  # in which splits, bit by bit
+    seen = np.zeros(known, np.uint8)  # bit s: the group has rows in split s
     splits: dict[str, dict[str, Any]] = {}
     files: dict[str, Any] = {}
 
@@ -237,7 +237,7 @@ def _write_groups(fitting: Fitting) -> dict[str, Any]:
 
 
 def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
-    """Return a warning where a split rule separates rows of one list; none where it does not."""
+    """Return a warning if the split rule separates rows of one group."""
     groups = manifest.get("groups")
     if groups is None or not groups["cut"]:
         return []
@@ -250,12 +250,13 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
 
 
 def _write_kept(fitting: Fitting) -> dict[str, Any]:
-    """Write the kept columns of every split that has rows, in their order; return the manifest's entries of the files.
+    """Write the kept columns of every split that has rows, in order; return the entries of the files.
 
     Memory: the rows of a part, and a row group for each split.
 
     Raises:
-        UnusableInput: no JSON line has a key that ``keep`` names. DataError: a full disk.
+        UnusableInput: no JSON line has a key that ``keep`` names.
+        DataError: the disk is full.
     """
     task = fitting.task
     schemas = []
@@ -286,7 +287,7 @@ def _write_kept(fitting: Fitting) -> dict[str, Any]:
 
 
 def _check_keys(task: Task, name: str) -> None:
-    """Refuse a kept column without any value where the reason is that JSON lines have no such key."""
+    """Raise an error if a kept column has no value because JSON lines lack the key."""
     path, kind = task.files[0], task.schema.source.kind
     made = {output for feature in task.schema.feature for output in feature.outputs}
     if task.like is None and task.recipe.derive is None and name not in made and source_kind(path, kind) == "jsonl":
@@ -301,7 +302,7 @@ def _check_keys(task: Task, name: str) -> None:
 def _finish(
     rows: Rows, fitting: Fitting, counts: dict[str, torch.Tensor], manifest: dict[str, Any], files: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write what is not of rows, and the manifest, of which ``manifest`` and the entries ``files`` are known."""
+    """Write quarantine, counts, vocabularies and features, then the completed manifest."""
     task, out, schema, like = fitting.task, fitting.task.out, fitting.task.schema, fitting.task.like
     bad = collect_quarantine(out / "quarantine.jsonl", rows.raw)
     files["quarantine.jsonl"] = stored.describe_file(out / "quarantine.jsonl")
@@ -340,7 +341,7 @@ def _finish(
 
 
 def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
-    # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
+    # The recipe reads Parquet inputs by itself: take their numbers of rows from their footers.
     read = {part.file for part in rows.raw}
     found: list[dict[str, Any]] = [
         {"file": path.name, "bytes": path.stat().st_size, "rows": 0 if number in read else parquet_rows(path), "bad": 0}
