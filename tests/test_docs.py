@@ -28,7 +28,6 @@ SCREENS = 85  # lines of README: two screens
 NO_EXAMPLE = {
     *("compare", "evaluate", "find_lr", "load", "predict"),
     *("trace", "train", "verify"),
-    *("Schema", "draft_schema", "prepare"),
 }
 
 

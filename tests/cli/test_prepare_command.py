@@ -150,10 +150,10 @@ def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     code, text = told(capsys, "prepare", log / "shop.toml", log / "log.csv", "--out", out)
     assert code == 130
     assert text == (
-        f"interrupted; 1 finished step kept in {out / '.work'}. Give the same command again to go on from there."
+        f"interrupted; 1 finished step kept in {out / '.work'}. Give the same command again to continue from there."
     )
     code, text = told(capsys, "prepare", log / "shop.toml", log / "log.csv", "--out", out, "--no-resume")
-    assert text.endswith("Give the same command again with --resume to go on from there.")
+    assert text.endswith("Give the same command again with --resume to continue from there.")
     monkeypatch.setattr("stoker.synthetic.writer._write_file", stop_at_once)
     code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "new" / "x.tsv")
     assert code == 130

@@ -285,7 +285,7 @@ def test_ctrl_c_says_what_was_kept_and_how_to_go_on(tmp_path: Path, monkeypatch:
             run_prepare("criteo", raw, out=out, block_bytes=10_000, resume=False)
         assert str(caught.value) == (
             f"interrupted; 2 finished steps kept in {out / '.work'}. "
-            "Give the same command again with resume to go on from there."
+            "Give the same command again with resume to continue from there."
         )
     assert run_prepare("criteo", raw, out=out, block_bytes=10_000).reused == 2
     assert digests(out) == digests(tmp_path / "whole")

@@ -40,7 +40,7 @@ def both(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> dict[str, An
     """What a block holds, after checking that both ways find the same."""
     found = content(read(lines, fields))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines, "_fast", lambda *_: None)
+        patch.setattr(json_lines, "_read_with_polars", lambda *_: None)
         assert content(read(lines, fields)) == found
     return found
 
@@ -114,7 +114,7 @@ def test_both_ways_agree(lines: list[bytes]) -> None:
         ("[]", "column t holds several values"),
         ('{"b": 1}', "column t holds several values"),
         ('"\\ud800"', "column t: half of a surrogate pair"),
-        ("NaN", "not a JSON object: NaN is no JSON value"),
+        ("NaN", "not a JSON object: NaN is not a JSON value"),
     ],
 )
 def test_what_is_no_text_is_a_bad_line(value: str, reason: str) -> None:

@@ -358,7 +358,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         replace(SCHEMA, keep=("id", "user", "id"))
     raw = log(100).with_columns(pl.col("seen").str.split("|"), blob=pl.lit(b"\xff"))
     raw.write_parquet(tmp_path / "log.parquet")
-    for column, said in (("seen", r"column seen holds List\(String\), and keep"), ("blob", "bytes that are no text")):
+    for column, said in (("seen", r"column seen holds List\(String\), and keep"), ("blob", "bytes that are not text")):
         with pytest.raises(DataError, match=said):
             stoker.prepare(replace(SCHEMA, keep=(column,)), tmp_path / "log.parquet", out=tmp_path / column)
 

@@ -228,7 +228,7 @@ def _without(source: Path) -> Path:
 def test_what_needs_files_says_so(tmp_path: Path) -> None:
     source = table(tmp_path / "rows.parquet", 100)
     held = stoker.prepare(schema(), source)
-    with pytest.raises(ConfigError, match=r"has to lie in files. Pass out=DIRECTORY"):
+    with pytest.raises(ConfigError, match=r"reorder needs a dataset in files. Pass out=DIRECTORY"):
         stoker.prepare(schema(), source, reorder=True)
     saved = held.save(tmp_path / "saved")
     assert pickle.loads(pickle.dumps(saved.train))[3].keys() == held.train[3].keys()

@@ -353,7 +353,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
     stoker.prepare(shop(), raw, out=out, overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(DataError, match=r"not empty and no dataset \(thesis"):
+    with pytest.raises(DataError, match=r"not empty and not a dataset \(thesis"):
         stoker.prepare(shop(), raw, out=tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -812,7 +812,7 @@ def test_what_lies_in_the_way_is_never_removed(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     inside = tmp_path / "train" / "raw.csv"
     inside.write_text(raw.read_text())
-    with pytest.raises(DataError, match="lies in"):
+    with pytest.raises(DataError, match="is inside"):
         stoker.prepare(shop(), inside, out=tmp_path)
     assert inside.exists()
 

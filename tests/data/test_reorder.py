@@ -424,7 +424,7 @@ def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None
     with pytest.raises(DataError, match="already holds a dataset"):
         run_prepare(LOG, tmp_path / "log.parquet", out=tmp_path / "once", reorder=True)
     (tmp_path / "once" / "mine.parquet").write_bytes((tmp_path / "log.parquet").read_bytes())
-    with pytest.raises(DataError, match=r"lies in .*once, where the dataset would go"):
+    with pytest.raises(DataError, match=r"is inside .*once, the directory of the dataset"):
         run_prepare(LOG, tmp_path / "once" / "mine.parquet", out=tmp_path / "once", reorder=True, overwrite=True)
     assert {p.name for p in tmp_path.iterdir()} == {"log.parquet", "once", "plain", "twice"}
 

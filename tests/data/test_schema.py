@@ -145,7 +145,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
         (minimal(categorical=[{"name": "a", "modulo": 5}]), "modulo needs type int or hex"),
         (
             minimal(categorical=[{"name": "a", "hash_buckets": 2**32}]),
-            "hash_buckets 4,294,967,296 is above 4,294,967,295",
+            "hash_buckets 4,294,967,296 is above the maximum 4,294,967,295",
         ),
         (
             minimal(categorical=[{"name": "a", "hash_buckets": 5, "min_count": 2}]),

@@ -51,8 +51,8 @@ def test_forms(text: str, rule: SplitRule) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "'' is no rule"),
-        ("tme:0.9", r"'tme' is no rule. Did you mean 'time'\?"),
+        ("", "'' is not a rule"),
+        ("tme:0.9", r"'tme' is not a rule. Did you mean 'time'\?"),
         ("time:x", "'x' is not a number"),
         ("time:0.9,0.3", "sum to 1"),
         ("time:0.5,0.1,0.1", "sum to 1"),

@@ -262,7 +262,7 @@ def test_a_feature_that_wants_numbers_is_named(tmp_path: Path, kind: str) -> Non
         name="s", label=Label(column="y"), feature=(f.Rank(name="place", by="u", order="when"),),
         categorical=(CategoricalColumn(name="when"),), dense=(DenseColumn(name="place"),),
     )  # fmt: skip
-    with pytest.raises(DataError, match=r"column when: 'Mon' is not a number, which feature 'place' \(rank\) wants\."):
+    with pytest.raises(DataError, match=r"column when: 'Mon' is not a number, which feature 'place' \(rank\) needs\."):
         run_prepare(schema, file, out=tmp_path / "made")
 
 

@@ -109,11 +109,11 @@ def test_a_model_scores_the_new_rows(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_prepared_like(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a recipe or a schema, or a dataset to prepare like"):
+    with pytest.raises(ConfigError, match="needs a recipe, a schema, or like=DATASET"):
         stoker.prepare(files=folder / "log.csv", out=tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"has its schema, so 'criteo' cannot be used, too"):
+    with pytest.raises(ConfigError, match=r"has a schema, so 'criteo' cannot be used as well"):
         stoker.prepare("criteo", folder / "log.csv", like=folder / "made", out=tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"has its ids. Leave reorder out"):
+    with pytest.raises(ConfigError, match=r"has the ids of the other dataset. Leave reorder out"):
         stoker.prepare(files=folder / "log.csv", like=folder / "made", out=tmp_path / "out", reorder=True)
     plain = stoker.testing.make_dataset(tmp_path / "plain", rows=50)
     with pytest.raises(DataError, match="does not say how it was prepared"):
