@@ -161,8 +161,8 @@ def test_tiers_are_powers_of_the_spread() -> None:
         ({"spread": 0.5}, "at least 1"),
         ({"spread": float("nan")}, "at least 1"),
         ({"window": 1}, "no neighbours"),
-        ({"edges": 3}, "Allow some million"),
-        ({"seed": -1}, "from 0 on"),
+        ({"edges": 3}, "Give some million"),
+        ({"seed": -1}, "give 0 or more"),
     ],
 )
 def test_settings_out_of_range_are_refused(given: dict[str, Any], said: str) -> None:

@@ -190,7 +190,9 @@ def test_rows_of_a_table_are_prepared_like_a_dataset(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_tells_its_files_by_name_wants_files() -> None:
-    with pytest.raises(ConfigError, match=r"recipe movielens reads several files, .*Pass files, not tables such as po"):
+    with pytest.raises(
+        ConfigError, match=r"recipe movielens reads several files and .*Pass files, not tables such as po"
+    ):
         stoker.prepare("movielens", pl.DataFrame({"a": [1]}))
 
 

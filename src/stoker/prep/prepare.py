@@ -232,7 +232,7 @@ def prepare(
         ) as folder:
             report = run_prepare(recipe, inputs, out=folder, **settings)
     for text in report.warnings:
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)  # past the wrapper that gives this function its arguments
     return Dataset(report.path if remote.url_of(out) is None else str(out))
 
 
