@@ -1,4 +1,4 @@
-"""What every home of rows promises, and what a home file does when its disk does not keep its own promises."""
+"""The promises of every backing store, and the errors of a spill file whose disk breaks its own."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Spy:
     def noting(self, name, real, noted):
         def call(rows, side, places=None):
             if self.failing == name:
-                raise HomeError(f"home file x: {name} failed")
+                raise HomeError(f"spill file x: {name} failed")
             noted.extend(rows.tolist())
             real(rows, side, places)
 
@@ -172,7 +172,7 @@ def test_a_store_that_fails_is_named_and_loses_no_row(monkeypatch):
     versions[some] = 1
     spy.failing = "store"
     for _ in range(2):
-        with pytest.raises(HomeError, match="home file x: store failed"):
+        with pytest.raises(HomeError, match="spill file x: store failed"):
             home.store(other, numbered(home, other, 2))
         check(home, versions, fetched(home, some), some)
     with pytest.raises(HomeError, match="store failed"):

@@ -25,12 +25,12 @@ __all__ = ["RamTier", "make_home"]
 
 _ENTRY = 4  # bytes of the page table a block
 _FRAME = 11  # bytes of bookkeeping a frame
-_STEP = 64  # frames that the hand of the clock looks at first
-_WRITTEN = 2**20  # rows written to the inner store at a time
+_STEP = 64  # frames that the hand of the clock checks first
+_WRITTEN = 2**20  # rows of a chunk written to the inner store
 
 
 def make_home(strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
-    """Make the backing store of a group under ``strategy``, and the RAM tier over it; ``gpu``: its slots are on one."""
+    """Make the backing store of a group under ``strategy``, with any RAM tier; ``gpu``: its slots are on a GPU."""
     home: Home = store_of(strategy, initial.num_rows).of(strategy, initial, state, gpu=gpu)
     if strategy.host_memory is None:
         return home
@@ -44,21 +44,20 @@ def make_home(strategy: Slotted, initial: Initial, state: Mapping[str, str], *, 
 class RamTier(Home):
     """Blocks of rows of ``inner`` in at most ``memory`` bytes of main memory, page table included.
 
-    A row that is stored stays here until the frame of its block is needed for another block; then the block is written
-    to ``inner``, before anything else comes into the frame. The clock algorithm (Corbato 1968) chooses the frame: the
-    next one that nobody has used since the hand last passed. A call that wants more blocks than there are frames, and a
-    :meth:`read` or :meth:`write` of a whole range, move the rows of other blocks directly to and from ``inner``.
+    A stored row remains here until another block needs the frame; then the block is written to ``inner`` first. The
+    clock algorithm (Corbato 1968) chooses the frame: the next one that was not used since the hand last passed. A call
+    with more blocks than frames, and a :meth:`read` or :meth:`write` of a whole range, move the rows of other blocks
+    directly to and from ``inner``.
 
     Raises:
         ConfigError: the memory does not hold one block.
 
-    >>> from stoker import TableConfig
     >>> from stoker.tables.stores.file_home import FileHome
     >>> from stoker.tables.stores.home import Initial
-    >>> table = TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)
     >>> home = RamTier(FileHome(Initial.of([table], seed=0), {"sum": "scalar"}), memory=2**20)
     >>> home.kind, home.block_rows, home.num_frames
-    ('memory over file', 60, 190)
+    ('memory over file', 60, 240)
     >>> home.close()
     """
 
@@ -84,13 +83,13 @@ class RamTier(Home):
             self.state,
         )  # fmt: skip
         self.frames.held.words[:] = -1
-        # A frame belongs to a block if each names the other. So an interrupt between two lines leaves no frame that
-        # two blocks take for theirs.
+        # A frame belongs to a block if each names the other. So after an interrupt at any line no frame belongs to two
+        # blocks.
         self._frame_of = np.zeros(blocks, np.int32)  # frame + 1 of each block; 0: in none
         self._block_in = np.full(self.num_frames, -1, np.int64)
         self._dirty = np.zeros(self.num_frames, bool)  # newer than the inner store
         self._used = np.zeros(self.num_frames, bool)  # since the hand passed
-        self._busy = np.zeros(self.num_frames, bool)  # in the call that is under way
+        self._busy = np.zeros(self.num_frames, bool)  # in the running call
         self._hand = 0
         self._scanning = False
         self._lock = threading.RLock()
@@ -127,7 +126,7 @@ class RamTier(Home):
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         places = np.arange(len(rows)) if places is None else places
         held = self.held.of(rows)
-        if not held.all():  # nobody has stored them: they need no frame
+        if not held.all():  # rows that were never stored need no frame
             self._compute(rows[~held], target, places[~held])
             rows, places = rows[held], places[held]
         with self._lock:
@@ -140,7 +139,7 @@ class RamTier(Home):
         self.held.mark(rows)
 
     def _move(self, rows: np.ndarray, side: Rows, places: np.ndarray, *, storing: bool) -> None:
-        """Copy rows from their frames to ``side`` or back, admitting the blocks that are in no frame."""
+        """Copy rows from their frames to ``side`` or back; admit the blocks that have no frame."""
         blocks, which = np.unique(rows // self.block_rows, return_inverse=True)
         frames = self._frame_of[blocks].astype(np.int64) - 1
         missing = frames < 0
@@ -161,7 +160,7 @@ class RamTier(Home):
                 self.inner.fetch(wanted, self.frames.arrays, at)
             at = frames[which] * self.block_rows + rows % self.block_rows
             if storing:
-                self._dirty[frames[frames >= 0]] = True  # before the rows change, lest an interrupt leaves them clean
+                self._dirty[frames[frames >= 0]] = True  # before the rows change, in case of an interrupt
                 self.frames.store(at, side, places)
             else:
                 self.frames.fetch(at, side, places)
@@ -172,7 +171,7 @@ class RamTier(Home):
             self._busy[:] = False
 
     def _free(self, count: int) -> np.ndarray:
-        """Return frames [count] for other blocks; those that held changed blocks were written to the inner store."""
+        """Return frames [count] for other blocks; changed blocks in them were written to the inner store."""
         found, size = np.empty(0, np.int64), max(_STEP, count)
         while len(found) < count:
             passed = (self._hand + np.arange(min(size, self.num_frames))) % self.num_frames

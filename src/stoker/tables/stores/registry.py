@@ -1,6 +1,6 @@
-"""Names of backing stores. A new store is a class in a file of its own, and a line here or a call of register_store.
+"""Names of backing stores. A new store is a class in its own file, and a line here or a call of register_store.
 
-Strategies ask here whether a name is known and what its store can do, so nothing here imports strategies or stores.
+Strategies look up names and capabilities of stores here, so this module imports neither strategies nor stores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stoker.base.files import url_of
 
 __all__ = ["register_store", "store_class", "store_for", "store_names", "store_of"]
 
-#: value of ``home`` in :class:`stoker.tables.config.Slotted` -> its class, or where that is
+#: value of ``home`` in :class:`stoker.tables.config.Slotted` -> its class, or the place of the class
 _STORES: dict[str, Any] = {
     "memory": "stoker.tables.stores.home:MemoryHome",
     "file": "stoker.tables.stores.log_home:LogHome",
@@ -22,7 +22,7 @@ _BUILT_IN = tuple(_STORES)
 
 
 def register_store(name: str, store: type[Any]) -> None:
-    """Make a backing store known as ``home="<name>"`` of a strategy, and to ``--home <name>://...``.
+    """Register a backing store for ``home="<name>"`` of a strategy, and for ``--home <name>://...``.
 
     Args:
         name: a new one.
@@ -31,7 +31,6 @@ def register_store(name: str, store: type[Any]) -> None:
     Raises:
         ConfigError: the name is that of a store of Stoker.
 
-    >>> import stoker
     >>> from stoker.tables.stores.home import MemoryHome
     >>> class Counted(MemoryHome):
     ...     kind = "counted memory"
@@ -45,12 +44,12 @@ def register_store(name: str, store: type[Any]) -> None:
 
 
 def store_names() -> tuple[str, ...]:
-    """Return the names that ``home`` takes."""
+    """Return the possible values of ``home``."""
     return tuple(_STORES)
 
 
 def store_class(name: str) -> type[Any]:
-    """Return the class that a known name stands for, with what it can do."""
+    """Return the class of a known name."""
     found = _STORES[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
@@ -64,6 +63,6 @@ def store_of(strategy: Any, num_rows: int) -> type[Any]:
 
 
 def store_for(path: str | None) -> str:
-    """Return the name of the store that keeps rows at ``path``: a directory, None for a temporary one, or a URL."""
+    """Return the name of the store for rows at ``path``: a directory, None for a temporary one, or a URL."""
     scheme = (url_of(path) or "file").partition("://")[0]
     return scheme if scheme in _STORES and scheme not in _BUILT_IN else "file"
