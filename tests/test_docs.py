@@ -107,6 +107,7 @@ def test_every_public_method_is_explained_in_its_class_or_a_parent() -> None:
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each module in an empty directory, with ``stoker`` and ``torch`` imported."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stoker.training.defaults.EPOCHS", 10)  # other tests shorten it
     names = {"stoker": stoker, "torch": torch}
     found = doctest.testmod(importlib.import_module(name(path)), extraglobs=names, optionflags=doctest.ELLIPSIS)
     assert found.attempted

@@ -301,7 +301,7 @@ def test_a_budget_for_small_batches_scores_in_small_batches(
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     code, _, err = say("evaluate", run, "--device-memory", "600", "--batch-size", 8192)
     assert code == 2
-    assert "finding and planning rows takes" in err
+    assert "bookkeeping takes" in err
     assert "with batches of 8,192 examples" in err
     assert "choose a smaller --batch-size" in err
     code, _, err = say("evaluate", run, "--device-memory", "600")

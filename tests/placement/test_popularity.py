@@ -358,7 +358,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"budget": 10}, "not even one row"),
+        ({"budget": 10}, "less than one row"),
         ({"budget": "1XB"}, "unknown unit"),
         ({"sample": 0}, "no rows would be read"),
         ({"sample": 1.5}, "outside 0 to 100"),

@@ -167,11 +167,11 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
     assert "(no HotCold: the hot rows of the profile and the rows of one example take" in placement.choice
     with pytest.raises(
         ConfigError,
-        match=r"strategy 'hot-cold' cannot be: the profile's hot rows.* take 2\.1 MiB, more than 200\.0 KiB\. "
+        match=r"strategy 'hot-cold' does not work: the hot rows of the profile.* take 2\.1 MiB, more than 200\.0 KiB\. "
         r"Give more memory \(--device-memory\), or another strategy",
     ):
         planned("200KiB", hot_batches=apart, strategy="hot-cold")
-    with pytest.raises(ConfigError, match="take all slots, and leave none for hot rows"):
+    with pytest.raises(ConfigError, match="take all slots, so none are left for hot rows"):
         planned("20KiB", strategy="hot-cold")
     with pytest.raises(ConfigError, match=r"strategy 'best' is unknown\. Choose one of 'auto', 'cached', 'hot-cold'"):
         planned("200KiB", strategy="best")

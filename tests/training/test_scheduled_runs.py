@@ -372,5 +372,5 @@ def test_a_resident_run_that_ignored_its_strategy_is_verified_by_another(plain: 
     write_classified(plain, out, hot_rows=dict(zip(HOT, ROWS, strict=True)), profile_hash="b", profile={})  # all hot
     stoker.train(out, out=tmp_path / "run", **{**SETTINGS, "epochs": 1}, strategy="hot-cold")
     assert stoker.verify(tmp_path / "run", steps=5).identical
-    with pytest.raises(ConfigError, match="strategy 'hot-cold' cannot be"):
+    with pytest.raises(ConfigError, match="strategy 'hot-cold' does not work"):
         stoker.verify(tmp_path / "run", steps=5, strategy="hot-cold")

@@ -13,7 +13,7 @@ class StokerError(ValueError):
     ...     stoker.TrainConfig(epochs=-1)
     ... except stoker.StokerError as error:
     ...     print(type(error).__name__, error)
-    ConfigError epochs is -1; it must be at least 1.
+    ConfigError epochs is -1; it must be at least 1, or left out.
 
     Args:
         message: the number, the cause, the remedy.

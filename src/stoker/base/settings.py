@@ -88,7 +88,7 @@ def with_arguments_of(kind: Callable[_P, object]) -> Callable[[Callable[..., _R]
     Traceback (most recent call last):
     stoker.base.errors.ArgumentError: measure takes no argument 'lenth'. Did you mean 'length'?
     """
-    return partial(_with_signature, [*inspect.signature(kind).parameters.values()])
+    return partial(_with_signature, kind, [*inspect.signature(kind).parameters.values()])
 
 
 def method_with_arguments_of(
@@ -96,10 +96,10 @@ def method_with_arguments_of(
 ) -> Callable[[Callable[Concatenate[_S, ...], _R]], Callable[Concatenate[_S, _P], _R]]:
     """Do the same for a method, whose ``self`` comes first."""
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return partial(_with_signature, [itself, *inspect.signature(kind).parameters.values()])
+    return partial(_with_signature, kind, [itself, *inspect.signature(kind).parameters.values()])
 
 
-def _with_signature(parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
+def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
     name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
     returned = inspect.signature(function).return_annotation
     signature = inspect.Signature(parameters, return_annotation=returned)
@@ -108,7 +108,8 @@ def _with_signature(parameters: list[inspect.Parameter], function: Callable[...,
     def call(*values: Any, **given: Any) -> Any:
         for argument in given:
             if argument not in known:
-                raise ArgumentError(f"{name} takes no argument {argument!r}.{near(argument, known)}")
+                hint = getattr(kind, "INSTEAD", {}).get(argument) or near(argument, known)
+                raise ArgumentError(f"{name} takes no argument {argument!r}.{hint}")
         try:
             signature.bind(*values, **given)
         except TypeError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -59,6 +59,13 @@ class Scaling(NamedTuple):
 
 
 # A dataclass takes the fields of its last base first.
+
+_NO_PLACEMENT = (
+    " It plans one for a budget: give device_memory='4GiB', and strategy='cached', 'hot-cold' or 'host-pipelined' to "
+    "choose how. Models and EmbeddingTables take placement=stoker.Cached(...), in a loop of your own."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     MachineConfig, MemoryBudget, RunConfig, RateConfig, DenseConfig, RowConfig, OrderConfig, ModelConfig
@@ -71,6 +78,9 @@ class TrainConfig(
     >>> TrainConfig(model="dcn", device_memory="4GiB").replace(epochs=2).lookahead
     64
     """
+
+    #: Arguments that people try, and what to give instead.
+    INSTEAD: ClassVar[Mapping[str, str]] = {"placement": _NO_PLACEMENT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,11 +112,7 @@ class TrainConfig(
             ConfigError: a setting that does not exist, with the nearest one; or a value out of its range.
         """
         if "placement" in values:
-            raise ConfigError(
-                "train has no setting 'placement': it plans one for a budget. Give device_memory='4GiB', and strategy="
-                "'cached', 'hot-cold' or 'host-pipelined' to choose how. Models and EmbeddingTables take placement="
-                "stoker.Cached(...), in a loop of your own."
-            )
+            raise ConfigError(f"train has no setting 'placement'.{_NO_PLACEMENT}")
         return super().from_dict(values)
 
     def total_steps(self, epoch: int) -> int:
