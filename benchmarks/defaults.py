@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import stoker
+from benchmarks.accuracy import TASKS
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, data_files
 from benchmarks.tensor_train_accuracy import SCHEMA
 from stoker.dataset.dataset import Dataset
@@ -108,7 +109,7 @@ LOGS = {
     ),
     "ebnerd": Log(
         title="EB-NeRD, one impression in 70 of week 1, one in 10 of week 2",
-        files=[f"ebnerd/{week}_{what}.parquet" for week in ("train", "validation") for what in ("behaviors", "history")],
+        files=TASKS["ebnerd"].files,
         write=_ebnerd, recipe="ebnerd",
     ),
     "online-retail": Log(
@@ -122,7 +123,7 @@ LOGS = {
     "globo": Log(title="Globo, one reader in 50", files=["globo/clicks.parquet"], write=_globo, recipe="globo"),
     "movielens": Log(
         title="MovieLens, one person in 5, random 80/10/10",
-        files=["movielens_1m/ratings.parquet", "movielens_1m/users.dat", "movielens_1m/movies.dat"],
+        files=TASKS["movielens"].files,
         write=_movielens, recipe="movielens", split="random:0.8,0.1",
     ),
 }  # fmt: skip
