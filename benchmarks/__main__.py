@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import (
     accuracy,
     classify,
+    defaults,
     dlrm_step,
     embedding,
     extreme_batches,
@@ -53,6 +54,7 @@ def all_bars() -> list[Bar]:
         first_result,
         gradient_share,
         accuracy,
+        defaults,
         lookahead,
         placed,
         memory_curve,

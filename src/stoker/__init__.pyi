@@ -69,6 +69,7 @@ from stoker.training import save as save
 from stoker.training import train as train
 from stoker.training.tools.baseline import baseline as baseline
 from stoker.training.tools.compare import compare as compare
+from stoker.training.tools.explain import explain as explain
 from stoker.training.tools.find_lr import find_lr as find_lr
 from stoker.training.tools.trace import trace as trace
 from stoker.training.tools.verify import verify as verify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,3 +185,14 @@ def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path:
     assert ended.returncode == 128 + number
     assert f"stoker train --resume {out}" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+def test_explain_shows_settings_and_trains_nothing(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "train", data.path, "--explain", "--batch-size", 32)
+    assert code == 0
+    assert re.search(r"batch-size .* 32 .* given", out)
+    code, out, _ = output(capsys, "train", data.path, "--explain", "--json")
+    found = {reason["setting"]: reason["value"] for reason in json.loads(out)["reasons"]}
+    assert found["batch_size"] == 64
+    assert call("train", "--explain") == 2
+    assert call("train", data.path, "--explain", "--batch-size", "auto") == 2

@@ -99,3 +99,25 @@ def test_a_resumed_run_keeps_its_own(data: stoker.Dataset, tmp_path: Path) -> No
 def test_find_lr_and_runs_use_the_same_batch(data: stoker.Dataset) -> None:
     found = stoker.find_lr(data, lr_steps=20, trial_steps=20, **{k: v for k, v in MODEL.items() if k != "tensorboard"})
     assert found.batch_size == 128
+
+
+def test_explain_tells_what_train_takes(data: stoker.Dataset, tmp_path: Path) -> None:
+    found = stoker.explain(data, row_lr=0.2)
+    stoker.train(data, out=tmp_path / "run", row_lr=0.2, steps=1, display="quiet")
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    told = {reason.setting: reason.value for reason in found.reasons}
+    for name in ("model", "embedding_dim", "batch_size", "metric", "row_optimizer", "row_lr", "dense_optimizer"):
+        assert told[name] == kept[name]
+    assert {name: reason.given for name in told if (reason := found[name]).given} == {"row_lr": True}
+    assert found["row_lr"].why == "given"
+    assert "1,280 validation rows" in found["patience"].why
+    assert found["epochs"].value == 10
+
+
+def test_explain_follows_what_is_given_and_missing(data: stoker.Dataset, tmp_path: Path) -> None:
+    assert stoker.explain(data, epochs=3)["patience"].why == "epochs or steps are given"
+    assert stoker.explain(data, steps=30)["steps"].why == "given"
+    bare = stoker.explain(without_valid(data, tmp_path / "data"))
+    assert bare["epochs"].value == 1
+    assert "without validation rows" in bare["epochs"].why
+    assert bare["patience"].why == "there are no validation rows to go by"

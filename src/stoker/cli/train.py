@@ -43,6 +43,7 @@ def train(
         "Optimization",
         "Examples, or auto: doubled from the base batch size while that pays. (default: 64 to 2048, by the rows)",
     ),
+    why: bool = option("Run", "Show the value of each setting and why, without training.", "--explain", default=False),
     *,
     settings: dict[str, Any],
     json_lines: Json = False,
@@ -57,6 +58,7 @@ def train(
     \b
     stoker train clicks.csv --out run
     stoker train data/criteo --out runs/a
+    stoker train data/criteo --explain
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
@@ -69,6 +71,9 @@ def train(
 
     if is_log(dataset):
         dataset = _prepared(cast(Path, dataset), out, quiet=json_lines)
+    if why:
+        _explain(dataset, settings, json_lines)
+        return
     from stoker.training import train as run_training
 
     result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
@@ -76,6 +81,19 @@ def train(
     record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
     if not printed({"kind": "result", "run": place, **record}, json_lines):
         _show_result(result, place)
+
+
+def _explain(dataset: Path | None, settings: dict[str, Any], as_json: bool) -> None:
+    """Print what a run would do and why."""
+    from stoker.training.tools.explain import explain
+
+    if dataset is None:
+        raise ConfigError("--explain needs a dataset: the settings of a run that is there are in its config.json.")
+    if settings.get("batch_size") == "auto":
+        raise ConfigError("--explain measures nothing, so it cannot tell what --batch-size auto would choose.")
+    found = explain(dataset, **settings)
+    if not printed(found.to_dict(), as_json):
+        show_grids(found.grids())
 
 
 def _prepared(log: Path, out: Path | None, *, quiet: bool) -> Path:

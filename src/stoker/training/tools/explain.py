@@ -1,0 +1,147 @@
+"""Why each default of a run is what it is, for one dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.base.device import cpu_count, resolve_device
+from stoker.base.picture import Grid, Shown
+from stoker.base.settings import with_arguments_of
+from stoker.base.units import format_size, plural
+from stoker.dataset.dataset import Dataset
+from stoker.optim import Constant
+from stoker.training import defaults
+from stoker.training.config import TrainConfig
+from stoker.training.files.rundir import open_dataset
+from stoker.training.placing import rows_bytes
+from stoker.training.scheduled import batch_order
+from stoker.training.settings import DENSE_LR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """A setting, its value for a dataset, and why."""
+
+    setting: str
+    value: Any
+    why: str
+    given: bool = False  # not a default
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Explanation(Shown):
+    """What :func:`stoker.train` would do with a dataset: ``explanation["batch_size"].why``."""
+
+    rows: int  # training rows
+    reasons: tuple[Reason, ...]
+
+    def __getitem__(self, setting: str) -> Reason:
+        return next(reason for reason in self.reasons if reason.setting == setting)
+
+    def summary(self) -> str:
+        """Return how long a run would train."""
+        names = ("batch_size", "epochs", "steps", "patience")
+        told = [f"{each.setting} {_said(each.value)}" for each in self.reasons if each.setting in names]
+        return f"{self.rows:,} training rows, {', '.join(told)}"
+
+    def grids(self) -> tuple[Grid]:
+        """Return a table with a line for each setting."""
+        cells = [[each.setting.replace("_", "-"), _said(each.value), each.why] for each in self.reasons]
+        return (Grid(["setting", "value", "why"], cells, f"{self.rows:,} training rows", left=(0, 1, 2)),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"rows": self.rows, "reasons": [vars(reason) for reason in self.reasons]}
+
+
+@dataclass(frozen=True)
+class ExplainArguments(TrainConfig):
+    """The arguments of :func:`explain`."""
+
+    dataset: Dataset | str | Path
+    config: TrainConfig | None = None
+    _: KW_ONLY
+
+
+@with_arguments_of(ExplainArguments)
+def explain(dataset: Dataset | str | Path, config: TrainConfig | None = None, **settings: Any) -> Explanation:
+    """Tell which value :func:`stoker.train` would take for the settings that matter, and why; train nothing.
+
+    Args:
+        dataset: what ``stoker prepare`` wrote.
+        config: settings; keyword settings go on top.
+        settings: fields of :class:`TrainConfig`.
+
+    Raises:
+        ConfigError: settings that cannot work.
+        DataError: no such dataset.
+
+    Example:
+        >>> import tempfile
+        >>> from stoker.testing import make_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = explain(make_dataset(f"{folder}/data", rows=20_000), epochs=3)
+        >>> found["batch_size"].value, found["batch_size"].why
+        (128, 'the largest power of two of which an epoch of 16,000 rows has 80 batches or more')
+        >>> found["epochs"].why
+        'given'
+    """
+    data = open_dataset(dataset)
+    asked = (config or TrainConfig()).replace(**settings)
+    whole = defaults.complete(asked, data)
+    standard = TrainConfig()
+    reasons = []
+    for name, value, why in _reasons(asked, whole, data):
+        given = getattr(asked, name) != getattr(standard, name)
+        reasons.append(Reason(setting=name, value=value, why="given" if given else why, given=given))
+    return Explanation(rows=len(data.train), reasons=tuple(reasons))
+
+
+def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator[tuple[str, Any, str]]:
+    """Yield setting, value and the reason for the value if it is a default."""
+    rows, valid = len(data.train), len(data.splits.get("valid") or ())
+    epoch = -(-rows // config.batch_size)
+    yield "model", config.model, "it takes dense columns and ids, and learns their pairs"
+    yield "embedding_dim", config.embedding_dim, "enough for most logs; the memory of tables grows with it"
+    yield "batch_size", config.batch_size, defaults.why_batch(rows)
+    if config.steps is None:
+        yield "epochs", config.epochs, defaults.why_epochs(rows, validated=valid > 0)
+    else:
+        yield "steps", config.steps, "given"
+    yield "patience", config.patience, _why_patience(asked, config, valid)
+    every = "an epoch" if config.eval_every is None else config.eval_every
+    yield "eval_every", every, f"{plural(epoch, 'step')}, which train on every row once"
+    yield "metric", config.metric, "it chooses the best checkpoint, and does not depend on the share of positives"
+    optimizer = config.make_row_optimizer(Constant())
+    yield "row_optimizer", config.row_optimizer, "one number of state a row; a rate of its own for each row"
+    yield "row_lr", optimizer.lr, f"the usual one of {config.row_optimizer}; stoker find-lr tries others"
+    yield "dense_optimizer", config.dense_optimizer, "a rate of its own for each weight; little to tune"
+    dense_lr = DENSE_LR[config.dense_optimizer] if config.dense_lr is None else config.dense_lr
+    yield "dense_lr", dense_lr, f"the usual one of {config.dense_optimizer}; stoker find-lr tries others"
+    yield "schedule", config.schedule, "where patience may end a run, rates cannot follow its length"
+    order = batch_order(config, data)
+    why = "stoker classify made hot and cold rows" if order == "hot-cold" else "the dataset is not classified"
+    yield "batch_order", order, why
+    device = resolve_device(config.device).type
+    yield "device", device, "there is a GPU" if device == "cuda" else "torch sees no GPU"
+    size = format_size(rows_bytes(config.stored_tables(data.schema), optimizer.state))
+    yield "device_memory", config.device_memory or "all", f"rows and their state take {size}"
+    yield "threads", config.threads or cpu_count(), "the cores of this process"
+
+
+def _why_patience(asked: TrainConfig, config: TrainConfig, valid: int) -> str:
+    if config.patience is not None:
+        return f"two epochs in which {plural(valid, 'validation row')} saw nothing better; the best epoch is kept"
+    if not valid:
+        return "there are no validation rows to go by"
+    given = asked.steps is not None or "epochs" not in defaults.left_out(asked)
+    return "epochs or steps are given" if given else "there is one epoch"
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
