@@ -376,7 +376,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     monkeypatch.setattr("stoker.training.tools.trace.find_section", late)
     assert "exists and is not empty" in say("train", data.path, "--out", run, *SMALL)[2]
     (tmp_path / "file").write_text("")
-    assert "is no writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
+    assert "is not a writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
@@ -389,7 +389,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
         ["predict", run, "--out", inside.with_suffix(".csv")],
     ):
         code, _, err = say(*command)
-        assert (code, f"{tmp_path / 'file'} is no writable directory" in err) == (2, True), err
+        assert (code, f"{tmp_path / 'file'} is not a writable directory" in err) == (2, True), err
     assert ".tmp" not in err
 
 

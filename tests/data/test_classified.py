@@ -272,7 +272,7 @@ def test_other_data_are_refused(data: Dataset, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [".", "inside", ".."])
 def test_the_source_is_never_the_target(data: Dataset, place: str) -> None:
     before = contents(data.path)
-    with pytest.raises(DataError, match="is, holds or lies in the dataset"):
+    with pytest.raises(DataError, match="overlaps the dataset"):
         classified(data, data.path / place, overwrite=True)
     assert contents(data.path) == before
 

@@ -449,7 +449,7 @@ def test_another_number_of_ranks_continues(sets: dict[tuple[int, int, bool], Dat
         ({"batch_size": 10, "shuffle_memory": 5}, "not even one row"),
         ({"batch_size": 65, "drop_last": True}, "fewer than one batch of 65"),
         ({"batch_size": 64, "reuse": True, "pin_memory": True}, "overwrite a batch"),
-        ({"batch_size": 1, "world_size": 65}, "cannot be dealt to 65 ranks"),
+        ({"batch_size": 1, "world_size": 65}, "cannot be divided among 65 ranks"),
     ],
 )
 def test_settings_that_cannot_work(

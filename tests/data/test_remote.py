@@ -124,7 +124,7 @@ def test_a_download_that_breaks_off_leaves_nothing(memory: Any, cache: Path, mon
         short(self, path, target)
         raise ConnectionError("reset by peer")
 
-    for fault, words in ((short, "did not arrive whole"), (broken, "reset by peer")):
+    for fault, words in ((short, "arrived incomplete"), (broken, "reset by peer")):
         with monkeypatch.context() as patch:
             patch.setattr(type(memory), "get_file", fault)
             with pytest.raises(DataError, match=rf"memory://b/a.csv.*{words}"):
@@ -152,7 +152,7 @@ def test_urls_that_cannot_be_used_say_why(monkeypatch: pytest.MonkeyPatch, memor
     ):
         with pytest.raises(DataError, match=words), files_of(url):
             pass
-    with pytest.raises(DataError, match=r"has no manifest.json: it is no dataset"):
+    with pytest.raises(DataError, match=r"has no manifest.json: it is neither a dataset"):
         stoker.Dataset("memory://b/none")
     with pytest.raises(ConfigError, match="cannot be written to a URL"):
         check_scores_file(Path("s3://b/scores.parquet"))
@@ -239,7 +239,7 @@ def test_a_damaged_or_hostile_dataset_is_refused(tmp_path: Path, memory: Any, ca
     shard = "/b/data/train/00000.safetensors"
     whole = memory.cat_file(shard)
     memory.pipe_file(shard, whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"memory://b/data/train/00000.safetensors did not arrive whole, or is damaged"):
+    with pytest.raises(DataError, match=r"memory://b/data/train/00000.safetensors arrived incomplete or damaged"):
         stoker.Dataset("memory://b/data")
     memory.pipe_file(shard, whole)
     assert len(stoker.Dataset("memory://b/data").train), "the other files were kept"

@@ -235,7 +235,7 @@ def test_what_cannot_be_reordered_is_refused(data: Dataset, tmp_path: Path) -> N
     for tables, said in ((["C9"], "no table C9; it has C1"), ([], "no table is named"), (None, "nothing to gain")):
         with pytest.raises(DataError, match=said):
             run_reorder(data, tmp_path / "out", tables=tables)
-    with pytest.raises(DataError, match="is, holds or lies in the dataset"):
+    with pytest.raises(DataError, match="overlaps the dataset"):
         run_reorder(data, data.path, tables=TABLES, overwrite=True)
     profile = stoker.profile(data, budget="2KiB", embedding_dim=4, sample=None)
     stoker.classify(data, profile, tmp_path / "hot")

@@ -547,7 +547,7 @@ def test_refusals_name_the_remedy(tmp_path: Path) -> None:
         ("base_rate", 1.5, r"base_rate 1\.5 must lie between 0 and 1"),
         ("seed", -1, r"seed -1 is negative\. Give 0 or more\."),
         ("universe", -1, r"universe -1 is negative\. Give 0 or more\."),
-        ("bad", "2", r"bad: share '2' lies outside 0 to 100 %\."),
+        ("bad", "2", r"bad: share '2' is outside 0 to 100 %\."),
         ("rows", "-5", r"rows: count '-5' is not a number"),
     ],
 )

@@ -250,7 +250,7 @@ def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) 
 
 def test_dense_gradients_are_those_of_finite_differences(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
-    with pytest.warns(UserWarning, match="rows of EmbeddingTables stay"):
+    with pytest.warns(UserWarning, match="rows of EmbeddingTables remain"):
         model.double()
     inputs = [
         torch.randn(tensor.shape, dtype=torch.float64, requires_grad=True) if tensor.is_floating_point() else tensor

@@ -171,7 +171,7 @@ def test_mistakes_are_told() -> None:
         Tabular(SPEC, dims={"C1": 0})
     with pytest.raises(ConfigError, match="3 shares for 2 layers"):
         Tabular(SPEC, dropout=(0.1, 0.2, 0.3))
-    with pytest.raises(ConfigError, match=r"dropout of 1\.0 is no share"):
+    with pytest.raises(ConfigError, match=r"dropout is 1\.0\. Give a share"):
         Tabular(SPEC, embedding_dropout=1.0)
     with pytest.raises(ConfigError, match="tables of equal width"):
         DLRM(SPEC, table_dims={"C1": 3})

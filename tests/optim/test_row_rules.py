@@ -190,8 +190,8 @@ def test_settings_of_one_kind_reach_it() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MomentumSGD(lr=0.1, momentum=1.0), r"momentum=1.0\) must lie in \[0, 1\)"),
-        (lambda: MomentumSGD(lr=0.1, momentum=math.nan), r"must lie in \[0, 1\)"),
+        (lambda: MomentumSGD(lr=0.1, momentum=1.0), r"momentum=1.0\) must be in \[0, 1\)"),
+        (lambda: MomentumSGD(lr=0.1, momentum=math.nan), r"must be in \[0, 1\)"),
         (lambda: FTRL(lr=0.1, l1=-1.0), "l1=-1.0"),
         (lambda: FTRL(lr=0.1, beta=math.inf), "beta=inf"),
         (lambda: AdamW(lr=4.0, weight_decay=0.5), "product is 2, .*Lower one"),

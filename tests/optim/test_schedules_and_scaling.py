@@ -50,7 +50,7 @@ def test_one_cycle_comes_back_from_a_checkpoint():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"share": 0.0}, "share"), ({"share": 1.0}, "share"), ({"div": 0.5}, "divided"), ({"warmup": 3}, "of its own")],
+    [({"share": 0.0}, "share"), ({"share": 1.0}, "share"), ({"div": 0.5}, "divided"), ({"warmup": 3}, "own warm-up")],
 )
 def test_a_cycle_that_is_none(options, words):
     with pytest.raises(ConfigError, match=words):
@@ -82,7 +82,7 @@ def test_default_rates_are_scaled_too():
     [
         ({"lr_scaling": "cubic"}, "lr_scaling 'cubic'"),
         ({"base_batch_size": 0}, "at least 1"),
-        ({"schedule": "one-cycle", "warmup": 5}, "warm-up of its own"),
+        ({"schedule": "one-cycle", "warmup": 5}, "own warm-up"),
         ({"cycle_rise": 1.0}, "between 0 and 1"),
         ({"max_trust": 0.0}, "above 0"),
         ({"min_trust": 2.0, "max_trust": 1.0}, "bound the trust ratio"),

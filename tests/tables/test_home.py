@@ -281,9 +281,9 @@ def test_what_does_not_fit_is_refused(kind):
             with pytest.raises(IndexError, match="its rows are 0 to 9"):
                 home.store(rows, fine)
         for places in (int64(3), int64(-1)):
-            with pytest.raises(IndexError, match="do not lie in the 3 rows"):
+            with pytest.raises(IndexError, match="are not in the 3 rows"):
                 home.fetch(int64(1), fine, places)
-        with pytest.raises(IndexError, match="do not lie in the 3 rows"):
+        with pytest.raises(IndexError, match="are not in the 3 rows"):
             home.fetch(np.arange(4), fine)
         with pytest.raises(IndexError):
             home.read(8, 11)

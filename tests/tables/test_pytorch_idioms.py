@@ -647,7 +647,7 @@ def test_a_wrong_padding_idx_is_refused() -> None:
 
 @pytest.mark.parametrize("wrong", ["cached", {"t": "cached"}, 7])
 def test_a_placement_that_is_no_strategy_is_refused(wrong: Any) -> None:
-    with pytest.raises(stoker.ConfigError, match=r"no strategy. Give .*Cached\(fraction=0.1\)"):
+    with pytest.raises(stoker.ConfigError, match=r"not a strategy. Give .*Cached\(fraction=0.1\)"):
         EmbeddingTables(
             [TableConfig(name="t", num_embeddings=4, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0), placement=wrong
         )

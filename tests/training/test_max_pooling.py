@@ -52,7 +52,7 @@ def test_max_pooling_on_the_command_line(data: Dataset, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("placement", ["cached", {"C1": "cached"}])
 def test_a_model_says_what_a_placement_is(data: Dataset, placement: Any) -> None:
-    with pytest.raises(stoker.ConfigError, match=r"'cached', which is no strategy. Give .*Cached\(fraction=0.1\)"):
+    with pytest.raises(stoker.ConfigError, match=r"'cached', which is not a strategy. Give .*Cached\(fraction=0.1\)"):
         stoker.DLRM(data.schema, placement=placement)
 
 

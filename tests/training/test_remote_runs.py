@@ -110,7 +110,7 @@ def test_a_failed_upload_does_not_stop_training_but_is_told(
         stoker.train(data, out="memory://b/run", steps=2, **SMALL | {"display": "plain"})
     assert "The run goes on" in capsys.readouterr().err
     failing[0] = False
-    with pytest.raises(DataError, match="is no run, checkpoint or dataset"):
+    with pytest.raises(DataError, match="is not a run, checkpoint or dataset"):
         stoker.load("memory://b/none")
     monkeypatch.undo()
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))

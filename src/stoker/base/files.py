@@ -90,7 +90,7 @@ def check_target(path: str | Path) -> None:
     path = Path(path)
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} cannot be written: {place} is no writable directory. Choose another place for it.")
+        raise ConfigError(f"{path} cannot be written: {place} is not a writable directory. Choose another place.")
 
 
 def sync_folder(path: str | Path) -> None:

@@ -96,7 +96,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
         text = remote.read(_MANIFEST)
         if text is None:
             raise DataError(
-                f"{url} has no {_MANIFEST}: it is no dataset and no checkpoint, or its upload is unfinished."
+                f"{url} has no {_MANIFEST}: it is neither a dataset nor a checkpoint, or its upload is unfinished."
             )
         if folder is None:
             folder = _kept(url, text)
@@ -135,7 +135,7 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
         manifest = re.compile(r"checkpoints/(step_\d+)/manifest\.json")
         checkpoints = {found[1] for name in names if (found := manifest.fullmatch(name))}
         if "config.json" not in names and not checkpoints:
-            raise DataError(f"{url} is no run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
+            raise DataError(f"{url} is not a run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
         loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
         with _locked(folder):  # logs and settings are small and may have changed
             remote.download([(name, folder / name, names[name], None) for name in loose])
@@ -331,8 +331,8 @@ class _Files:
                 found = beside.stat().st_size if digest is None else hash_file(beside)
                 if found != (size if digest is None else (size, digest)) and size is not None:
                     raise DataError(
-                        f"{self.url}{name and '/'}{name} did not arrive whole, or is damaged: its size or "
-                        "checksum is wrong. Try again; if it stays so, upload it again."
+                        f"{self.url}{name and '/'}{name} arrived incomplete or damaged: its size or "
+                        "checksum is wrong. Try again; if that does not help, upload it again."
                     )
                 os.replace(beside, target)
             except OSError as error:

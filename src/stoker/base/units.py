@@ -59,7 +59,7 @@ def parse_share(text: str | float) -> float:
         value, parts = _split(text, "share")
         value = float(Decimal(repr(value)) / parts) if parts > 1 else value  # 99.9 / 100 is not 0.999
     if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"share {text!r} lies outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
+        raise ConfigError(f"share {text!r} is outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
     return value
 
 

@@ -164,7 +164,7 @@ class Dataset:
         for table, ids in found.items():
             rows = self.schema.num_embeddings.get(table)
             if ids.shape != (rows,) or not torch.equal(ids.sort().values, torch.arange(len(ids))):
-                raise DataError(f"{path}: the ids of table {table} are no permutation. Reorder the dataset again.")
+                raise DataError(f"{path}: the ids of table {table} are not a permutation. Reorder the dataset again.")
         return found
 
     @property

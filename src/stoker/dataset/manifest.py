@@ -25,7 +25,7 @@ NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
 BESIDE, LOCK = ".tmp", ".lock"  # suffix of a dataset that is being remade, and a file in it
 LEFT_OVER = (
     "stoker classify or stoker reorder leaves where it is killed or still running. Run the same stoker classify "
-    "command again, or stoker reorder command: it begins anew and removes this directory."
+    "command again, or stoker reorder command: it starts again and removes this directory."
 )
 MANIFEST = "manifest.json"
 _NEEDED = ("format_version", "features", "schema_hash", "splits")
@@ -90,9 +90,9 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if is_left_over(directory):
-            raise DataError(f"{directory} is no dataset, but what {LEFT_OVER}") from error
+            raise DataError(f"{directory} is not a dataset, but what {LEFT_OVER}") from error
         raise DataError(
-            f"{directory} has no manifest.json: it is no dataset, or preparing it was interrupted. "
+            f"{directory} has no manifest.json: it is not a dataset, or preparing it was interrupted. "
             "Run the same stoker prepare command again; finished parts are kept."
         ) from error
     except (OSError, ValueError) as error:

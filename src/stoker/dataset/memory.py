@@ -42,7 +42,7 @@ class Home:
             self.path, self._lock = _make(room)
         except OSError as error:
             raise DataError(
-                f"a dataset in memory lies in a temporary directory, and none can be made ({error.strerror}). Let "
+                f"a dataset in memory needs a temporary directory, and none can be made ({error.strerror}). Let "
                 "TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
             ) from error
         _homes[self.path] = self

@@ -164,7 +164,7 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
     """Return the directory next to ``out`` for ``names``, and the directories that were created for it."""
     inside, outside = out.resolve(), source.resolve()
     if outside.is_relative_to(inside) or inside.is_relative_to(outside):
-        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+        raise DataError(f"{out} overlaps the dataset that is read. Choose another directory.")
     if out.name in ("", ".."):
         raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
     check_out(out, overwrite=overwrite)
@@ -173,7 +173,7 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= names:
         raise DataError(
-            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
+            f"{out} is made in {folder} next to it, which has other files. Move them, or choose another directory."
         )
     made = absent_folders(folder.parent)
     try:

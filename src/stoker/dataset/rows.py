@@ -212,7 +212,7 @@ class SplitRows:
     def _check_shard(self, number: int) -> int:
         """Check the bytes of one shard against the manifest, its ids against their tables; return its size."""
         shard, entry = self.shards[number], self.entry["shards"][number]
-        affected = f"Rows {self.starts[number]:,} to {self.starts[number + 1] - 1:,} of split {self.name} lie in it."
+        affected = f"Rows {self.starts[number]:,} to {self.starts[number + 1] - 1:,} of split {self.name} are in it."
         again = f"run the dataset's stoker {self._made_by} command again with --overwrite"
         if self._made_by != "prepare":  # its other splits share their files with the source
             again += ", and stoker prepare before it if the source is damaged too"

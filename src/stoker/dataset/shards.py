@@ -212,7 +212,7 @@ def open_shard(path: str | Path, *, rows: int) -> Shard:
     """
     path = Path(path)
     if sys.byteorder != "little":
-        raise DataError("Stoker's shards are little-endian and mapped as they lie; this machine is big-endian.")
+        raise DataError("Stoker's shards are little-endian and mapped without conversion; this machine is big-endian.")
     try:
         with path.open("rb") as file:
             extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}

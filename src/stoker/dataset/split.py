@@ -63,7 +63,7 @@ class _Shares:
                 self.tail, self.tail_rounds = rest + round_rows, 2
             elif rest < world_size:
                 raise ConfigError(
-                    f"the last {rest} of {rows:,} rows cannot be dealt to {world_size} ranks. "
+                    f"the last {rest} of {rows:,} rows cannot be divided among {world_size} ranks. "
                     "Pass drop_last=True, or use fewer ranks."
                 )
             else:
@@ -102,14 +102,14 @@ class Reading:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; a batch has at least 1 row.")
         if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank {self.rank} lies outside 0 to world_size - 1 = {self.world_size - 1}.")
+            raise ConfigError(f"rank {self.rank} is outside 0 to world_size - 1 = {self.world_size - 1}.")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit is {self.limit} rows; give at least 1, or None for all.")
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch} batches; give 0 (none) or more.")
         if self.reuse and self.pinned:
             raise ConfigError(
-                "reuse=True could overwrite a batch whose copy to the GPU is still under way. Leave it out: "
+                "reuse=True could overwrite a batch that is still being copied to the GPU. Leave it out: "
                 "torch recycles page-locked memory by itself, and safely."
             )
 
@@ -271,7 +271,7 @@ class BatchStream:
             full = min(_Shares(self.rows, size, others, drop_last=False).full, self._shares.full)
             check(
                 position <= full,
-                f"lies in the last batches of an epoch, which {others} ranks deal otherwise than {ranks}. Finish the "
+                f"is in the last batches of an epoch, which {others} ranks divide differently than {ranks}. Finish the "
                 f"epoch on {others} ranks",
             )
         check(

@@ -150,7 +150,7 @@ def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
         if name not in features or features[name].sequence != wanted:
             kind = "sequence" if wanted else "one-id"
             those = ", ".join(feature.name for feature in spec.features if feature.sequence == wanted)
-            raise ConfigError(f"history names {name!r}, which is no {kind} feature. Those are: {those or 'none'}.")
+            raise ConfigError(f"history names {name!r}, which is not a {kind} feature. Those are: {those or 'none'}.")
     lengths = {name: features[name].max_length for name in pairs.values()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} up to {length}" for name, length in lengths.items())

@@ -81,7 +81,7 @@ class Tabular(RecModel):
             )
         for share in (*shares, embedding_dropout):
             if not 0 <= share < 1:
-                raise ConfigError(f"dropout of {share} is no share. Give one from 0 up to, but not, 1.")
+                raise ConfigError(f"dropout is {share}. Give a share of at least 0 and below 1.")
         self.dropout, self.embedding_dropout = shares, float(embedding_dropout)
         self.embedded = sum(columns[feature.table] for feature in spec.features)
         generator = dense_generator(self.seed, "tabular")

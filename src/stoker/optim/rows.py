@@ -143,7 +143,7 @@ class MomentumSGD(RowOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"MomentumSGD(momentum={self.momentum}) must lie in [0, 1), such as 0.9.")
+            raise ConfigError(f"MomentumSGD(momentum={self.momentum}) must be in [0, 1), such as 0.9.")
 
     def rule(self, tick: int) -> RowRule:
         return super().rule(tick)._replace(kind="nesterov" if self.nesterov else "momentum", beta1=self.momentum)
@@ -389,7 +389,7 @@ def check_not_negative(owner: str, **values: float | None) -> None:
 def check_betas(owner: str, betas: tuple[float, ...]) -> None:
     """Raise ConfigError for a decay of moments outside [0, 1)."""
     if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(f"{owner}(betas={betas}): both must lie in [0, 1).")
+        raise ConfigError(f"{owner}(betas={betas}): both must be in [0, 1).")
 
 
 def check_trust(name: str, min_trust: float, max_trust: float | None) -> None:

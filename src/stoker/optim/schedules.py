@@ -131,9 +131,7 @@ class OneCycle(Schedule):
                 "at least 1."
             )
         if self.warmup:
-            raise ConfigError(
-                f"OneCycle(warmup={self.warmup}): the cycle begins with a warm-up of its own. Leave it out."
-            )
+            raise ConfigError(f"OneCycle(warmup={self.warmup}): the cycle has its own warm-up. Leave it out.")
 
     def decay(self, step: int) -> float:
         # The last step of the cycle, not the one after it, has the lowest rate.

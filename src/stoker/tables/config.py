@@ -93,7 +93,7 @@ class Slotted(Strategy):
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
         if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
+            raise ConfigError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1.")
         _check_choice(name, "home", self.home, *store_names())
         store = store_class(self.home)
         if self.host_memory is not None:
@@ -218,7 +218,7 @@ class HotCold(Slotted):
             if hot.get(table.name, 0) > table.num_embeddings:
                 raise ConfigError(
                     f"HotCold: {hot[table.name]:,} rows of table {table.name!r} are to be hot, but it has "
-                    f"{table.num_embeddings:,}. Give at most so many, or profile the dataset that these tables are for."
+                    f"{table.num_embeddings:,}. Give at most that many, or profile the dataset of these tables."
                 )
         return tuple(hot.get(table.name, 0) for table in tables)
 
@@ -285,7 +285,7 @@ class TensorTrain(Strategy):
             if self.own >= table.embedding_dim:
                 raise ConfigError(
                     f"table {table.name!r} has {table.embedding_dim} columns, so rows with {self.own} numbers of their "
-                    "own save nothing. Give fewer, or leave the table as it is."
+                    "own save nothing. Give fewer, or do not compress the table."
                 )
             return TTShape((table.num_embeddings, 1), (1, table.embedding_dim), (self.own,))
         if self.shape is None:
@@ -366,9 +366,9 @@ def check_strategies(placement: Any) -> None:
     given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
     if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
         raise ConfigError(
-            f"placement holds {wrong[0]!r}, which is no strategy. Give stoker.Device(), stoker.Cached(fraction=0.1), "
-            "stoker.HotCold(...), stoker.HostPipelined(...) or stoker.TensorTrain(rank=32), for all tables or by name; "
-            "stoker.plan(...) chooses.",
+            f"placement holds {wrong[0]!r}, which is not a strategy. Give stoker.Device(), "
+            "stoker.Cached(fraction=0.1), stoker.HotCold(...), stoker.HostPipelined(...) or stoker.TensorTrain(), "
+            "for all tables or by name; stoker.plan(...) chooses.",
             settings=("placement",),
         )
 

@@ -317,7 +317,7 @@ class EmbeddingTables(nn.Module):
     def _named(self, tables: Iterable[str]) -> frozenset[str]:
         own = {table.name for table in self.tables}
         if unknown := sorted(set(tables) - own):
-            raise ConfigError(f"{unknown} are no tables; there are {', '.join(sorted(own))}.")
+            raise ConfigError(f"{unknown} are not tables; there are {', '.join(sorted(own))}.")
         return frozenset(tables) or frozenset(own)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
@@ -493,7 +493,7 @@ class EmbeddingTables(nn.Module):
             name = self.groups[mine[0].group].tables[0].name
             raise RuntimeError(
                 f"the gradient of an output of table {name!r} was changed in place between its backward and the step "
-                "of the rows. Give backward() a tensor of its own: grad.clone()."
+                "of the rows. Give backward() a new tensor: grad.clone()."
             )
         if len(mine) == 1:
             return mine[0].lookups, mine[0].grad, mine[0].lease
@@ -696,8 +696,8 @@ class EmbeddingTables(nn.Module):
         for group, probe in zip(self.groups, probes, strict=True):
             if probe.dtype != group.storage.weight.dtype:
                 warnings.warn(
-                    f"the rows of EmbeddingTables stay {group.tables[0].dtype}: half(), double() and to(dtype) change "
-                    "the rest of a model only. Give TableConfig the dtype that the rows are to have.",
+                    f"the rows of EmbeddingTables remain {group.tables[0].dtype}: half(), double() and to(dtype) "
+                    "change the rest of a model only. Give TableConfig the dtype that the rows are to have.",
                     stacklevel=3,
                 )
                 break

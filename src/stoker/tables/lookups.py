@@ -359,7 +359,7 @@ class Splitter:
             if not weights.is_floating_point():
                 raise ValueError(f"per-sample weights are {weights.dtype}; they must be floating-point numbers.")
             if weights.device != ids.device:
-                raise ValueError(f"weights lie on {weights.device}, but ids on {ids.device}. Move one of them.")
+                raise ValueError(f"weights are on {weights.device}, but ids on {ids.device}. Move one of them.")
             for group in self.groups:
                 if group.pooling != "sum":
                     raise ValueError(
@@ -377,7 +377,7 @@ class Splitter:
                 f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; they must be one row of int64 or int32."
             )
         if offsets.device != ids.device:
-            raise ValueError(f"offsets lie on {offsets.device}, but ids on {ids.device}. Move one of them.")
+            raise ValueError(f"offsets are on {offsets.device}, but ids on {ids.device}. Move one of them.")
         offsets = offsets.to(torch.int64)
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])

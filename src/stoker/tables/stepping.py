@@ -50,8 +50,8 @@ class Remedies(NamedTuple):
     """Remedies in error messages."""
 
     step: str = (
-        "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() beside "
-        "those of the other optimizer"
+        "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() next "
+        "to those of the other optimizer"
     )
     scaler: str = ", with scaler.step(rows)"
     ranks: str = (

@@ -264,7 +264,7 @@ class DeviceRows(Storage):
             size, free = num_rows * row_bytes(dim, dtype, state), device_memory(device)[0]
             raise ConfigError(
                 f"{num_rows:,} rows of {dim} columns need {format_size(size)} with their optimizer state, "
-                f"which {device} does not give{f' ({format_size(free)} free)' if free else ''}. Keep a part of them "
+                f"which {device} does not give{f' ({format_size(free)} free)' if free else ''}. Keep some of them "
                 "there: placement=stoker.Cached(fraction=0.1), with the others in host memory or, by home='file', in a "
                 "file (docs/placement.md).",
                 settings=("embedding_dim", "device_memory"),

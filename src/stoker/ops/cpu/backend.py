@@ -155,7 +155,7 @@ class CpuBackend(Backend):
             )  # fmt: skip
         if error[0]:
             raise RuntimeError(
-                "ids or offsets were overwritten between a lookup and its update: they now lie outside their tables or "
+                "ids or offsets were overwritten between a lookup and its update: they are now outside their tables or "
                 "bags. Rows of this batch may have been updated in part, so go back to the last checkpoint. Leave the "
                 "memory of a batch alone until backward is done."
             )

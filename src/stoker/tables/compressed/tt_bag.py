@@ -369,7 +369,7 @@ class TTEmbeddingBag(nn.Module):
             low, high = (int(value) for value in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
                 wrong = low if low < 0 else high
-                raise IndexError(f"id {wrong} lies outside the table of {self.num_embeddings:,} rows.")
+                raise IndexError(f"id {wrong} is outside the table of {self.num_embeddings:,} rows.")
 
     @classmethod
     def from_dense(

@@ -419,7 +419,7 @@ def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
     can = isinstance(home, MemoryHome) and home.pinned and streams.reads_host
     if wanted == "direct" and not can:
         raise ConfigError(
-            f"{home!r} cannot be read by the GPU itself. Use a home in memory with pin=True and install Triton, "
+            f"{home!r} cannot be read by the GPU directly. Use a store in memory with pin=True and install Triton, "
             "or leave reading='staged'."
         )
     if wanted != "auto":

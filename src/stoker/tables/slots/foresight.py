@@ -64,7 +64,7 @@ def _disk(directory: Path | None) -> Iterator[None]:
     except OSError as error:
         raise HomeError(
             f"next uses cannot be recorded in {directory or 'the temporary directory'}: {error.strerror or error}. "
-            "Free space there, name another directory (the environment's TMPDIR; of a home in a file: home_path), or "
+            "Free space there, name another directory (the environment's TMPDIR; for a spill file: home_path), or "
             "leave foresight out."
         ) from error
 

@@ -258,7 +258,7 @@ class SlottedRows(Storage):
 
     def reset_state(self, state: dict[str, str]) -> None:
         raise StokerError(
-            "the optimizer of rows behind a cache cannot be exchanged for one of another kind; "
+            "the optimizer of rows behind a cache cannot be replaced by one of another kind; "
             "build the model with it, or place the tables on the device first."
         )
 
@@ -336,7 +336,7 @@ class SlottedRows(Storage):
     def to(self, device: torch.device) -> None:
         if device != self.weight.device:
             raise StokerError(
-                "rows placed behind a cache stay on the device they were placed for; build the model on the new one."
+                "rows behind a cache remain on the device that they were placed for; build the model on the new one."
             )
 
     def close(self) -> None:

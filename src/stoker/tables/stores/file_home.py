@@ -158,13 +158,13 @@ class FileHome(Home):
         except OSError as error:
             self._remove()
             raise HomeError(
-                f"home file {self.path}: setting its length to {format_size(self.layout.file_bytes)} failed: {error}. "
+                f"spill file {self.path}: setting its length to {format_size(self.layout.file_bytes)} failed: {error}. "
                 f"{_REMEDY.get(error.errno or 0, 'Name a directory on a file system that allows large sparse files')}."
             ) from error
         free = shutil.disk_usage(self.path.parent).free
         if free < self.layout.file_bytes:
             warnings.warn(
-                f"home file {self.path} may grow to {format_size(self.layout.file_bytes)} for {self.num_rows:,} rows, "
+                f"spill file {self.path} may grow to {format_size(self.layout.file_bytes)} for {self.num_rows:,} rows, "
                 f"but its disk has {format_size(free)} free. Rows take space when they are first stored; if too many "
                 "are, training stops with an error. Name a directory on a larger disk to be safe.",
                 stacklevel=2,
@@ -405,7 +405,7 @@ class FileHome(Home):
 
     def _error(self, code: int, row: int | None, action: str) -> HomeError:
         """Return the error for a failed system call, or (code 0) for a file that ended too early."""
-        what = f"home file {self.path}: {action}"
+        what = f"spill file {self.path}: {action}"
         if row is not None:
             what += f" row {row:,} ({self._place_of(row, action)})"
         again = "then resume from the last checkpoint."
@@ -463,7 +463,7 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
             os.close(fd)  # another process in this directory removed it before it was locked
     except OSError as error:
         raise HomeError(
-            f"a home file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
+            f"a spill file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
         ) from error
 
 

@@ -248,7 +248,7 @@ class Home(ABC):
     def _check(self, rows: np.ndarray, side: Rows, places: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
         """Check the indices and return them as contiguous int64: kernels use them on raw memory."""
         if not self._open:
-            raise HomeError(f"{self!r} is closed. Make a new home, or close it after the last use.")
+            raise HomeError(f"{self!r} is closed. Make a new backing store, or close it after the last use.")
         weight = side.weight
         wanted = shapes_of(self.state, len(weight), self.dim)
         given = {name: tuple(side.state[name].shape) for name in self.state if name in side.state}
@@ -271,7 +271,7 @@ class Home(ABC):
                 raise IndexError(f"row {bad:,} is not in {self!r}; its rows are 0 to {self.num_rows - 1:,}.")
             low, high = (0, count - 1) if places is None else (int(places.min()), int(places.max()))
             if low < 0 or high >= len(weight):
-                raise IndexError(f"places {low:,} to {high:,} do not lie in the {len(weight):,} rows given.")
+                raise IndexError(f"places {low:,} to {high:,} are not in the {len(weight):,} rows given.")
         return rows, places
 
     def _run_kernel(
@@ -345,8 +345,9 @@ class MemoryHome(Home):
             self.arrays = self.empty(self.num_rows, lambda shape, dtype: _aligned(shape, dtype, unit))
         except MemoryError as error:
             raise ConfigError(
-                f"a home of {self.num_rows:,} rows in memory needs {format_size(self.num_rows * self.row_bytes)}; this "
-                f"machine has {format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
+                f"a backing store of {self.num_rows:,} rows in memory needs "
+                f"{format_size(self.num_rows * self.row_bytes)}; this machine has "
+                f"{format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
             ) from error
         self._locks = [_page_lock(self, tensor) for tensor in self.arrays.tensors] if pin else []
 
@@ -421,7 +422,7 @@ def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # or the next kernel launch would report this error
         raise ConfigError(
-            f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
+            f"page-locking {format_size(tensor.nbytes)} for a pinned backing store failed (CUDA error {code}). "
             "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."
         )
     return weakref.finalize(owner, lambda: cudart.cudaHostUnregister(tensor.data_ptr()))

@@ -219,7 +219,7 @@ class LogHome(FileHome):
                     self._used += 1
                     return self._used - 1
                 if not self._cleaned:
-                    raise HomeError(f"home file {self.path} has no room left. Resume from the last checkpoint.")
+                    raise HomeError(f"spill file {self.path} has no room left. Resume from the last checkpoint.")
                 self._changed.wait()
 
     def _place_of(self, row: int, action: str) -> str:
