@@ -7,10 +7,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stoker
 from stoker.base.picture import Grid
+from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
 from stoker.training.files.checkpoint import Checkpoint
 
@@ -62,6 +64,30 @@ def test_results_print_as_one_line_and_as_a_table_in_notebooks(tmp_path: Path) -
             assert len(result.report().splitlines()) > 4
             heading = result.grids()[0].headings[-1]
             assert heading in result.report()
+
+
+def test_values_print_as_one_line(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=1500, num_embeddings=(300, 20, 10))
+    stream = data.train.batches(128, seed=0)
+    tables = stoker.EmbeddingTables(
+        stoker.tables_for(data.schema, 4), optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(slots=200)
+    )
+    stage = stoker.stage(stream, tables, lookahead=2)
+    residency = make_residency([0, 300], 10)
+    plan = residency.plan_now(np.array([1, 5]))
+    found = {
+        "train 1,200": data,
+        "FeatureSpec(4 dense columns, 3 features, 3 tables with 330 rows)": data.schema,
+        "rows=1,200": data.train,
+        "'train', 128 rows a batch, at batch 1 of 10 in epoch 0": stream,
+        "dense [128, 4], ids [128, 3], labels [128]; cpu": next(iter(stream)),
+        "1 in flight, at step 0": stage,
+        "2 rows, 2 fetched, 0 written back": plan,
+    }
+    for words, value in found.items():
+        assert words in repr(value)
+        assert "\n" not in repr(value)
+        assert len(repr(value)) < 150 + len(str(tmp_path))
 
 
 def test_text_in_a_table_of_a_notebook_is_escaped() -> None:

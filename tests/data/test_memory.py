@@ -349,14 +349,14 @@ def test_where_it_may_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert digests(held.save(tmp_path / "link", overwrite=True).path) == digests(tmp_path / "folder")
     assert digests(held.save(tmp_path / "plain").path) == digests(tmp_path / "folder")
     (tmp_path / "whole.tmp").symlink_to(tmp_path / "plain")
-    with pytest.raises(DataError, match=r"whole.tmp beside it, which holds something else"):
+    with pytest.raises(DataError, match=r"whole.tmp next to it, which has other files"):
         held.save(tmp_path / "whole")  # a dataset of its own
     assert len(digests(tmp_path / "plain")) == len(digests(tmp_path / "folder"))
     (tmp_path / "left.tmp" / "train").mkdir(parents=True)  # as threads of a run that was stopped might leave
     assert digests(held.save(tmp_path / "left").path) == digests(tmp_path / "folder")
     (tmp_path / "own.tmp").mkdir()
     (tmp_path / "own.tmp" / "precious").touch()
-    with pytest.raises(DataError, match=r"own.tmp beside it, which holds something else"):
+    with pytest.raises(DataError, match=r"own.tmp next to it, which has other files"):
         held.save(tmp_path / "own")
     assert (tmp_path / "own.tmp" / "precious").exists()
     (tmp_path / "here").mkdir()

@@ -443,7 +443,7 @@ def test_another_number_of_ranks_continues(sets: dict[tuple[int, int, bool], Dat
     ("settings_", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank 2 lies outside"),
+        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank 2 is outside"),
         ({"batch_size": 10, "limit": 0}, "limit is 0"),
         ({"batch_size": 10, "prefetch": -1}, "prefetch is -1"),
         ({"batch_size": 10, "shuffle_memory": 5}, "not even one row"),

@@ -289,9 +289,9 @@ def test_pairs_that_are_not_plain_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'seen' and 'bought' share table 'item'"):
         TBSM(with_features(item, seen, bought))
     assert TBSM(with_features(item, seen, bought), history={"item": "bought"}).pooled == ("item", "seen")
-    with pytest.raises(ConfigError, match=r"history names 'sean', which is no sequence feature. Those are: seen"):
+    with pytest.raises(ConfigError, match=r"history names 'sean', which is not a sequence feature. Those are: seen"):
         TBSM(with_features(item, seen), history={"item": "sean"})
-    with pytest.raises(ConfigError, match=r"history names 'seen', which is no one-id feature. Those are: item"):
+    with pytest.raises(ConfigError, match=r"history names 'seen', which is not a one-id feature. Those are: item"):
         TBSM(with_features(item, seen), history={"seen": "item"})
     with pytest.raises(ConfigError, match="at least one pair"):
         TBSM(with_features(item, seen), history={})

@@ -38,7 +38,10 @@ class Dataset:
     >>> data = stoker.Dataset("data/tiny")
     >>> data
     Dataset('data/tiny': train 800, valid 100, test 100 rows)
-    >>> batch = next(iter(data.train.batches(128, seed=0)))
+    >>> stream = data.train.batches(128, seed=0)
+    >>> stream
+    BatchStream('train', 128 rows a batch, at batch 0 of 7 in epoch 0)
+    >>> batch = next(iter(stream))
     >>> batch
     Batch(step 0: 128 examples; dense [128, 4], ids [128, 3], labels [128]; cpu)
 

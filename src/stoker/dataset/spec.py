@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stoker.base.errors import SchemaError
+from stoker.base.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ class FeatureSpec:
     dataset by tiers of it.
 
     >>> spec = stoker.FeatureSpec.from_sizes(num_dense=1, num_embeddings=[100, 50])
-    >>> spec.dense, spec.num_embeddings
-    (('I1',), {'C1': 100, 'C2': 50})
-    >>> spec.index("C2")
-    1
+    >>> spec
+    FeatureSpec(1 dense column, 2 features, 2 tables with 150 rows)
+    >>> spec.num_embeddings
+    {'C1': 100, 'C2': 50}
     """
 
     dense: tuple[str, ...]
@@ -52,6 +53,11 @@ class FeatureSpec:
         missing = {feature.table for feature in self.features} - set(self.num_embeddings)
         if missing:
             raise SchemaError(f"features address the tables {sorted(missing)}, which have no num_embeddings.")
+
+    def __repr__(self) -> str:
+        counts = plural(len(self.dense), "dense column"), plural(len(self.features), "feature")
+        tables = plural(len(self.num_embeddings), "table")
+        return f"FeatureSpec({', '.join(counts)}, {tables} with {sum(self.num_embeddings.values()):,} rows)"
 
     @property
     def one_hot(self) -> bool:

@@ -153,6 +153,10 @@ class BatchStream:
         self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, resident
         self._resident: ResidentRows | None = None
 
+    def __repr__(self) -> str:
+        place = f"batch {self.position:,} of {len(self):,} in epoch {self.epoch:,}"
+        return f"BatchStream({self.split.name!r}, {self.batch_size:,} rows a batch, at {place})"
+
     def __len__(self) -> int:
         """Return the batches per epoch, the same on every rank."""
         return self._shares.count

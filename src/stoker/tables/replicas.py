@@ -30,9 +30,8 @@ class Replicas:
     and the mean of its own examples as loss; shares may differ in size.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> replicas = stoker.Replicas()
-    >>> replicas.rank, replicas.size
-    (0, 1)
+    >>> stoker.Replicas()
+    Replicas(rank 0 of 1)
     >>> torch.distributed.destroy_process_group()
 
     Args:
@@ -51,6 +50,9 @@ class Replicas:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+
+    def __repr__(self) -> str:
+        return f"Replicas(rank {self.rank} of {self.size})"
 
     def joint(self, bags: Bags, grad: Tensor) -> tuple[Bags, Tensor]:
         """Return the lookups of all ranks and their gradient [sum of B, P, D] for the mean over all examples."""

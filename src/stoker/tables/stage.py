@@ -148,6 +148,9 @@ class Stage(Generic[Item]):
         ids, offsets, _ = self._lookups_of(item)
         return item, ids, offsets
 
+    def __repr__(self) -> str:
+        return f"Stage({self.window} batches ahead, {self.in_flight} in flight, at step {self.step:,})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream after the last batch that was yielded."""
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]

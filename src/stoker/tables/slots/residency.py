@@ -44,6 +44,10 @@ class SlotPlan:
     evict_slots: Ints  # [E]
     fence: int  # the fetch must wait until the writebacks of this plan and earlier ones have landed; -1: none
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.slots):,} rows, {len(self.fetch_rows):,} fetched, {len(self.evict_rows):,} written back"
+        return f"SlotPlan({self.number}: {counts}, fence {self.fence})"
+
     @property
     def hits(self) -> int:
         """Rows that were in their slots already."""
