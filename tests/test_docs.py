@@ -26,8 +26,7 @@ FILES = sorted(Path(stoker.__file__).parent.rglob("*.py"))
 SCREENS = 85  # lines of README: two screens
 #: Public names whose docstrings have no example yet.
 NO_EXAMPLE = {
-    *("compare", "evaluate", "find_lr", "load", "predict"),
-    *("trace", "train", "verify"),
+    *("load", "train"),
 }
 
 

@@ -86,10 +86,10 @@ def test_same_rows_with_another_feature(made: Path, tmp_path: Path) -> None:
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "dataset": str(manifest.parent)}))
     found = stoker.compare(made / "runs" / "a", tmp_path / "same" / "run")
-    assert "the same columns, prepared otherwise" in found.data[0]
+    assert "the same columns, prepared in another way" in found.data[0]
     notes = " | ".join(found.notes)
     assert "rows of a and run" not in notes, "the same labels in the same order: figures compare"
-    assert "was prepared otherwise when run was trained" in notes
+    assert "was prepared again after run was trained" in notes
     notes = " | ".join(stoker.compare(made / "runs" / "a", tmp_path / "other" / "run").notes)
     assert "test rows of a and run are as many, with as many positives, but not in the same order" in notes
 
@@ -186,7 +186,7 @@ def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
     assert "epoch  " not in shown.output
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     losses, metric = draw_comparison(stoker.compare(tmp_path / "a", tmp_path / "b")).axes
-    assert "none was recorded" in losses.texts[0].get_text()
+    assert "no records" in losses.texts[0].get_text()
     assert not metric.texts
 
 

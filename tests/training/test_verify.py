@@ -214,5 +214,5 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
 
 def test_too_little_memory_for_all_rows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.training.tools.verify.memory_of", lambda device: (1000, 2000))
-    with pytest.raises(ConfigError, match="must be resident too"):
+    with pytest.raises(ConfigError, match="needs all rows resident, too"):
         stoker.verify(run)

@@ -1,4 +1,4 @@
-"""Metrics and scores of a trained model over a split, in file order."""
+"""Compute metrics and scores of a trained model over a split, in the order of the file."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 _Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
-SCORED = 8192  # examples at a time
-_HEAD = 5  # rows that a report shows
-_ROW_GROUP = 2**17  # rows of a file of scores that are written at a time
+SCORED = 8192  # examples per batch
+_HEAD = 5  # rows in a report
+_ROW_GROUP = 2**17  # rows of a file that are written at a time
 _REMEDY = (
-    "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
-    "named), or train a model on this one."
+    "Use the dataset of the training run, as it was prepared then (without a dataset, the one of the run is taken), or "
+    "train a model on this one."
 )
 
 
 def dataset_identity(dataset: Dataset) -> dict[str, str]:
-    """What must agree for a model's rows to mean the same ids: the schema and the vocabularies."""
+    """Return hashes of schema and vocabularies. If they are equal, the rows of a model mean the same ids."""
     files = dataset.manifest.get("files", {})
     vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
     return {
@@ -55,10 +55,10 @@ def dataset_identity(dataset: Dataset) -> dict[str, str]:
 
 
 def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] | None) -> None:
-    """Refuse a dataset whose ids mean something else than those the model was trained on.
+    """Refuse a dataset whose ids mean something else than those of the training data.
 
     Raises:
-        ConfigError: naming what differs.
+        ConfigError: the dataset differs; the message names what differs.
     """
     mine, theirs = model.spec.to_dict(), dataset.schema.to_dict()
     for what in ("dense", "features", "num_embeddings"):
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 def _scoring(model: RecModel) -> Iterator[None]:
     training = model.training
     model.eval()
-    # To refuse a batch is to keep training fast; scores are worked out in parts where batches are larger than that.
+    # A run refuses large batches to keep training fast. Scoring splits them into parts instead.
     refusing = [
         (group, group.strategy)
         for group in model.embeddings.groups
@@ -110,26 +110,36 @@ def evaluate(
     lookahead: int | None = None,
     k: int = 10,
 ) -> dict[str, float]:
-    """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
-    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.metrics.RankingMetrics`). Rows without
-    label are left out, also of their lists; ``rows`` of the result counts those that have one.
+    """Compute the metrics of a model on a split.
+
+    They are AUC, log loss, normalized entropy, accuracy and calibration (:class:`StreamingMetrics`). If the split has
+    groups, also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.metrics.RankingMetrics`). Rows
+    without a label are left out, also in their lists; ``rows`` in the result counts the others.
 
     Args:
-        model: the model; nothing of it changes.
+        model: the model. It does not change.
         split: for example ``dataset.valid``.
-        batch_size: examples at a time.
-        rows: the first so many rows only; None means all.
-        stop: asked before every batch; when it says yes, metrics of the rows so far are returned.
-        lookahead: batches looked ahead where rows come and go (:func:`stoker.stage`), which is faster and gives the
-            same numbers; None fetches rows on demand, as there must be one stage at a time.
-        k: places of a list that nDCG and hit rate look at.
+        batch_size: examples per batch.
+        rows: evaluate this many rows, the first ones; None means all.
+        stop: called before each batch; if it returns True, the metrics of the rows so far are returned.
+        lookahead: batches to read ahead if rows are in a cache (:func:`stoker.stage`). This is faster and gives the
+            same numbers. None fetches rows on demand, because only one stage can be open at a time.
+        k: k of nDCG@k and hit rate@k.
 
     Raises:
-        ConfigError: k below 1. DataError: damaged rows or groups, or no row has a label.
+        ConfigError: k below 1.
+        DataError: damaged rows or groups, or no row has a label.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> model = stoker.train(data, out="run", batch_size=64, steps=10, display="quiet").model
+    >>> found = stoker.evaluate(model, data.test)
+    >>> found["rows"], 0 < found["auc"] < 1
+    (100, True)
     """
     if not split.labelled and len(split):
         raise DataError(
-            f"no row of split {split.name} has a label, so there is nothing to evaluate by; stoker predict scores them."
+            f"no row of split {split.name} has a label, so it cannot be evaluated; stoker predict scores them."
         )
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
@@ -160,7 +170,7 @@ def _batches(
 def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
 ) -> Generator[_Piece, None, None]:
-    """Labels and scores of each batch."""
+    """Yield the labels and scores of each batch."""
     with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
         for batch in batches:
             # The labels of a staged batch are on the model's device.
@@ -168,21 +178,21 @@ def _scored(
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
-    """The same with None for undefined values, which JSON can hold."""
+    """Return the metrics with None for undefined values, for JSON."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Scores(Shown):
-    """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``.
+    """The scores of the first rows of a split, in its order. ``np.asarray(scores)`` returns them as an array.
 
-    Arrow libraries read the columns that :func:`write_scores` writes: ``pyarrow.table(scores)``.
+    ``pyarrow.table(scores)`` returns the columns that :func:`write_scores` writes.
     """
 
     scores: npt.NDArray[np.float32]  # [n], the probability of label 1
-    labels: npt.NDArray[np.float32] | None  # [n], NaN for rows without; None where no row has one
-    groups: npt.NDArray[np.int32] | None  # [n], None where the split has none
-    kept: pa.Table | None = None  # [n] the raw columns of the schema's ``keep``, None where it names none
+    labels: npt.NDArray[np.float32] | None  # [n], NaN for rows without a label; None if no row has one
+    groups: npt.NDArray[np.int32] | None  # [n], None if the split has no groups
+    kept: pa.Table | None = None  # [n] the raw columns in ``keep`` of the schema; None if there are none
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -221,24 +231,28 @@ def predict(
     rows: int | None = None,
     lookahead: int | None = None,
 ) -> Scores:
-    """Return a score for every row of a split, and write them to a file if one is named.
-
-    ::
-
-        found = stoker.predict(model, data.test)
-        found.scores, found.labels, found.groups     # one number per row
+    """Compute a score for each row of a split, and write the scores to ``out`` if it is given.
 
     Args:
         model: the model.
         split: for example ``dataset.test``.
         out: a file to write, too (:func:`write_scores`).
-        batch_size: examples at a time.
-        rows: the first so many rows only; None means all.
+        batch_size: examples per batch.
+        rows: score this many rows, the first ones; None means all.
         lookahead: as for :func:`evaluate`.
 
     Raises:
         ConfigError: ``out`` exists, or its name ends in neither .parquet nor .csv.
         DependencyError: ``out`` is given and pyarrow is not installed.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> model = stoker.train(data, out="run-to-score", batch_size=64, steps=10, display="quiet").model
+    >>> found = stoker.predict(model, data.test)
+    >>> found
+    <Scores: 100 scores, mean 0...>
+    >>> found.scores.shape, found.labels.shape
+    ((100,), (100,))
     """
     if out is not None:
         check_scores_file(Path(out))
@@ -271,14 +285,16 @@ def write_scores(
     rows: int | None = None,
     lookahead: int | None = None,
 ) -> int:
-    """Write scores to a file: row (int64, position in the split), label (float32, null where there is none), score
-    (float32); where the split has groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
-    Kept columns (:attr:`Split.kept <stoker.dataset.split.Split.kept>`) are before the score, those that are named like
-    one of these with ``raw_`` before their name.
+    """Write scores to a Parquet or CSV file.
 
-    The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`), and of
-    131,072 rows of the file. Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which
-    decides the format.
+    Columns: row (int64, position in the split), label (float32, null if there is none), the kept columns
+    (:attr:`Split.kept <stoker.dataset.split.Split.kept>`), and score (float32). If the split has groups, also group
+    (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`). A kept column with the name of another column
+    gets the prefix ``raw_``.
+
+    The file appears when it is complete. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`), and
+    of 131,072 rows of the file. Arguments and errors are those of :func:`predict`. The format follows from the name of
+    ``out``, which ends in .parquet or .csv.
 
     Returns:
         The number of rows.
@@ -289,7 +305,7 @@ def write_scores(
 
 
 def _write(split: Split, out: Path, scored: Iterator[_Piece], batch_size: int) -> int:
-    """Write labels and scores of batches as :func:`write_scores` does."""
+    """Write the labels and scores of batches, as in :func:`write_scores`."""
 
     def table(labels: npt.NDArray[np.float32] | None, scores: npt.NDArray[np.float32], first: int) -> pa.Table:
         stop = first + len(scores)
@@ -326,12 +342,12 @@ def check_scores_file(out: Path) -> None:
     """Refuse a file that :func:`predict` cannot write, before a model is read.
 
     Raises:
-        ConfigError: it exists, cannot be written, or its name does not say a format.
+        ConfigError: the file exists, cannot be written, or its name does not end in a known format.
         DependencyError: pyarrow is not installed.
     """
     if out.suffix not in (".parquet", ".csv"):
         raise ConfigError(
-            f"{out} ends in neither .parquet nor .csv, which says the format of the scores. Choose for example "
+            f"{out} ends in neither .parquet nor .csv, so the format is not known. Choose for example "
             f"{out.with_suffix('.parquet')}."
         )
     if out.exists():

@@ -1,12 +1,12 @@
-"""Metrics over a stream of logits, in bounded memory, equal to scikit-learn's; and of lists of rows.
+"""Metrics over a stream of logits in bounded memory, equal to those of scikit-learn; and metrics of lists of rows.
 
-The area under the ROC curve is exact, ties included, up to ``exact_rows``; beyond, scores are counted in 2**21 bins and
-the largest possible error is reported with it.
+The area under the ROC curve is exact, including ties, up to ``exact_rows``. With more rows, scores are counted in 2**21
+bins, and the largest possible error is reported.
 
-How well the rows of each list are ordered (MRR, nDCG@k, hit rate@k and group AUC) is exact, in 8 bytes a row. Where
-scores are equal, negative rows come before positive ones. So a model that gives all rows of a list the same score earns
-the worst place, not the best; where ties are ordered by chance or by place in the file, a model that has not learned
-anything looks good on data that lists the right answer first. Only group AUC counts a tie half, as AUC does.
+Metrics of the order in each list (MRR, nDCG@k, hit rate@k and group AUC) are exact, with 8 bytes per row. Among equal
+scores, negative rows are before positive ones. So a model with the same score for all rows of a list gets the worst
+metric, not the best. If ties were ordered by chance or by position in the file, a model that has learned nothing would
+look good on data that lists the right answer first. Only group AUC counts a tie half, as AUC does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid
 
-#: Names of the metrics that need groups; the larger the better.
+#: Metrics that need groups; larger is better.
 RANKING = ("mrr", "ndcg", "hr", "group_auc")
 
-#: What may say which checkpoint is best.
+#: Metrics that can choose the best checkpoint.
 DECIDING = ("auc", "log_loss", *RANKING)
 
 _NAMES = {
@@ -35,7 +35,7 @@ _NAMES = {
 _RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
-_PIECE = 2**20  # rows ordered at a time, but for a larger group
+_PIECE = 2**20  # rows that are sorted at a time, or a larger group
 _GROUP = np.uint64(33)  # bits below the group in a key
 
 Keys = npt.NDArray[np.uint64]
@@ -43,15 +43,15 @@ Ordered = npt.NDArray[np.uint32]
 
 
 def _ordered(logits: Tensor) -> Ordered:
-    """Return whole numbers [B] in the order of the logits: their float32 bits, the sign folded; -0.0 is 0.0."""
+    """Return integers [B] in the order of the logits: the float32 bits with the sign folded; -0.0 is 0.0."""
     bits = (logits.detach().float().cpu().numpy() + np.float32(0.0)).view(np.uint32)
     return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
 
 
 def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
-    """The share of (positive, negative) pairs ranked rightly, a tie counting half; neither array is empty.
+    """Return the share of (positive, negative) pairs in the right order, where a tie counts half.
 
-    Sorts both arrays in place; counts are exact integers.
+    Neither array is empty. Both are sorted in place. Counts are exact integers.
     """
     positives.sort()
     negatives.sort()
@@ -63,9 +63,9 @@ def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
 
 
 def merit(values: Mapping[str, float | None], metric: str) -> float:
-    """How good an evaluation is by one of :data:`DECIDING`: the larger the better, -inf where it is undefined.
+    """Return the value of an evaluation by one of :data:`DECIDING`: larger is better, -inf if it is undefined.
 
-    Without both classes there is no AUC and nothing to rank; log loss decides then.
+    With one class only there is no AUC and no ranking, so log loss decides.
     """
     name = deciding(values, metric)
     value = values.get(name)
@@ -75,11 +75,11 @@ def merit(values: Mapping[str, float | None], metric: str) -> float:
 
 
 def deciding(values: Mapping[str, float | None], metric: str) -> str:
-    """The metric that says how good an evaluation is, where ``metric`` was asked for."""
+    """Return the metric that decides: ``metric``, or log loss if it is undefined."""
     rows = values.get("rows")
     if rows is None:
         return metric
-    # Lists of a single class each have no group AUC, though there are rows of both.
+    # If each list has one class only, there is no group AUC, even with rows of both classes.
     unranked = metric == "group_auc" and values.get(metric) is None and values.get("log_loss") is not None
     return "log_loss" if unranked or values.get("positives") in (0, rows) else metric
 
@@ -107,7 +107,13 @@ class StreamingMetrics:
     """AUC, log loss, normalized entropy, accuracy and calibration of a binary classifier.
 
     Args:
-        exact_rows: scores kept for an exact AUC: 4 bytes each, and as much again while it is computed.
+        exact_rows: scores kept for an exact AUC: 4 bytes each, and twice that while it is computed.
+
+    >>> metrics = stoker.training.StreamingMetrics()
+    >>> metrics.update(torch.tensor([2.0, 1.0, -1.0]), torch.tensor([1.0, 0.0, 0.0]))
+    >>> found = metrics.compute()
+    >>> found["auc"], round(found["log_loss"], 4)
+    (1.0, 0.5845)
     """
 
     def __init__(self, *, exact_rows: int = 2**25) -> None:
@@ -118,7 +124,7 @@ class StreamingMetrics:
         self._right = 0
         self._predicted = 0.0
         self._kept: tuple[list[Ordered], list[Ordered]] = ([], [])  # scores of negatives, of positives
-        self._counts: npt.NDArray[np.int64] | None = None  # [2, bins] beyond exact_rows
+        self._counts: npt.NDArray[np.int64] | None = None  # [2, bins] with more than exact_rows
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add rows: ``logits`` and ``labels`` in {0, 1}, both [B].
@@ -146,7 +152,7 @@ class StreamingMetrics:
             self._count()
 
     def _count(self) -> None:
-        """Count the scores that were kept in bins."""
+        """Move the kept scores into bins."""
         if self._counts is None:
             self._counts = np.zeros((2, _BINS), dtype=np.int64)
         for counts, kept in zip(self._counts, self._kept, strict=True):
@@ -155,7 +161,7 @@ class StreamingMetrics:
             kept.clear()
 
     def compute(self) -> dict[str, float]:
-        """The metrics so far; nan where a metric is undefined.
+        """Return the metrics so far; nan if a metric is undefined.
 
         ``normalized_entropy`` is the log loss over that of always predicting the mean label (He et al. 2014,
         Eq. 1); ``calibration`` is the mean prediction over the mean label; ``auc_error`` bounds the error of
@@ -193,22 +199,29 @@ class StreamingMetrics:
 
 
 class RankingMetrics:
-    """Metrics over lists of rows, of which positives should stand first.
+    """Metrics over lists of rows, whose positive rows should be first.
 
-    * ``mrr``: mean over groups of 1 / (place of the first positive row), places counted from 1.
-    * ``ndcg``: DCG@k over that of the best order (Järvelin & Kekäläinen 2002, gain 1 for a positive row, discount
+    * ``mrr``: mean over groups of 1 / (place of the first positive row), with places from 1.
+    * ``ndcg``: DCG@k divided by that of the best order (Järvelin & Kekäläinen 2002, gain 1 for a positive row, discount
       log2(place + 1)), mean over groups.
     * ``hr``: share of groups with a positive row among the first k.
     * ``group_auc``: AUC within each group, mean weighted by rows (Zhou et al. 2018, Eq. 7).
 
-    The first three are over groups that have a positive row, as in the RecSys Challenge 2019; group AUC over those that
-    have both classes. Memory: 8 bytes a row, and as much again while they are computed.
+    The first three use groups with a positive row, as in the RecSys Challenge 2019, and group AUC uses groups with both
+    classes. They take 8 bytes of memory per row, and twice that while they are computed.
 
     Args:
-        k: places looked at by ``ndcg`` and ``hr``.
+        k: places of ``ndcg`` and ``hr``.
 
     Raises:
         ConfigError: k below 1.
+
+    >>> import numpy as np
+    >>> metrics = stoker.training.RankingMetrics(k=2)
+    >>> metrics.update(torch.tensor([0.3, 0.1, 0.2]), torch.tensor([0.0, 0.0, 1.0]), np.array([7, 7, 7]))
+    >>> found = metrics.compute()
+    >>> found["mrr"], found["hr"], found["group_auc"]
+    (0.5, 1.0, 0.5)
     """
 
     def __init__(self, *, k: int = 10) -> None:
@@ -219,8 +232,9 @@ class RankingMetrics:
         self._parts: list[Keys] = []
 
     def update(self, logits: Tensor, labels: Tensor, groups: npt.NDArray[np.integer]) -> None:
-        """Add rows: ``logits`` [n], ``labels`` [n] in {0, 1} and the non-negative number of each row's group [n] below
-        2**31. Rows of a group may come in any order and in any number of calls.
+        """Add rows: ``logits`` [n], ``labels`` [n] in {0, 1}, and the group of each row [n], from 0 to 2**31 - 1.
+
+        Rows of a group may come in any order and in several calls.
 
         Raises:
             ValueError: shapes differ.
@@ -236,8 +250,10 @@ class RankingMetrics:
         self._parts.append(key)
 
     def compute(self) -> dict[str, float]:
-        """The metrics so far, not a number where none is defined; with ``ranking_k`` (k), ``groups`` (G) and
-        ``ranked_groups`` (those with a positive row)."""
+        """Return the metrics so far; nan if a metric is undefined.
+
+        They include ``ranking_k`` (k), ``groups`` (G) and ``ranked_groups`` (groups with a positive row).
+        """
         keys = np.concatenate(self._parts) if self._parts else np.empty(0, np.uint64)
         keys.sort()
         self._parts = [keys]
@@ -257,7 +273,7 @@ class RankingMetrics:
 
 
 def _pieces(keys: Keys) -> Iterator[Keys]:
-    """Whole groups, about :data:`_PIECE` rows at a time."""
+    """Yield whole groups, about :data:`_PIECE` rows at a time."""
     start = 0
     while start < len(keys):
         last = keys[min(start + _PIECE, len(keys)) - 1] >> _GROUP
@@ -267,10 +283,10 @@ def _pieces(keys: Keys) -> Iterator[Keys]:
 
 
 def _sums(keys: Keys, k: int) -> tuple[float, ...]:
-    """Sums over the groups of sorted keys, within a group by falling score, ties negative rows first.
+    """Return sums over groups of keys, sorted within a group by falling score, negative rows first among ties.
 
     Returns:
-        Groups, those with a positive row, hits, rows of groups with both classes, reciprocal places, gains, group AUC
+        Groups, groups with a positive row, hits, rows of groups with both classes, reciprocal places, gains, group AUC
         times rows.
     """
     positive = (keys & np.uint64(1)).astype(np.int64)
@@ -286,7 +302,7 @@ def _sums(keys: Keys, k: int) -> tuple[float, ...]:
     gained = np.bincount(group[seen], discounts[place[seen]], len(starts))
     best = np.concatenate(([0.0], np.cumsum(discounts)))[np.minimum(count, k)]
     ranked = count > 0
-    # In its group a positive row wins against the negative rows behind it; those of its own score come before it.
+    # A positive row wins against later negative rows of its group. Negative rows of equal score are before it.
     before = np.cumsum(1 - positive) - (1 - positive)  # negative rows before each row
     ties = _begins(keys >> np.uint64(1))
     tied = before - np.repeat(before[ties], np.diff(np.append(ties, len(keys))))
@@ -303,5 +319,5 @@ def _sums(keys: Keys, k: int) -> tuple[float, ...]:
 
 
 def _begins(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Where runs of equal values begin, in an array that is not empty."""
+    """Return the begins of runs of equal values in an array that is not empty."""
     return np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1))

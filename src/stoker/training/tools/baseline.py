@@ -1,10 +1,9 @@
 """Simple models on the columns of a dataset, which a recommender should beat.
 
-The average of the training labels, a logistic regression and, where LightGBM is installed, boosted trees. Their figures
-are stored with the dataset (``baselines.json``), and every later run shows them next to its own: so everyone sees what
-embeddings bring.
+They are the average of the training labels, a logistic regression and, if LightGBM is installed, boosted trees. Their
+metrics are stored with the dataset (``baselines.json``), and each later run shows them next to its own.
 
-Legend: n rows, F features, W weights (one for each row of each feature's table, and one for each dense column).
+Legend: n rows, F features, W weights (one for each row of the table of each feature, and one for each dense column).
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from stoker.dataset.split import Split
 from stoker.training.scores.metrics import StreamingMetrics
 
 FILE = "baselines.json"
-ROWS = 500_000  # training rows that are fitted on at most; more change the weights of a convex model little
+ROWS = 500_000  # most training rows to fit on; more change the weights of a convex model little
 BATCH = 8192  # rows
-L2 = 1.0  # as scikit-learn's default, C = 1
-STEPS = 200  # of L-BFGS at most
-TREES = 300  # of LightGBM at most; fewer where validation rows say so
+L2 = 1.0  # the default of scikit-learn, C = 1
+STEPS = 200  # most steps of L-BFGS
+TREES = 300  # most trees of LightGBM; validation rows stop it earlier
 
 Predictor = Callable[[Batch], npt.NDArray[np.float64]]  # a batch -> its logits [B]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Baselines(Shown):
-    """Figures of simple models: ``figures["logistic regression"]["test"]["auc"]``."""
+    """The metrics of simple models: ``figures["logistic regression"]["test"]["auc"]``."""
 
-    rows: int  # training rows that were fitted on
+    rows: int  # training rows of the fit
     figures: Mapping[str, Mapping[str, Mapping[str, float | None]]]  # model -> split -> metric -> value
 
     def summary(self) -> str:
@@ -68,13 +67,13 @@ class Baselines(Shown):
 
 
 def baseline_line(found: Baselines, split: str) -> str:
-    """Return the AUC of each simple model on a split, in words; empty if there is none."""
+    """Return a sentence with the AUC of each simple model on a split; empty if there is none."""
     said = [f"{name} {of[split]['auc']:.4f}" for name, of in found.figures.items() if of.get(split, {}).get("auc")]
     return f"AUC of baselines on the same {split} rows: {', '.join(said)}" if said else ""
 
 
 def saved_baselines(dataset: Dataset) -> Baselines | None:
-    """Return the baselines that are stored with a dataset; None where there are none, or none that can be read."""
+    """Return the baselines of a dataset; None if there are none, or they cannot be read."""
     try:
         found = json.loads((Path(dataset.path) / FILE).read_text(encoding="utf-8"))
         return Baselines(rows=int(found["rows"]), figures=found["figures"])
@@ -83,18 +82,18 @@ def saved_baselines(dataset: Dataset) -> Baselines | None:
 
 
 def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progress = quiet) -> Baselines:
-    """Fit simple models on the training rows, evaluate them on the other splits, and store the figures with the data.
+    """Fit simple models on the training rows, evaluate them on the other splits, and store the metrics with the data.
 
     The logistic regression has a weight for each id of each feature (a sequence counts as the mean over its ids) and
-    for each dense column, with the L2 of scikit-learn's default. L-BFGS solves it.
+    for each dense column, with the default L2 penalty of scikit-learn. L-BFGS solves it.
 
     Args:
-        dataset: what :func:`stoker.prepare` made, or its path.
-        rows: training rows to fit on; of more, so many are drawn.
+        dataset: a dataset or its directory.
+        rows: most training rows to fit on, drawn at random.
         progress: called with (what is being done, done, total).
 
     Raises:
-        DataError: there are no training rows, or they have labels of one kind only.
+        DataError: there are no training rows, or all labels are equal.
 
     Example:
         >>> from stoker.testing import make_dataset
@@ -131,7 +130,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
 
 
 def _drawn(split: Split, rows: int) -> Iterator[Batch]:
-    """Yield batches of so many rows in shuffled order, of one epoch at most."""
+    """Yield batches of this many rows in shuffled order, at most one epoch."""
     left = min(rows, len(split))
     for batch in split.batches(min(BATCH, max(1, left)), seed=0):
         if left <= 0:
@@ -161,7 +160,7 @@ def _average(labels: npt.NDArray[np.float64]) -> Predictor:
 
 
 class _Design:
-    """Turns batches into sparse matrices [B, W]: indicator columns of ids, then dense columns by mean and deviation."""
+    """Turn batches into sparse matrices [B, W]: indicator columns of ids, then standardized dense columns."""
 
     def __init__(self, spec: FeatureSpec, batches: Sequence[Batch]) -> None:
         sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
@@ -210,7 +209,7 @@ def _logistic(spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[n
 
 
 def _trees(data: Dataset, batches: Sequence[Batch], labels: npt.NDArray[np.float64]) -> Predictor | None:
-    """Return boosted trees over dense columns and single ids; None where LightGBM is not installed."""
+    """Return boosted trees over dense columns and single ids; None if LightGBM is not installed."""
     try:
         import lightgbm
     except ImportError:

@@ -1,6 +1,6 @@
-"""``stoker.compare``: runs side by side: their figures, the settings and data they differ in, their curves.
+"""``stoker.compare``: show the metrics of several runs, their differences in settings and data, and their curves.
 
-Reads what runs leave (config.json, metrics.jsonl, report.json) and the manifests of their datasets; needs no model.
+It reads the files of the runs (config.json, metrics.jsonl, report.json) and the manifests of their datasets, no model.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ Metrics = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """What of a run's dataset is compared."""
+    """The facts of the dataset of a run that are compared."""
 
     path: str
     columns: tuple[str, ...]  # dense columns and features that the model sees
     tables: Mapping[str, int]  # rows of every table
     rows: Mapping[str, tuple[int, int]]  # split -> rows, and those with label 1
-    groups: str | None  # column whose equal rows are one list
-    hashes: Mapping[str, str]  # of the schema, of the vocabularies, of the rows of every split
+    groups: str | None  # column of the groups
+    hashes: Mapping[str, str]  # of the schema, the vocabularies, and the rows of each split
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunFacts(Shown):
-    """What a run has left so far."""
+    """The facts of a run so far."""
 
     path: Path
-    name: str  # as short as tells it from the others
+    name: str  # shortest unique name
     settings: Mapping[
         str, Any
-    ]  # all of them, those of older versions filled up; options of the model by "model_options.x"
-    metric: str  # by which it chooses its best checkpoint
+    ]  # all settings, with defaults for those an older version did not have; model options as "model_options.x"
+    metric: str  # that chooses the best checkpoint
     finished: bool
-    step: int  # the last one that is recorded
+    step: int  # last recorded step
     best_step: int | None
     valid: Metrics  # of the best checkpoint; empty without an evaluation
-    test: Metrics  # empty where the test rows were not reached
+    test: Metrics  # empty before the end of the run
     samples_per_second: float | None
     curve: tuple[Mapping[str, Any], ...]  # validation records, each with step and epoch
     losses: tuple[Mapping[str, Any], ...]  # training records
-    dataset: DatasetFacts | None  # None: it cannot be read any more
+    dataset: DatasetFacts | None  # None: it cannot be read
 
     def summary(self) -> str:
         """Return the name of the run and its last step."""
@@ -73,13 +73,13 @@ class RunFacts(Shown):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
-    """Runs side by side."""
+    """The comparison of several runs; :func:`compare` makes it."""
 
     runs: tuple[RunFacts, ...]
     metric: str  # of the curves
-    settings: Mapping[str, tuple[Any, ...]]  # those that differ: a value for each run
-    data: tuple[str, ...]  # differences of the datasets, in words
-    notes: tuple[str, ...]  # what keeps figures from being comparable, in words
+    settings: Mapping[str, tuple[Any, ...]]  # those that differ, with a value for each run
+    data: tuple[str, ...]  # differences of the datasets
+    notes: tuple[str, ...]  # reasons why figures cannot be compared
 
     def summary(self) -> str:
         """Return the metric of each run on the validation rows."""
@@ -97,7 +97,7 @@ class Comparison(Shown):
         return tuple(Grid(names, rows, title) for title, rows in found.items() if rows)
 
     def report(self) -> str:
-        """Return the tables, how the datasets differ, and what keeps figures from being comparable, as text."""
+        """Return the tables, the differences of the datasets, and notes, as text."""
         more = [*(f"data: {text}" for text in self.data), *(f"note: {text}" for text in self.notes)]
         return "\n\n".join([super().report(), *(["\n".join(more)] if more else [])])
 
@@ -113,7 +113,8 @@ class Comparison(Shown):
         """Write the curves as a PNG: training loss and the metric on the validation rows, by epoch.
 
         Raises:
-            ConfigError: the name does not end in .png. DependencyError: matplotlib is not installed.
+            ConfigError: the name does not end in .png.
+            DependencyError: matplotlib is not installed.
             DataError: the disk has no room.
         """
         check_plot(Path(path))
@@ -150,15 +151,24 @@ def _text(value: Any) -> str:
 
 
 def compare(*runs: str | Path, metric: str | None = None) -> Comparison:
-    """Set runs side by side.
+    """Compare runs.
 
     Args:
-        runs: run directories, at least two; unfinished ones too.
-        metric: of the curves, such as "auc" or "mrr"; None: the one by which all of them choose their best checkpoint,
-            else one that all of them have.
+        runs: at least two run directories, finished or not.
+        metric: metric of the curves, such as "auc" or "mrr". None takes the one that chooses the best checkpoint of all
+            runs, else one that all of them have.
 
     Raises:
-        ConfigError: fewer than two runs, the same one twice, no run there, or no such metric.
+        ConfigError: fewer than two runs, the same run twice, no run there, or no such metric.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> for name, lr in (("a", 0.01), ("b", 0.1)):
+    ...     result = stoker.train(data, out=name, batch_size=64, steps=10, row_lr=lr, display="quiet")
+    >>> stoker.compare("a", "b")
+    <Comparison: auc on validation rows: a 0..., b 0...; settings that differ: 1>
+    >>> stoker.compare("a", "b").settings
+    {'row_lr': (0.01, 0.1)}
     """
     paths = [Path(run) for run in runs]
     if len(paths) < 2:
@@ -177,7 +187,7 @@ def compare(*runs: str | Path, metric: str | None = None) -> Comparison:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as it takes."""
+    """Return the last parts of each path, as many as make them unique."""
     parts = [path.resolve().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
@@ -225,7 +235,7 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
 
 
 def _records(directory: RunDirectory) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without one that a killed run broke off."""
+    """Return the records of metrics.jsonl, without an incomplete line of a killed run."""
     records = []
     with suppress(FileNotFoundError), directory.metrics.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -241,7 +251,7 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _rate(report: Mapping[str, Any] | None, train: Sequence[Mapping[str, Any]]) -> float | None:
-    """Samples a second, of a finished run in all, else as last recorded."""
+    """Return samples/s: of a whole run if it is finished, else of its last record."""
     if report is not None and report.get("samples_per_second"):
         return float(report["samples_per_second"])
     return float(train[-1]["samples_per_second"]) if train else None
@@ -255,7 +265,7 @@ def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) ->
         notes.append(f"the dataset of {name} cannot be read, so its columns are not compared: {error}")
         return None
     if directory.newest_extra().get("dataset", identity) != identity:
-        notes.append(f"{path} was prepared otherwise when {name} was trained: what is told of its data is of now")
+        notes.append(f"{path} was prepared again after {name} was trained: the data described here is the new one")
     groups = data.groups
     return DatasetFacts(
         path=path,
@@ -268,7 +278,7 @@ def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) ->
 
 
 def _metric(runs: Sequence[RunFacts], asked: str | None, notes: list[str]) -> str:
-    """The metric of the curves."""
+    """Choose the metric of the curves."""
     chosen = {run.metric for run in runs}
     if len(chosen) > 1:
         by = "; ".join(f"{run.name} by {run.metric}" for run in runs)
@@ -292,7 +302,7 @@ def _differing(runs: Sequence[RunFacts]) -> dict[str, tuple[Any, ...]]:
 
 
 def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
-    """How the datasets differ from the first one's, and whether figures can be held against each other."""
+    """Describe the differences to the first dataset, and note figures that cannot be compared."""
     known = [(run.name, run.dataset) for run in runs if run.dataset is not None]
     if not known:
         return []
@@ -317,13 +327,13 @@ def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
 
 
 def _here(path: str) -> str:
-    """The path as one would name it from here."""
+    """Return the path relative to the current directory, if it is below it."""
     found = Path(path)
     return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else path
 
 
 def _labels(data: DatasetFacts, split: str) -> str | None:
-    """What tells whether two splits are of the same lines: the labels, in the order of the file."""
+    """Return a hash of the labels in the order of the file, which is equal if two splits are of the same lines."""
     digest = hashlib.sha256()
     try:
         for shard in Dataset(data.path).split(split).shards:
@@ -355,7 +365,7 @@ def _between(first: str, base: DatasetFacts, name: str, data: DatasetFacts) -> l
     train, others = data.rows.get("train", (0, 0)), base.rows.get("train", (0, 0))
     if train != others:
         said.append(f"training rows: {others[0]:,} and {train[0]:,}")
-    return said or ["the same columns, prepared otherwise"]
+    return said or ["the same columns, prepared in another way"]
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -368,7 +378,7 @@ Points = list[tuple[float, float]]  # (epoch, value), by rising epoch
 
 
 def curves(comparison: Comparison) -> dict[str, Points]:
-    """Of every run with such records the metric on the validation rows, by epoch."""
+    """Return the metric on the validation rows by epoch, for each run with such records."""
     found = {run.name: _curve(run.curve, comparison.metric) for run in comparison.runs}
     return {name: points for name, points in found.items() if points}
 
@@ -384,7 +394,7 @@ def _curve(records: Sequence[Mapping[str, Any]], name: str) -> Points:
 def text_plot(
     points: Mapping[str, Points], marks: Mapping[str, str], *, below: str = "epoch", width: int = 60, height: int = 12
 ) -> str:
-    """Curves (at least one point in all) in characters, a mark for each; "*" where several meet."""
+    """Draw curves (with at least one point in all) in characters, with a mark for each, and "*" where they meet."""
     every = np.array([point for each in points.values() for point in each])  # [P, 2]
     (left, low), (right, high) = every.min(0), every.max(0)
     cells = [[" "] * width for _ in range(height)]
@@ -414,7 +424,7 @@ def _cells(values: npt.NDArray[np.float64], low: float, high: float, cells: int,
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
-    """The picture itself: training loss and the metric on the validation rows, by epoch."""
+    """Draw the training loss and the metric on the validation rows by epoch."""
     figure = blank(9, 3.6)
     losses, metric = figure.subplots(1, 2)
     measured = curves(comparison)
@@ -432,5 +442,5 @@ def draw_comparison(comparison: Comparison) -> Figure:
             axes.legend()
         else:
             axes.set(xticks=[], yticks=[])
-            axes.text(0.5, 0.5, "none was recorded", ha="center", va="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "no records", ha="center", va="center", transform=axes.transAxes)
     return figure

@@ -1,8 +1,8 @@
-"""A range test for learning rates (Smith 2017): they rise step by step, and the loss shows which of them learn.
+"""A range test for learning rates (Smith 2017): rates rise step by step, and the loss shows which ones learn.
 
-Where the loss falls fastest says what learns fastest in the first steps, which is mostly the base rate of the labels;
-it does not say what is best for a run. So the rates that the test finds are tried against those of the settings, each
-with a fresh model over the same batches, and only those that do better on held-out rows are suggested.
+The rate where the loss falls fastest is best for the first steps, in which a model mostly learns the base rate of the
+labels. It need not be the best for a run. So each candidate is compared with the rates of the settings, with a new
+model over the same batches, and only rates that are better on held-out rows are suggested.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 
 Which = Literal["both", "rows", "dense"]
-_DIVERGED = 4.0  # times the least smoothed loss: no use in going on
-_PASSES = 3.0  # over the training rows, from which on a warning is due
-_TRIAL = 5  # times the steps of the range test: those of each trial at most
-_HELD_OUT = 2**16  # validation rows that trials are judged by
-_HELD_OUT_SHARE = 0.1  # without any: batches behind those of a trial, as a share of them
-_LEAST = 2.0**-24  # probability that a score may give to what happened
-_SURE = 2.0  # standard errors that a trial must be better by
-_SKIPPED = 0.05  # of the steps at the beginning, where the smoothed loss has not settled
+_DIVERGED = 4.0  # factor on the least smoothed loss, at which the test stops
+_PASSES = 3.0  # over the training rows, from which there is a warning
+_TRIAL = 5  # most steps of a trial, in lengths of the range test
+_HELD_OUT = 2**16  # validation rows for trials
+_HELD_OUT_SHARE = 0.1  # without validation rows: batches after those of a trial, as a share of them
+_LEAST = 2.0**-24  # least probability of the label in the log loss
+_SURE = 2.0  # standard errors by which a trial must be better
+_SKIPPED = 0.05  # of the steps at the start, in which the smoothed loss is not stable
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rising(Schedule):
-    """From ``low`` to ``high``, each step the same factor."""
+    """Rise from ``low`` to ``high`` by the same factor each step."""
 
     kind: ClassVar[str] = "rising"
     low: float
@@ -60,47 +60,47 @@ class _Rising(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What training at a constant factor on the rates of the settings came to, on rows that it had not seen."""
+    """The loss on held-out rows, after training with a constant factor on the rates of the settings."""
 
     rule: str  # "settings", "steepest" or "minimum / 10"
     factor: float
     loss: float  # mean log loss of the held-out rows
-    change: float  # of that loss against the trial of the settings
+    change: float  # difference of that loss to the trial of the settings
     error: float  # standard error of the change, over the rows
 
     @property
     def better(self) -> bool:
-        """Return True if the loss is lower than that of the settings by more than chance among the rows."""
+        """True if the loss is lower than that of the settings by more than chance."""
         return self.change < -_SURE * self.error
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Finding(Shown):
-    """What :func:`find_lr` saw. Rates are ``factors`` times those of the settings, for what was varied."""
+    """The result of :func:`find_lr`. Varied rates are ``factors`` times those of the settings."""
 
     which: Which
     batch_size: int
-    row_lr: float  # that the factors multiply, scaled to the batch size
+    row_lr: float  # of the settings, scaled to the batch size
     dense_lr: float
-    factors: tuple[float, ...]  # of each step
+    factors: tuple[float, ...]  # one for each step
     losses: tuple[float, ...]
     smoothed: tuple[float, ...]
     diverged: bool  # the loss rose so far that the test ended early
     epochs: float = 0.0  # passes over the training rows
-    trials: tuple[Trial, ...] = ()  # first that of the settings
-    trial_steps: int = 0  # batches of each
-    held_out: int = 0  # rows that trials are judged by
+    trials: tuple[Trial, ...] = ()  # the first one is that of the settings
+    trial_steps: int = 0  # batches of each trial
+    held_out: int = 0  # held-out rows
 
     @property
     def minimum(self) -> int | None:
-        """The step with the least smoothed loss; None if it was the first that counts, and so nothing was learnt."""
+        """The step with the least smoothed loss; None if it is the first one, because then nothing was learned."""
         begin = self._begin
         at = min(range(begin, len(self.smoothed)), key=self.smoothed.__getitem__, default=begin)
         return at if at > begin else None
 
     @property
     def steepest(self) -> int | None:
-        """The step where the smoothed loss falls fastest by the logarithm of the rate, before its minimum."""
+        """The step before the minimum where the smoothed loss falls fastest by the logarithm of the rate."""
         if (end := self.minimum) is None:
             return None
         begin, reach = self._begin, max(2, len(self.smoothed) // 20)
@@ -113,12 +113,12 @@ class Finding(Shown):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What makes the suggestions doubtful, in words."""
+        """Reasons to doubt the suggestions."""
         said = []
         if self.epochs > _PASSES:
             said.append(
-                f"the test passed over the training rows {self.epochs:.0f} times, so the loss also falls by what is "
-                "learnt by heart: take smaller batches, fewer steps, or rates from the left end of the slope"
+                f"the test passed over the training rows {self.epochs:.0f} times, so the loss also falls by "
+                "overfitting: take smaller batches, fewer steps, or rates from the left end of the slope"
             )
         if self.minimum is not None and not self.diverged and self.minimum >= 0.98 * (len(self.factors) - 1):
             said.append(
@@ -132,19 +132,19 @@ class Finding(Shown):
 
     @property
     def candidates(self) -> dict[str, float]:
-        """Factors that the curve points to, by rule: ``steepest`` and ``minimum / 10``."""
+        """The candidates of the curve as factors, by rule: ``steepest`` and ``minimum / 10``."""
         if self.minimum is None or self.steepest is None:
             return {}
         return {"steepest": self.factors[self.steepest], "minimum / 10": self.factors[self.minimum] / 10}
 
     @property
     def suggestions(self) -> dict[str, dict[str, float]]:
-        """By rule the ``row_lr`` and ``dense_lr`` that beat those of the settings, the best first; empty: none did."""
+        """The rates that are better than those of the settings, by rule, the best first."""
         found = sorted((trial for trial in self.trials if trial.better), key=lambda trial: trial.loss)
         return {trial.rule: self.rates(trial.factor) for trial in found}
 
     def rates(self, factor: float) -> dict[str, float]:
-        """The rates at a factor, those that were varied."""
+        """Return the varied rates at a factor."""
         found = {} if self.which == "dense" else {"row_lr": self.row_lr * factor}
         return found if self.which == "rows" else {**found, "dense_lr": self.dense_lr * factor}
 
@@ -206,25 +206,33 @@ def find_lr(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> Finding:
-    """Train a model that is thrown away with rates that rise from step to step, see what its loss does, and try what
-    that points to against the rates of the settings.
+    """Find learning rates: train with rising rates, and compare the candidates of the loss curve on held-out rows.
+
+    The models are not kept.
 
     Args:
-        dataset: what ``stoker prepare`` wrote.
-        config: settings of the run that is to come; keyword settings go on top. Its schedule does not count.
-        lr_steps: batches; epochs follow each other where one has too few.
+        dataset: a dataset or its directory.
+        config: settings of the planned run; keyword settings win. Its schedule does not count.
+        lr_steps: batches of the range test, over several epochs if needed.
         low: first factor on the rates of the settings.
         high: last factor.
-        which: what rises, "rows", "dense" or "both" with their ratio as in the settings.
-        smoothing: weight of the past in the smoothed loss, in [0, 1); its bias is corrected.
-        trial_steps: batches of each trial, of which there are three at most; None: those of the run that is to come, at
+        which: rates that rise: "rows", "dense", or "both" with the ratio of the settings.
+        smoothing: weight of earlier steps in the smoothed loss, in [0, 1). Its bias is corrected.
+        trial_steps: batches of each trial; there are at most three trials. None takes the length of the planned run, at
             most five times ``lr_steps``.
         progress: called with (steps done, all steps).
         settings: fields of :class:`TrainConfig`.
 
     Raises:
-        ConfigError: settings that cannot work, or rates of 0, which nothing multiplies.
+        ConfigError: settings that cannot work, or rates of 0.
         DataError: no such dataset, or a damaged one.
+
+    >>> from stoker.testing import make_dataset
+    >>> found = stoker.find_lr(make_dataset("data", rows=2000), batch_size=64, lr_steps=40, trial_steps=20)
+    >>> [trial.rule for trial in found.trials]
+    ['settings', 'steepest', 'minimum / 10']
+    >>> found
+    <Finding: ...>
     """
     test = RangeTest.taken_from(settings)
     data = open_dataset(dataset)
@@ -287,7 +295,7 @@ def _rise(data: Dataset, config: TrainConfig, test: RangeTest, report: Callable[
 
 
 def _schedules(varied: Schedule, which: Which) -> tuple[Schedule | None, Schedule | None]:
-    """The schedules of the dense rate and of the rows' rate; None: constant."""
+    """Return the schedules of the dense rate and of the row rate; None means constant."""
     return None if which == "rows" else varied, None if which == "dense" else varied
 
 
@@ -307,7 +315,7 @@ def _try(
             found = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
             assert found.labels is not None
             labels, scores = found.labels, found.scores
-        else:  # the rows of the next batches, on which it does not train
+        else:  # the rows of the next batches, without training on them
             replica.model.eval()
             pairs = []
             for batch in islice(batches, more):
@@ -315,7 +323,7 @@ def _try(
                 pairs.append((batch.labels.clone(), replica.model.predict(batch)))
             labels, scores = (torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True))  # [n] each
     right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
-    return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # of a model that diverged every row is wrong
+    return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # a model that diverged is wrong on all rows
 
 
 def _draw(finding: Finding) -> Figure:

@@ -1,6 +1,6 @@
-"""``stoker.trace``: where the time of a run's steps goes, as a table and as a timeline of all threads.
+"""``stoker.trace``: measure the stages of the steps of a run, as a table and as a timeline of all threads.
 
-The timeline is a Chrome trace (https://ui.perfetto.dev opens it). Steps of the run are replayed with its placement; the
+The timeline is a Chrome trace (https://ui.perfetto.dev opens it). Steps of the run are replayed with its placement. The
 run directory is only read.
 """
 
@@ -26,19 +26,19 @@ from stoker.optim import Constant
 from stoker.training.placing import STAGES, iterate, place_run, slotted
 from stoker.training.replica import Rerun, find_section, process_settings
 
-_WARM = 5  # steps before the recording: kernels compile, batches are staged
-_STAGING = "stoker-stage"  # the thread that training waits for
+_WARM = 5  # steps before the recording, in which kernels compile and batches are staged
+_STAGING = "stoker-stage"  # name of the thread for which training waits
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
     """One stage of all recorded steps."""
 
-    name: str  # one of STAGES, or a span of the model's own
-    seconds: float  # of its own, without stages inside it, over all threads
-    share: float  # of the time on the clock; work beside training makes the sum of all exceed 1
-    stall_seconds: float  # of it, or beside it, training waited for rows or batches
-    count: int  # times
+    name: str  # one of STAGES, or a span of the model
+    seconds: float  # in all threads, without stages inside it
+    share: float  # of the elapsed time; with other threads the sum of all stages exceeds 1
+    stall_seconds: float  # time that training waited for rows or batches during this stage
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,19 +46,19 @@ class Trace(Shown):
     """What :func:`trace` measured."""
 
     run: Path
-    checkpoint: Path | None  # begun from; None: from the start of the run
+    checkpoint: Path | None  # first state; None: the start of the run
     begin: int  # first recorded step, counted from 0
-    steps: int  # recorded
-    seconds: float  # on the clock
+    steps: int  # recorded steps
+    seconds: float  # elapsed time
     examples: int
-    stall_seconds: float  # training waited for rows or batches
-    stages: tuple[StageTime, ...]  # in the order of STAGES; those that occurred
+    stall_seconds: float  # time that training waited for rows or batches
+    stages: tuple[StageTime, ...]  # in the order of STAGES
     spans: tuple[Span, ...]
     threads: tuple[str, ...]  # names, by Span.thread
-    out: Path | None  # the file, where one was asked for
+    out: Path | None  # the file of the timeline
 
     def summary(self) -> str:
-        """Return the time of a step, and the share of it that training waited."""
+        """Return the time of a step, and the share of it in which training waited."""
         return (
             f"steps {self.begin:,} to {self.begin + self.steps - 1:,}, {format_duration(self.seconds / self.steps)} "
             f"each, {format_count(self.examples / self.seconds)} samples/s; training waited "
@@ -96,23 +96,31 @@ def trace(
 ) -> Trace:
     """Replay steps of a run and record what each thread does.
 
-    A few more steps go before, unrecorded. On a GPU every stage of training ends with a synchronisation, so that its
-    time is its own; a step takes longer than in training.
+    The first steps are not recorded. On a GPU each stage of training ends with a synchronisation, so that its time is
+    measured alone. A step therefore takes longer than in training.
 
     Args:
         run: the run directory.
-        steps: to record; fewer where the run has fewer.
-        out: a file for the timeline, in Chrome's trace-event format; it is replaced.
-        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint that has so many steps
-            before it, else the start.
-        data: the dataset; None means the run's own.
+        steps: steps to record; fewer if the run has fewer.
+        out: file for the timeline, in the trace-event format of Chrome. An existing file is replaced.
+        begin: a step with a checkpoint, or "start". None takes the newest whole checkpoint with that many steps before
+            it, else the start.
+        data: the dataset; None means that of the run.
         progress: called with (what, done, total).
         settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
-            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` instead of the run's.
+            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` in place of those of the run.
 
     Raises:
         ConfigError: no run there, ``steps`` below 1, ``out`` cannot be written, or a budget that cannot work.
         CheckpointError: no whole checkpoint at ``begin``.
+
+    >>> from stoker.testing import make_dataset
+    >>> result = stoker.train(make_dataset("data", rows=1000), out="run", batch_size=64, steps=10, display="quiet")
+    >>> found = stoker.trace("run", steps=2, out="timeline.json")
+    >>> found
+    <Trace: steps ... to ..., ... each, ... samples/s; training waited ... of the time>
+    >>> [stage.name for stage in found.stages][:3]
+    ['read', 'forward', 'lookup']
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
@@ -155,7 +163,7 @@ def trace(
 
 
 def _check_writable(out: Path) -> None:
-    """Find out before the steps whether the timeline can be written after them."""
+    """Check, before the steps, that the timeline can be written."""
     there = out.exists()
     try:
         with out.open("ab"):
@@ -169,7 +177,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _waited_for(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-    """Batches that nobody stages: training waits until each is read."""
+    """Yield batches that are not staged, so that training waits for each one."""
     source = iter(batches)
     while True:
         with span("stall"), span("read"):
@@ -180,7 +188,7 @@ def _waited_for(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
 
 
 def chrome_events(spans: Sequence[Span], threads: Sequence[str], start: int) -> dict[str, Any]:
-    """The timeline in Chrome's trace-event format: complete events, times in microseconds since ``start`` (ns)."""
+    """Return the timeline in the trace-event format of Chrome, in microseconds since ``start`` (nanoseconds)."""
 
     def named(kind: str, thread: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": 1, "tid": thread, "args": {"name": name}}
@@ -201,8 +209,8 @@ def chrome_events(spans: Sequence[Span], threads: Sequence[str], start: int) -> 
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-class _Piece(NamedTuple):
-    """Time that a thread spent in a span and in none inside it."""
+class _Slice(NamedTuple):
+    """A time in which a thread was in a span, and in no span inside it."""
 
     name: str
     start: int
@@ -210,16 +218,16 @@ class _Piece(NamedTuple):
     waiting: bool  # inside a stall
 
 
-def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
-    """The spans of one thread, cut so that no two overlap, in order of time."""
+def _slices(spans: Iterable[Span]) -> Iterator[_Slice]:
+    """Cut the spans of one thread into slices that do not overlap, in order of time."""
     timed = [one for one in spans if one.end > one.start]
-    # At a moment first what ends, then what begins, the longest first: it contains the others.
+    # At equal times, ends are before begins, and the longest begins first, because it contains the others.
     edges = [((one.end, 0, 0), one) for one in timed] + [((one.start, 1, -one.end), one) for one in timed]
     stack: list[Span] = []
     last = 0
     for (moment, begins, _), one in sorted(edges, key=lambda edge: edge[0]):
         if stack and moment > last:
-            yield _Piece(stack[-1].name, last, moment, any(each.name == "stall" for each in stack))
+            yield _Slice(stack[-1].name, last, moment, any(each.name == "stall" for each in stack))
         last = moment
         if begins:
             stack.append(one)
@@ -230,35 +238,35 @@ def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
 def stage_times(
     spans: Sequence[Span], threads: Sequence[str], main: int, wall: int
 ) -> tuple[tuple[StageTime, ...], float]:
-    """Seconds by stage, and those that training waited.
+    """Return the times of the stages, and the seconds that training waited.
 
-    What training (thread ``main``) waited for is what it did itself inside a stall, or what the staging thread did
-    meanwhile; ``wall`` is in nanoseconds.
+    During a stall, training (thread ``main``) waits for its own work inside the stall, or for the work of the staging
+    thread at that time. ``wall`` is the elapsed time in nanoseconds.
     """
-    pieces = {thread: list(_pieces(one for one in spans if one.thread == thread)) for thread in range(len(threads))}
+    slices = {thread: list(_slices(one for one in spans if one.thread == thread)) for thread in range(len(threads))}
     seconds: dict[str, int] = defaultdict(int)
     stalls: dict[str, int] = defaultdict(int)
-    for piece in (piece for found in pieces.values() for piece in found):
-        seconds[piece.name] += piece.end - piece.start
+    for each in (each for found in slices.values() for each in found):
+        seconds[each.name] += each.end - each.start
     beside = sorted(
-        (piece for thread, found in pieces.items() if threads[thread] == _STAGING for piece in found),
-        key=lambda piece: piece.start,
+        (each for thread, found in slices.items() if threads[thread] == _STAGING for each in found),
+        key=lambda each: each.start,
     )
     at = 0
-    for piece in pieces[main]:
-        if not piece.waiting:
+    for each in slices[main]:
+        if not each.waiting:
             continue
-        left = piece.end - piece.start
-        if piece.name == "stall":
-            while at < len(beside) and beside[at].end <= piece.start:
+        left = each.end - each.start
+        if each.name == "stall":
+            while at < len(beside) and beside[at].end <= each.start:
                 at += 1
             for other in beside[at:]:
-                if other.start >= piece.end:
+                if other.start >= each.end:
                     break
-                both = min(piece.end, other.end) - max(piece.start, other.start)
+                both = min(each.end, other.end) - max(each.start, other.start)
                 stalls[other.name] += both
                 left -= both
-        stalls[piece.name] += left
+        stalls[each.name] += left
     counts = Counter(one.name for one in spans)
     stages = tuple(
         StageTime(

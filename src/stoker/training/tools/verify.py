@@ -1,8 +1,8 @@
-"""``stoker.verify``: whether a run whose rows come and go computes the same bits as one that has them all.
+"""``stoker.verify``: check that a run with a cache computes the same bits as one with all rows resident.
 
-Steps of the run are replayed twice side by side, placed and resident, each from the same checkpoint with batches read
-on its own. Rows are compared before a step too: there a row that was lost or came too early is found itself, before
-its wrong value has spread over the loss to every other row of the batch.
+Steps of the run are replayed twice, placed and resident, from the same checkpoint. Each replay reads its own batches.
+Rows are also compared before a step: so a row that was lost or fetched too early is found itself, before its wrong
+value spreads over the loss to all other rows of the batch.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from stoker.tables.stores.registry import store_class
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, find_section, process_settings
 
-_SHARES = (0.1, 0.2, 0.4, 0.8)  # of the rows' bytes, tried in turn where a run has no budget of its own
+_SHARES = (0.1, 0.2, 0.4, 0.8)  # of the bytes of the rows, tried in turn for a run without a budget
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-_CHUNK_BYTES = 64 * 2**20  # of rows compared at a time at the end
+_CHUNK_BYTES = 64 * 2**20  # of rows that are compared at a time at the end
 
 Progress = Callable[[str, int, int], None]
-When = Literal["before", "after", "end"]  # as a step found it, as it left it, or in the last look at all rows
+When = Literal["before", "after", "end"]  # before or after a step, or in the comparison of all rows at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first value that is not the same."""
+    """The first value that differs."""
 
     step: int  # of the batch, counted from 0
     when: When
     what: Literal["row", "loss", "dense"]
     table: str | None = None
     id: int | None = None  # row of the table
-    name: str = "weight"  # weight or optimizer state of the row; parameter of the dense part
-    column: int | None = None  # of the row; position in a flattened parameter
+    name: str = "weight"  # "weight" or optimizer state of the row; parameter of the dense part
+    column: int | None = None  # column of the row; position in a flattened parameter
     placed: float
     resident: float
 
@@ -75,19 +75,19 @@ class Verification(Shown):
     """What :func:`verify` compared, and the first difference."""
 
     run: Path
-    checkpoint: Path | None  # begun from; None: from the start of the run
+    checkpoint: Path | None  # first state; None: the start of the run
     begin: int  # first step, counted from 0
-    steps: int  # compared
+    steps: int  # compared steps
     placement: str  # in words
-    touched_rows: int  # rows of the batches, each counted in every step that touches it
-    all_rows: int  # looked at in the end
-    values: int  # single numbers compared
+    touched_rows: int  # rows of the batches, each counted once per step
+    all_rows: int  # rows compared at the end
+    values: int  # compared numbers
     seconds: float
     difference: Difference | None
 
     @property
     def identical(self) -> bool:
-        """Whether everything was equal to the bit."""
+        """True if all values were equal to the bit."""
         return self.difference is None
 
     def summary(self) -> str:
@@ -121,25 +121,31 @@ def verify(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Verification:
-    """Replay steps of a run with its rows placed and with all of them resident, and compare the bits.
+    """Replay steps of a run with its rows in a cache and with all of them resident, and compare the bits.
 
-    Compared are, in every step, the rows of the batch with their optimizer state before and after it, the loss, and
-    the dense part with its optimizer; at the end all rows of all tables. The run directory is only read.
+    Each step compares the rows of the batch and their optimizer state before and after it, the loss, and the dense part
+    with its optimizer. At the end all rows of all tables are compared. The run directory is only read.
 
     Args:
         run: the run directory.
-        steps: how many; fewer where the run has fewer.
-        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint that has so many steps
-            before it, else the start.
-        data: the dataset; None means the run's own.
+        steps: steps to replay; fewer if the run has fewer.
+        begin: a step with a checkpoint, or "start". None takes the newest whole checkpoint with that many steps before
+            it, else the start.
+        data: the dataset; None means that of the run.
         progress: called with (what, done, total).
         settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
-            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` instead of the run's. A run without a
-            budget is placed at 10 % of its rows' bytes, cores of tensor trains aside.
+            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` in place of those of the run. A run without
+            a budget gets 10 % of the bytes of its rows, without the cores of tensor trains.
 
     Raises:
-        ConfigError: no run there, a budget that holds all rows, or too little memory to have them all resident too.
+        ConfigError: no run there, a budget for all rows, or too little memory to have all rows resident, too.
         CheckpointError: no whole checkpoint at ``begin``.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> result = stoker.train(data, out="run", batch_size=64, steps=10, display="quiet")
+    >>> stoker.verify("run", steps=2)
+    <Verification: identical over 2 steps, ... values compared>
     """
     started = time.perf_counter()
     section = find_section(run, steps=steps, begin=begin, data=data, settings=settings)
@@ -168,15 +174,15 @@ def _rows_bytes(section: Section, *, movable: bool = False) -> int:
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
-    """Return the section with a budget that does not hold all rows, and its placement.
+    """Return the section with a budget for fewer than all rows, and its placement.
 
     Args:
         section: the steps.
-        given: the budget was asked for.
-        chosen: the strategy was.
+        given: the user gave a budget.
+        chosen: the user chose a strategy.
 
     Raises:
-        ConfigError: all rows are resident whatever the budget, or with the one that was given.
+        ConfigError: all rows are resident with any budget, or with the given one.
     """
     config, optimizer = section.config, section.config.make_row_optimizer(Constant())
     placement = place_run(config, section.data, optimizer)
@@ -185,15 +191,15 @@ def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Pl
     total, movable = _rows_bytes(section), _rows_bytes(section, movable=True)
     if not movable:
         raise ConfigError(
-            "all tables of this run are tensor trains, whose cores lie on the device wherever rows lie, so nothing "
-            "would move and nothing be verified. Verify a run that has other tables too."
+            "all tables of this run are tensor trains, whose cores are always on the device, so no row would move and "
+            "nothing would be verified. Verify a run that has other tables, too."
         )
     if given:
         raise ConfigError(
             f"--device-memory {config.device_memory or 'all'} holds all rows, {format_size(total)} with their "
-            "state, so nothing would move and nothing be verified. Give less, or leave it out."
+            "state, so no row would move and nothing would be verified. Give less, or leave it out."
         )
-    # All its rows being resident, the run had no use for its own strategy, which may not fit.
+    # All rows of the run were resident, so its strategy had no effect and may not fit.
     strategies: list[Any] = [config.strategy] if chosen or config.strategy == "auto" else [config.strategy, "auto"]
     for strategy, share in product(strategies, _SHARES):
         memory = str(max(1, total - movable + int(share * movable)))
@@ -209,7 +215,7 @@ def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Pl
 
 
 def _check_memory(section: Section, placement: Placement) -> None:
-    """Refuse what cannot be: all rows resident, next to those placed."""
+    """Refuse if memory does not hold all rows resident, next to the cache."""
     device = resolve_device(section.config.device)
     rows = _rows_bytes(section)
     needed = rows + parse_size(section.config.device_memory or 0)
@@ -219,7 +225,7 @@ def _check_memory(section: Section, placement: Placement) -> None:
     free = memory_of(device)[0]
     if free and needed > free:
         raise ConfigError(
-            f"to verify, all rows must be resident too, {format_size(rows)} with their state: {format_size(needed)} in "
+            f"verify needs all rows resident, too, {format_size(rows)} with their state: {format_size(needed)} in "
             f"all, but {device} has {format_size(free)} free. Verify on a device with more memory, or a run of "
             "the same model on fewer rows."
         )
@@ -233,7 +239,7 @@ def _describe(model: RecModel) -> str:
 
 
 class _Comparison:
-    """Compares two reruns to the bit and counts what it looked at."""
+    """Compare two reruns to the bit and count the compared values."""
 
     def __init__(self, placed: Rerun, resident: Rerun) -> None:
         self.placed, self.resident = placed, resident
@@ -245,7 +251,7 @@ class _Comparison:
         }
 
     def replay(self, section: Section, progress: Progress) -> Difference | None:
-        """Train both on the steps of the section; return the first difference."""
+        """Train both on the steps of the section, and return the first difference."""
         with closing(iterate(self.placed.feed)) as ones, closing(iterate(self.resident.feed)) as others:
             while self.steps < section.steps:
                 batch, other = next(ones), next(others)
@@ -253,14 +259,14 @@ class _Comparison:
                     return difference
                 losses = self.placed.step(batch), self.resident.step(other)
                 self.steps += 1
-                # Rows last: one that came wrong was found before the step, and a wrong loss spreads to all of them.
+                # Rows last: a wrong row was found before the step, and a wrong loss spreads to all of them.
                 if difference := self._dense(batch.step, *losses) or self._touched(batch, "after"):
                     return difference
                 progress("steps", self.steps, section.steps)
         return self._tables(section.begin + self.steps - 1, progress)
 
     def _touched(self, batch: Batch, when: When) -> Difference | None:
-        """Compare the rows of a batch with their state, wherever they are now."""
+        """Compare the rows of a batch and their state, in a slot or in the backing store."""
         embeddings = self.placed.model.embeddings
         offsets = None if batch.offsets is None else batch.offsets.cpu()
         lookups = embeddings.splitter.split(Bags(batch.ids.cpu(), offsets))
@@ -297,7 +303,7 @@ class _Comparison:
         return None
 
     def _rows(self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: When) -> Difference | None:
-        """Compare rows of one table that have these ids."""
+        """Compare rows of one table with these ids."""
         ours, theirs = ({"weight": rows.weight, **rows.state} for rows in (mine, other))
         found = []
         for name, one in ours.items():
@@ -326,7 +332,7 @@ class _Comparison:
         return None
 
     def _differing(self, one: Tensor, other: Tensor) -> int | None:
-        """Return the place of the first value whose bits differ; None if none does."""
+        """Return the position of the first value whose bits differ; None if there is none."""
         self.values += one.numel()
         bits, others = _bits(one), _bits(other.to(one.device))
         return None if torch.equal(bits, others) else int((bits != others).reshape(-1).nonzero()[0])
@@ -341,5 +347,5 @@ def _dense_tensors(rerun: Rerun) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View the same memory as integers: unlike numbers, equal only if every bit is."""
+    """View the same memory as integers, which are equal only if each bit is equal, unlike floats."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
