@@ -98,6 +98,7 @@ stoker.find_lr(data, stoker.TrainConfig(dense_lr="high"), which="rows")  # wrong
 stoker.verify("runs/a", steps=3, device_memory="1GiB")
 stoker.verify("runs/a", steps="all")  # wrong: arg-type
 stoker.trace("runs/a", in_flight=3)
+stoker.trace("runs/a", inflight=3)  # wrong: call-arg
 model = DLRM(data.schema, embedding_dim=16, bottom=(64, 16), optimizer=stoker.RowWiseAdagrad(lr=0.02))
 DLRM(data.schema, embeding_dim=16)  # wrong: call-arg
 stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)

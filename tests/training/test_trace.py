@@ -76,7 +76,7 @@ def test_it_begins_where_asked_and_ends_with_the_run(run: Path) -> None:
     assert stoker.trace(run, steps=3).begin == 35, "five steps after the newest checkpoint with eight left"
     short = stoker.trace(run, steps=30, begin=30)
     assert (short.begin, short.steps, short.out) == (35, 5, None)
-    with pytest.raises(ConfigError, match="would change the run"):
+    with pytest.raises(ConfigError, match="takes no argument"):
         stoker.trace(run, seed=3)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.optim import Constant, RowOptimizer, Schedule
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.placement import Placement
 from stoker.tables import Strategy
 from stoker.training.config import TrainConfig
@@ -31,7 +32,7 @@ from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
-from stoker.training.settings import MACHINE
+from stoker.training.settings import MACHINE, MachineConfig
 
 
 @contextlib.contextmanager
@@ -196,6 +197,18 @@ class Section:
     begin: int  # step of the first batch, counted from 0
     steps: int  # batches
     total: int  # of the whole run
+
+
+@dataclass(frozen=True)
+class SectionArguments(MachineConfig, MemoryBudget):
+    """What :func:`stoker.verify` and :func:`stoker.trace` take: steps of a run, and settings in place of the run's."""
+
+    run: str | Path
+    _: KW_ONLY
+    steps: int = 50
+    begin: int | Literal["start"] | None = None
+    data: Dataset | str | Path | None = None
+    progress: Callable[[str, int, int], None] | None = None
 
 
 def find_section(

@@ -9,22 +9,23 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown
+from stoker.base.settings import with_arguments_of
 from stoker.base.timeline import Recorder, Span, span
 from stoker.base.units import format_count, format_duration
 from stoker.dataset.batch import Batch
-from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
 from stoker.training.placing import STAGES, iterate, place_run, slotted
-from stoker.training.replica import Rerun, find_section, process_settings
+from stoker.training.replica import Rerun, SectionArguments, find_section, process_settings
+from stoker.training.settings import MACHINE
 
 _WARM = 5  # steps before the recording, in which kernels compile and batches are staged
 _STAGING = "stoker-stage"  # name of the thread for which training waits
@@ -84,16 +85,17 @@ class Trace(Shown):
         return {**paths, **values, "stages": stages, "out": self.out and str(self.out)}
 
 
-def trace(
-    run: str | Path,
-    *,
-    steps: int = 30,
-    out: str | Path | None = None,
-    begin: int | Literal["start"] | None = None,
-    data: Dataset | str | Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
-    **settings: Any,
-) -> Trace:
+@dataclass(frozen=True)
+class TraceArguments(SectionArguments):
+    """The arguments of :func:`trace`."""
+
+    _: KW_ONLY
+    steps: int = 30
+    out: str | Path | None = None
+
+
+@with_arguments_of(TraceArguments)
+def trace(run: str | Path, **given: Any) -> Trace:
     """Replay steps of a run and record what each thread does.
 
     The first steps are not recorded. On a GPU each stage of training ends with a synchronisation, so that its time is
@@ -122,11 +124,13 @@ def trace(
     >>> [stage.name for stage in found.stages][:3]
     ['read', 'forward', 'lookup']
     """
+    asked, settings = TraceArguments(run, **given), {name: given[name] for name in given if name in MACHINE}
+    steps, out, progress = asked.steps, asked.out, asked.progress
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
     if out is not None:
         _check_writable(Path(out))
-    section = find_section(run, steps=steps + _WARM, begin=begin, data=data, settings=settings)
+    section = find_section(run, steps=steps + _WARM, begin=asked.begin, data=asked.data, settings=settings)
     warm = min(_WARM, section.steps - 1)
     recorded = min(steps, section.steps - warm)
     recorder = Recorder()

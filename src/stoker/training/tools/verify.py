@@ -23,9 +23,9 @@ from stoker.base.device import device_memory as memory_of
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, parse_size, plural
 from stoker.dataset.batch import Batch
-from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.ops import Bags
 from stoker.ops.distinct import distinct_rows
@@ -36,7 +36,8 @@ from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
 from stoker.tables.stores.registry import store_class
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
-from stoker.training.replica import Rerun, Section, find_section, process_settings
+from stoker.training.replica import Rerun, Section, SectionArguments, find_section, process_settings
+from stoker.training.settings import MACHINE
 
 _SHARES = (0.1, 0.2, 0.4, 0.8)  # of the bytes of the rows, tried in turn for a run without a budget
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -112,15 +113,8 @@ class Verification(Shown):
         return {"identical": self.identical, **asdict(self), "run": str(self.run), "checkpoint": checkpoint}
 
 
-def verify(
-    run: str | Path,
-    *,
-    steps: int = 50,
-    begin: int | Literal["start"] | None = None,
-    data: Dataset | str | Path | None = None,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> Verification:
+@with_arguments_of(SectionArguments)
+def verify(run: str | Path, **given: Any) -> Verification:
     """Replay steps of a run with its rows in a cache and with all of them resident, and compare the bits.
 
     Each step compares the rows of the batch and their optimizer state before and after it, the loss, and the dense part
@@ -148,13 +142,14 @@ def verify(
     <Verification: identical over 2 steps, ... values compared>
     """
     started = time.perf_counter()
-    section = find_section(run, steps=steps, begin=begin, data=data, settings=settings)
+    asked, settings = SectionArguments(run, **given), {name: given[name] for name in given if name in MACHINE}
+    section = find_section(run, steps=asked.steps, begin=asked.begin, data=asked.data, settings=settings)
     with process_settings(section.config):
         section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
         _check_memory(section, placement)
         with closing(Rerun(section, placement)) as placed:
             comparison = _Comparison(placed, Rerun(section, None))
-            difference = comparison.replay(section, progress or _quiet)
+            difference = comparison.replay(section, asked.progress or _quiet)
     return Verification(
         run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=comparison.steps,
         placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
