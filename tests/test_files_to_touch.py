@@ -41,34 +41,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-LION = '''
-"""Lion (Chen et al. 2023) for the rows that a batch touches."""
-
-from dataclasses import dataclass
-
-from stoker.optim import RowOptimizer, register_row_optimizer
+PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
 
 
-@register_row_optimizer
-@dataclass(frozen=True, kw_only=True)
-class Lion(RowOptimizer):
-    kind, default_lr, state = "lion", 1e-3, {"exp_avg": "row"}
-    betas: tuple[float, float] = (0.9, 0.99)
-
-    def rule(self, tick):
-        return super().rule(tick)._replace(bias1=1.0, bias2=1.0)  # its moment is not corrected
-
-    @staticmethod
-    def step(x, c, w, g, mean):
-        ahead = mean * c.beta1 + g * c.rest1
-        zero = ahead * 0.0
-        sign = x.where(ahead > 0.0, zero + c.lr, x.where(ahead < 0.0, zero - c.lr, zero))
-        return w - sign, mean * c.beta2 + g * c.rest2
-'''
-
-
+@pytest.mark.skipif(not PAGE.exists(), reason="there is no docs folder beside these tests: not a checkout")
 def test_a_row_optimizer_is_one_file(folder: Path) -> None:
-    (folder / "lion_of_tests.py").write_text(LION)
+    (folder / "lion_of_tests.py").write_text(PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0])
     import lion_of_tests
 
     # Rows as in the paper, worked out by PyTorch for rows 1 and 2, of which row 2 is looked up in every second step.

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule, get_backend
-from stoker.ops.rule import RULES
+from stoker.ops.rule import RULES, add_rule
 from stoker.ops.space import make_space
 from stoker.optim import Adagrad
 from stoker.tables import EmbeddingTables, TableConfig
@@ -205,6 +205,20 @@ def test_lookup(dim: int, dtype: torch.dtype, layout: str, index: torch.dtype, b
     pooled = make_backend().lookup(weight, space, bags)
     assert pooled.shape == (batch, 3, dim)
     same(pooled, REFERENCE.lookup(weight, space, bags))
+
+
+@on_device
+@pytest.mark.parametrize("layout", ["one", "weighted"])
+def test_a_rule_without_a_kernel_steps_as_the_reference(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "own of tests", None)  # goes with the test
+    add_rule("own of tests", lambda x, c, w, g, mean: (w - (mean + g) * c.lr, mean + g), {"mean": "row"})
+    g = torch.Generator().manual_seed(1)
+    space = space_of(4, 30)
+    weight, state = make_table(space, 8, torch.bfloat16, g), {"mean": torch.zeros(space.num_rows, 8, device=DEVICE)}
+    rule = RowRule(kind="own of tests", lr=0.1)
+    bags = make_bags(space, 20, layout, torch.int64, g)
+    both_update(weight, state, space, bags, torch.randn(20, 3, 8, generator=g).to(DEVICE), rule)
+    assert state["mean"].any()
 
 
 @on_device
