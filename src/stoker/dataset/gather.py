@@ -10,6 +10,7 @@ Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,15 @@ class NumpyGather:
 
     def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False) -> None:
         self._shards, self._starts = shards, np.asarray(starts, np.int64)
+        # Rows of a shard if all but the last have the same number: then a division, not a search, finds a row's shard.
+        sizes = np.diff(self._starts)
+        self._even = int(sizes[0]) if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0] else 0
+        self._line = self._ones = np.empty(0, np.int64)  # 0, 1, 2, ... and ones, for as many rows as a batch has had
         self._features = 0 if shards[0].lengths is None else shards[0].lengths.shape[1]
         self._ids = np.array([len(shard.ids) for shard in shards], np.int64)  # [S]
-        self._names = [*([] if ids_only else ["dense", "labels"]), *([] if self._features else ["ids"])]
+        names = [*([] if ids_only else ["dense", "labels"]), *([] if self._features else ["ids"])]
+        arrays = {name: getattr(shards[0], name) for name in names}
+        self._tensors = {name: (array.shape[1:], _torch_type(array.dtype)) for name, array in arrays.items()}
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
         """Copy rows of the split [B] into tensors from ``allocate``.
@@ -57,21 +64,25 @@ class NumpyGather:
         Raises:
             DataError: a shard whose lengths and offsets disagree.
         """
-        shard = np.searchsorted(self._starts, rows, side="right") - 1
-        row = rows - self._starts[shard]
-        tensors = {}
-        for name in self._names:
-            like = getattr(self._shards[0], name)
-            tensors[name] = allocate(name, (len(rows), *like.shape[1:]), _torch_type(like.dtype))
-        self._copy_rows(shard, row, {name: tensor.numpy() for name, tensor in tensors.items()})
+        if self._even:
+            shard = rows // self._even
+            row = rows - shard * self._even
+        else:
+            shard = np.searchsorted(self._starts, rows, side="right") - 1
+            row = rows - self._starts[shard]
+        tensors = {name: allocate(name, (len(rows), *rest), kind) for name, (rest, kind) in self._tensors.items()}
+        self._copy_rows(shard, row, tensors)
         return tensors | self._bags(shard, row, allocate) if self._features else tensors
 
     def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
         """Return the ids of sequences and their offsets, after a check that lengths and offsets of the rows agree."""
-        lengths = np.empty((len(row), self._features), np.int32)
-        begin, end = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
-        self._copy_rows(shard, row, {"lengths": lengths, "row_offsets": begin})
-        self._copy_rows(shard, row + 1, {"row_offsets": end})
+        found = (
+            torch.empty((len(row), self._features), dtype=torch.int32),
+            *torch.empty((2, len(row)), dtype=torch.int64),
+        )
+        self._copy_rows(shard, row, {"lengths": found[0], "row_offsets": found[1]})
+        self._copy_rows(shard, row + 1, {"row_offsets": found[2]})
+        lengths, begin, end = (tensor.numpy() for tensor in found)
         sizes = end - begin
         good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= self._ids[shard])
         good &= sizes == lengths.sum(axis=1, dtype=np.int64)
@@ -85,22 +96,24 @@ class NumpyGather:
         offsets[0] = 0
         np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
         ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids.dtype))
-        self._copy(shard, begin, sizes, offsets.numpy()[: -1 : self._features], {"ids": ids.numpy()})
+        self._copy(shard, begin, sizes, offsets.numpy()[: -1 : self._features], {"ids": ids})
         return {"ids": ids, "offsets": offsets}
 
-    def _copy_rows(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+    def _copy_rows(self, shard: Int64, row: Int64, out: dict[str, Tensor]) -> None:
         """Copy rows [B] of shards [B]."""
-        self._copy(shard, row, np.ones(len(row), np.int64), np.arange(len(row)), out)
+        if len(self._line) < len(row):
+            self._line, self._ones = np.arange(len(row)), np.ones(len(row), np.int64)
+        self._copy(shard, row, self._ones[: len(row)], self._line[: len(row)], out)
 
-    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor]) -> None:
         """Copy ``sizes`` [B] rows of the tensors of shards [B], from ``first`` [B] on, to ``places`` [B] of ``out``."""
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         source, target = (np.repeat(begin, sizes) + within for begin in (first, places))
         shard = np.repeat(shard, sizes)
         for number in np.unique(shard):
             where = np.flatnonzero(shard == number)
-            for name, array in out.items():
-                array[target[where]] = getattr(self._shards[number], name)[source[where]]
+            for name, tensor in out.items():
+                tensor.numpy()[target[where]] = getattr(self._shards[number], name)[source[where]]
 
 
 class NumbaGather(NumpyGather):
@@ -111,16 +124,20 @@ class NumbaGather(NumpyGather):
 
         super().__init__(shards, starts, ids_only=ids_only)
         self._kernel, self._threads = copy_rows, threads
-        arrays = [shard.arrays for shard in shards]
-        self._addresses = {name: np.array([each[name].ctypes.data for each in arrays], np.int64) for name in arrays[0]}
-        self._widths = {name: array.itemsize * int(np.prod(array.shape[1:])) for name, array in arrays[0].items()}
+        # By the names of the tensors to copy: their addresses in each shard, and the bytes of their rows.
+        self._sources: dict[tuple[str, ...], tuple[Int64, Int64]] = {}
 
-    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
-        slices = (shard, first, sizes, np.ascontiguousarray(places))
-        sources = np.stack([self._addresses[name] for name in out]) if out else np.empty((0, 0), np.int64)
-        widths = np.array([self._widths[name] for name in out], np.int64)
-        targets = np.array([array.ctypes.data for array in out.values()], np.int64)
-        self._kernel(slices, sources, widths, targets, threads=self._threads)
+    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor]) -> None:
+        names = tuple(out)
+        if (found := self._sources.get(names)) is None:
+            arrays = [[each.arrays[name] for each in self._shards] for name in names]
+            addresses = [array.ctypes.data for row in arrays for array in row]
+            widths = [row[0].itemsize * prod(row[0].shape[1:]) for row in arrays]
+            sources = np.array(addresses, np.int64).reshape(len(names), len(self._shards))
+            found = self._sources[names] = sources, np.array(widths, np.int64)
+        slices = (shard, first, sizes, places if places.flags.c_contiguous else places.copy())
+        targets = np.array([tensor.data_ptr() for tensor in out.values()], np.int64)
+        self._kernel(slices, *found, targets, threads=self._threads)
 
 
 def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:

@@ -44,6 +44,7 @@ def _copy_rows(p):
 
 _kernel = Kernel(_copy_rows)
 _origin = np.zeros(1, np.uint8)  # addresses are offsets from here
+_zero = _origin.ctypes.data
 
 
 def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targets: Any, *, threads: int) -> None:
@@ -56,9 +57,9 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
         targets: [K] addresses to fill, int64.
         threads: at most; no more than there is work for.
     """
-    threads, zero = max(1, min(threads, len(slices[0]) // _BLOCK)), _origin.ctypes.data
+    threads = max(1, min(threads, len(slices[0]) // _BLOCK))
     cursor = np.zeros(1, np.int64)
-    _kernel.run(_origin, *slices, sources - zero, widths, targets - zero, cursor, _BLOCK, threads=threads)
+    _kernel.run(_origin, *slices, sources - _zero, widths, targets - _zero, cursor, _BLOCK, threads=threads)
 
 
 @_part
@@ -94,10 +95,9 @@ def encrypt(start, words, low_bits, low_mask, high_mask, limit, out):
         for k in range(left):
             values[k] = _once(values[k], keys, low_bits, low_mask, high_mask)
         still = 0
-        for k in range(left):
-            if values[k] < limit:
-                found[outside[k]] = values[k]
-            else:
-                outside[still], values[still] = outside[k], values[k]
-                still += 1
+        for k in range(left):  # without a branch, which would be mispredicted for up to half of the rows
+            value, place = values[k], outside[k]
+            found[place] = value
+            values[still], outside[still] = value, place
+            still += value >= limit
         left = still

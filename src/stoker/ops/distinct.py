@@ -108,7 +108,7 @@ def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
     offsets = bags.offsets.contiguous().numpy() if bags.offsets is not None else np.zeros(1, np.int64)
     if bags.offsets is not None and not offsets_fit(bags.offsets, count):
         raise ValueError(f"offsets must rise from 0 to the number of ids, {count}; they do not.")
-    table_of, start, features, first, sizes = space.by_table
+    table_of, start, features, first, sizes, _ = space.by_table
     inverse_ids = np.empty(count, np.int32)
     others, placed = np.zeros(len(sizes), np.int64), 0
     if len(pinned):

@@ -28,6 +28,7 @@ class ByTable(NamedTuple):
     features: np.ndarray  # [F] the features, by table
     first_row: np.ndarray  # [T + 1]
     rows: np.ndarray  # [T]
+    features_of: np.ndarray  # [T] how many features have each table
 
 
 class Placed(NamedTuple):
@@ -70,7 +71,7 @@ class AddressSpace:
         tables, rows = np.asarray(self.table_of, np.int64), np.asarray(self.rows, np.int64)
         features = np.argsort(tables, kind="stable").astype(np.int64)
         start = np.searchsorted(tables[features], np.arange(len(rows) + 1)).astype(np.int64)
-        return ByTable(tables, start, features, np.ascontiguousarray(self.first_row), rows)
+        return ByTable(tables, start, features, np.ascontiguousarray(self.first_row), rows, np.diff(start))
 
     def on(self, device: torch.device) -> Placed:
         """Return tables and features as tensors on ``device``."""
@@ -90,11 +91,11 @@ class AddressSpace:
 
     def occurrences(self, offsets: np.ndarray | None, count: int) -> np.ndarray:
         """Count the ids of each table [T] int64, of ``count`` ids in bags [B * F + 1] or one a feature."""
-        table_of, start, features, *_ = self.by_table
+        known = self.by_table
         if offsets is None:
-            return np.diff(start) * (count // len(features))
-        lengths = np.diff(offsets).reshape(-1, len(features)).sum(0)
-        return np.bincount(table_of, weights=lengths, minlength=len(self.rows)).astype(np.int64)
+            return known.features_of * (count // len(known.features))
+        lengths = np.diff(offsets).reshape(-1, len(known.features)).sum(0)
+        return np.bincount(known.table_of, weights=lengths, minlength=len(self.rows)).astype(np.int64)
 
     def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the table of each address [n], and the row in that table."""

@@ -50,9 +50,9 @@ def share_work(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarra
     A few tables are partitioned, so that every thread has work. A thread walks the whole batch for each partition, so
     there are no more than needed, and none is empty: runs of 16 rows go to the partitions in turn.
     """
-    start, rows = space.by_table.start, space.by_table.rows
+    rows = space.by_table.rows
     # The largest first, so that no thread ends with a large one.
-    order = np.argsort(-np.diff(start) * np.minimum(rows.astype(np.float64), 1e6), kind="stable")
+    order = np.argsort(-space.by_table.features_of * np.minimum(rows.astype(np.float64), 1e6), kind="stable")
     wanted = -(-_ITEMS_PER_THREAD * threads // len(order)) if threads > 1 else 1
     wanted = 1 << (wanted - 1).bit_length()
     parts = np.minimum([1 << max(count // 16, 1).bit_length() - 1 for count in rows.tolist()], wanted)
