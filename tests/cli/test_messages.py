@@ -203,7 +203,7 @@ def test_another_vocabulary_has_a_true_remedy(run: Path, tmp_path: Path, say: An
     write_manifest(data.path, {**data.manifest, "schema_hash": "0" * 64})
     _, _, err = say("evaluate", run, "--data", data.path)
     assert "another schema or vocabulary" in err
-    assert "Use the dataset that the model was trained on" in err
+    assert "Use the dataset of the training run" in err
 
 
 def test_a_damaged_best_checkpoint_names_the_others(data: Dataset, tmp_path: Path, say: Any) -> None:
@@ -376,7 +376,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     monkeypatch.setattr("stoker.training.tools.trace.find_section", late)
     assert "exists and is not empty" in say("train", data.path, "--out", run, *SMALL)[2]
     (tmp_path / "file").write_text("")
-    assert "is not a writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
+    assert "is no writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
