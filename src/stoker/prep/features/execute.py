@@ -354,12 +354,15 @@ def _by_key_in_memory(
         return work(rows.rechunk(), 0, 1)
     numbers = _partition_numbers(rows, names, count).astype(np.uint16)
 
+    kind = np.uint32 if pl.get_index_type() == pl.UInt32 else np.uint64  # Polars casts and checks any other
+
     def of_partition(partition: int) -> tuple[pl.DataFrame, Any]:
-        places = np.flatnonzero(numbers == partition)
-        return work(rows[pl.Series(places)], partition, count), places.astype(np.int32)
+        places = np.flatnonzero(numbers == partition).astype(kind)
+        return work(rows[pl.Series(places)], partition, count), places
 
     parts = list(ordered_map(of_partition, range(count), threads))
-    places = np.argsort(np.concatenate([at for _, at in parts]))
+    places = np.empty(rows.height, kind)
+    places[np.concatenate([at for _, at in parts])] = np.arange(rows.height, dtype=kind)
     return pl.concat([made for made, _ in parts])[pl.Series(places)]
 
 

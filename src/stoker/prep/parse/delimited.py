@@ -115,7 +115,7 @@ class TextParser:
         if skipped:
             data = data[data.index(b"\n") + 1 :]
         raw = np.frombuffer(data, np.uint8)
-        found = np.empty((4, np.count_nonzero(raw == _NL)), np.int64)
+        found = np.empty((4, data.count(b"\n")), np.int64)
         quote = self._quote if self._quote in data else b""
         count, _, _ = cut_records(raw, 0, raw.size, *self._marks(quote), True, found)
         stops, lines, fields, faults = found[:, :count]
