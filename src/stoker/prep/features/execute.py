@@ -39,6 +39,7 @@ __all__ = ["Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "chec
 PARTITION_ROWS = 2**20  # rows of a partition, roughly
 _MOST_PARTITIONS = 256  # beyond that, partitions get more rows
 _FEW_KEYS = 2**16  # up to here each block searches the whole table
+_SAMPLE = 2**18  # rows in which the values of a key are counted before all rows
 _AT = "__at"  # column: the position of a row in its block
 
 
@@ -215,17 +216,26 @@ class Executor:
         if self._at_once or not features:
             return {(): list(features)} if features else {}, []
         schema = self.rows.whole().collect_schema()
-        keys = dict.fromkeys(feature.by for feature in features)
-        hashes = [pl.struct(groups.key(name, schema[name]) for name in by).hash().approx_n_unique() for by in keys]
-        found = self.rows.whole().select(one.alias(str(place)) for place, one in enumerate(hashes))
-        distinct = dict(zip(keys, found.collect(engine="streaming").row(0), strict=True))
+        hashes = {
+            feature.by: pl.struct(groups.key(name, schema[name]) for name in feature.by).hash().approx_n_unique()
+            for feature in features
+        }
+
+        def of_many(rows: pl.LazyFrame, keys: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
+            """Return the keys with more than a few values in these rows."""
+            found = rows.select(hashes[by].alias(str(place)) for place, by in enumerate(keys))
+            numbers = found.collect(engine="streaming").row(0) if keys else ()
+            return {by for by, number in zip(keys, numbers, strict=True) if number > _FEW_KEYS}
+
+        many = of_many(self.rows.part(0).head(_SAMPLE), hashes)  # most keys with many values show it there
+        many |= of_many(self.rows.whole(), [by for by in hashes if by not in many])
         partitioned: dict[tuple[str, ...], list[Past | Keyed]] = {}
         few: list[Keyed] = []
         for feature in sorted(features, key=lambda one: len(one.by)):
-            if isinstance(feature, Keyed) and distinct[feature.by] <= _FEW_KEYS:
+            if isinstance(feature, Keyed) and feature.by not in many:
                 few.append(feature)
             else:  # rows with the same (user, item) have the same user: with many users, partition by user
-                shared = [by for by in partitioned if set(by) <= set(feature.by) and distinct[by] > _FEW_KEYS]
+                shared = [by for by in partitioned if set(by) <= set(feature.by) and by in many]
                 partitioned.setdefault(shared[0] if shared else feature.by, []).append(feature)
         return partitioned, few
 

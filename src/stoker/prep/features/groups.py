@@ -146,6 +146,11 @@ def _codes(series: pl.Series) -> tuple[Codes, int]:
     return codes, bound + 1
 
 
+def _all(wanted: npt.NDArray[np.bool_]) -> bool:
+    """Return True if all rows are wanted, at once where one value stands for all."""
+    return bool(wanted[:1].all()) if wanted.strides == (0,) else bool(wanted.all())
+
+
 class Groups:
     """Some rows sorted by a code, rows of equal code in the order of the frame.
 
@@ -168,8 +173,14 @@ class Groups:
         kind = np.int64 if values.dtype == np.bool_ else values.dtype
         return np.add.reduceat(values[self.rows], self.starts, dtype=kind)
 
+    def counts(self, wanted: npt.NDArray[np.bool_]) -> Any:
+        """Return how many rows of each group are wanted."""
+        return self.sizes if _all(wanted) else self.sums(wanted)
+
     def first(self, wanted: npt.NDArray[np.bool_]) -> Any:
         """Return the first wanted row of each group, or the number of all rows if none is wanted."""
+        if _all(wanted):
+            return self.rows[self.starts]
         return np.minimum.reduceat(np.where(wanted[self.rows], self.rows, np.int64(len(wanted))), self.starts)
 
 

@@ -203,7 +203,7 @@ class CountEncoding(Keyed):
         keys = 0
         for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
             here = slice(keys, keys := keys + len(some.codes))
-            counts[here], first[here] = some.sums(train), some.first(train)
+            counts[here], first[here] = some.counts(train), some.first(train)
             made[some.rows] = np.repeat(counts[here], some.sizes)
         return pl.DataFrame({_COUNT: counts[:keys], FIRST: first[:keys]}), pl.Series(self.name, made)
 
@@ -325,7 +325,7 @@ class MeanTargetEncoding(Keyed):
         for some in groups.sorted_groups(codes, bound, self.folds):
             starts = np.flatnonzero(groups.starts_of(some.codes // np.uint64(self.folds)))
             size = np.diff(starts, append=len(some.codes))
-            sides = some.sums(label), some.sums(train).astype(np.float64)
+            sides = some.sums(label), some.counts(train).astype(np.float64)
             totals = [np.add.reduceat(side, starts) for side in sides]
             prior = others[(some.codes % np.uint64(self.folds)).astype(np.int64)]
             rests = [np.repeat(total, size) - side for total, side in zip(totals, sides, strict=True)]
