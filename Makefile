@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick soak kills check bench peers env docs bare clean
+.PHONY: help demo test test-quick soak kills check bench peers env docs lowest clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -80,13 +80,26 @@ docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and b
 	@$(PY) -m sphinx -q -W --keep-going -b html docs build/site
 	@echo "build/site/index.html"
 
-bare:  ## Train with only torch, numpy and safetensors installed
-	@rm -rf .venv-bare
-	@$(PYTHON) -m venv .venv-bare
-	@.venv-bare/bin/python -m pip --disable-pip-version-check install --quiet $$(grep -E '^(torch|numpy|safetensors|setuptools)==' requirements/runtime.txt)
-	@rm -rf .venv-bare/out && PYTHONPATH=src .venv-bare/bin/python tests/bare_environment.py .venv-bare/out
-	@rm -rf .venv-bare
+# First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.
+LOWEST := .venv-lowest
+LOWEST_PY := OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
+LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
+
+lowest:  ## Train and test with the lowest versions that pyproject.toml allows
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@$(PYTHON) tests/lowest.py > $(LOWEST)/lowest.txt
+	@grep -E '^(torch|numpy|safetensors)==' $(LOWEST)/lowest.txt > $(LOWEST)/bare.txt
+	@$(LOWEST_PIP) -r $(LOWEST)/bare.txt
+	@$(LOWEST_PY) tests/bare_environment.py $(LOWEST)/bare
+	@$(LOWEST_PIP) -r $(LOWEST)/lowest.txt
+	@$(LOWEST_PY) -m stoker synthetic criteo --rows 3000 --out $(LOWEST)/log.tsv > /dev/null
+	@$(LOWEST_PY) -m stoker prepare criteo $(LOWEST)/log.tsv --out $(LOWEST)/data > /dev/null
+	@$(LOWEST_PY) -m stoker train $(LOWEST)/data --out $(LOWEST)/run --steps 20 > /dev/null
+	@$(LOWEST_PY) -m stoker predict $(LOWEST)/run --data $(LOWEST)/log.tsv --out $(LOWEST)/scores.parquet
+	@$(LOWEST_PY) -m pytest -p no:cacheprovider @tests/lowest.txt
+	@rm -rf $(LOWEST)
 
 clean:  ## Remove environments, caches and demo output
-	@rm -rf $(VENV) .venv-bare .peers runs/demo data/demo build
+	@rm -rf $(VENV) .venv-lowest .peers runs/demo data/demo build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
