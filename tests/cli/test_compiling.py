@@ -53,6 +53,8 @@ def test_the_first_run_tells_and_the_second_is_silent(tmp_path: Path) -> None:
         "--no-tensorboard",
         "--batch-size",
         "64",
+        "--epochs",
+        "1",
     ]
     told = []
     for run in ("first", "second"):

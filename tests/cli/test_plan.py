@@ -39,8 +39,9 @@ def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that need not be measured."""
+    """A machine that need not be measured, and a model that is for a few steps."""
     monkeypatch.setattr(placement_module, "measure_profile", lambda **_: PROFILE)
+    monkeypatch.setattr(step_time, "_SECONDS", 0.0)
 
 
 def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:

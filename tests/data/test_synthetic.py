@@ -25,7 +25,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
-from stoker.synthetic import logs
+from stoker.synthetic import logs, writer
 from stoker.synthetic.clicks import ClickLog, IdColumn, Options
 from stoker.synthetic.logs import RECIPES, Part
 from stoker.synthetic.writer import source_of
@@ -45,8 +45,11 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(recipe: str, tmp_path: Path) -> None:
-    rows = 70_000  # more than one block
+def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BLOCK", 5_000)
+    rows = 18_000  # several blocks
     for name, workers in (("a", 1), ("b", 3)):
         synthetic.write(recipe, rows, _out(tmp_path / name, recipe), seed=3, drift=0.4, workers=workers)
     synthetic.write(recipe, rows, _out(tmp_path / "c", recipe), seed=4, drift=0.4)

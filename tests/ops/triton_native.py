@@ -1,8 +1,8 @@
 """Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
 
 Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
-``--few`` for one (another one for each GPU), and prints one JSON object: kernels compiled, and what in their PTX would
-make results differ from the reference.
+``--few`` for one width and type (others for each GPU), and prints one JSON object: kernels compiled, and what in their
+PTX would make results differ from the reference.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Compiler:
         self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"])))
 
 
-def launches(dims: Sequence[int], *, full: bool) -> None:
+def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -> None:
     """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
     from stoker.ops.gpu.backend import TritonBackend
 
     backend = TritonBackend(lazy=True)
     for dim in dims:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in types:
             for index in (torch.int32, torch.int64) if full else (torch.int32,):
                 rows = 40 if index == torch.int32 else 2**31 + 5
                 space = make_space(["a", "b"], [7, rows], [["x", "z"], ["y"]], ["x", "y", "z"])
@@ -108,8 +108,13 @@ def main(capability: int, *, full: bool, few: bool) -> None:
     compiler = Compiler(capability)
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    some = (16, 100) if not few else (100,) if capability < 90 else (16,)
-    launches((1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else some, full=full)
+    types: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    dims: tuple[int, ...] = (16, 100)
+    if full:
+        dims = (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024)
+    elif few:
+        dims, types = ((100,), types[:1]) if capability < 90 else ((16,), types[1:])
+    launches(dims, types, full=full)
     names = sorted({label.split(" ")[0] for label in compiler.seen})
     inexact = {label: found for label, found in compiler.seen.items() if found}
     print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact}))

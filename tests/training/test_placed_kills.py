@@ -22,7 +22,7 @@ from stoker.testing import make_dataset
 ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam
 QUARTER = str(sum(ROWS) * ROW // 4)
 SETTINGS: dict[str, Any] = {
-    **SMALL, "eval_every": 35, "save_every": 12, "log_every": 10, "keep_last": 3,
+    **SMALL, "epochs": 1, "eval_every": 35, "save_every": 12, "log_every": 10, "keep_last": 3,
     "row_optimizer": "adam", "dtype": "bfloat16", "schedule": "cosine", "dense_clip_norm": 1.0,
 }  # fmt: skip
 PLACED: dict[str, dict[str, Any]] = {
