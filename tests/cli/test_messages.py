@@ -376,7 +376,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     monkeypatch.setattr("stoker.training.tools.trace.find_section", late)
     assert "exists and is not empty" in say("train", data.path, "--out", run, *SMALL)[2]
     (tmp_path / "file").write_text("")
-    assert "is no writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
+    assert "is not a writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
@@ -397,7 +397,7 @@ def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: A
     short = ["train", data.path, *SMALL, "--steps", 2]
     _, _, err = say(*short, "--out", tmp_path / "a", "--lookahead", 8, "--in-flight", 2, "--warmup", 10)
     assert "lookahead and in flight are ignored: without a limit on device memory" in err
-    assert "the warm-up of 10 steps is no shorter than the run of 2 steps" in err
+    assert "the warm-up of 10 steps is not shorter than the run of 2 steps" in err
     _, _, err = say(*short, "--out", tmp_path / "b", "--device-memory", "600", "--lookahead", 0)
     assert "without a lookahead" in err
     _, _, err = say(*short, "--out", tmp_path / "c")
@@ -469,7 +469,7 @@ def test_running_out_of_memory_names_the_budget(
     monkeypatch.setattr("stoker.training.placing.total_memory", lambda: 1000)
     code, _, err = say(*new)
     assert code == 2
-    assert "with optimizer state, but only 1000 B can be had there. Give a smaller --device-memory" in err
+    assert "with optimizer state, but it has only 1000 B. Give a smaller --device-memory" in err
     assert "stoker plan" in err
     assert not (tmp_path / "x").exists()
     monkeypatch.undo()

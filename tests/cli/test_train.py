@@ -94,10 +94,10 @@ def test_mistakes_are_one_paragraph_without_traceback(
         "'wide' is unknown": ["train", data.path, "--out", tmp_path / "x", "--model", "wide"],
         "are not numbers": ["train", data.path, "--out", tmp_path / "x", "--top", "8-big"],
         "lacks a value": ["train", data.path, "--out", tmp_path / "x", "--model-option", "rank"],
-        "no run directory": ["train", "--resume", tmp_path / "x"],
+        "is not a run directory": ["train", "--resume", tmp_path / "x"],
         "neither a checkpoint nor a run": ["evaluate", data.path.parent],
         "no split 'later'": ["evaluate", run, "--split", "later"],
-        "lies in no run": ["evaluate", _lone_checkpoint(run, tmp_path)],
+        "is not in a run directory": ["evaluate", _lone_checkpoint(run, tmp_path)],
     }
     for words, arguments in cases.items():
         code, out, err = output(capsys, *arguments)

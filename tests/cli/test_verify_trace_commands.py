@@ -110,7 +110,7 @@ def test_mistakes_are_one_paragraph(
         ([run, "--from", "x"], "'x' is neither a step nor start"),
         ([run, "--from", "7"], "has no checkpoint at step 7. It has: 6, 12."),
         ([run, "--steps", "0"], "at least 1"),
-        ([tmp_path], "no run directory"),
+        ([tmp_path], "is not a run directory"),
     ):
         code, out, err = output(capsys, command, *arguments)
         assert (code, out) == (2, "")

@@ -121,12 +121,12 @@ def test_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     data = dataset(tmp_path / "d", "sequences")
     settings = {**SMALL, "display": "plain"}
     stoker.train(data, out=tmp_path / "a", **settings)
-    assert "held in memory" not in capsys.readouterr().err
+    assert "cached in memory" not in capsys.readouterr().err
     stoker.train(data, out=tmp_path / "b", **settings, data_memory="1MiB")
-    assert "1,200 training rows held in memory" in capsys.readouterr().err
+    assert "1,200 training rows cached in memory" in capsys.readouterr().err
     assert_same_run(tmp_path / "a", tmp_path / "b")
     stoker.train(data, out=tmp_path / "c", **settings, data_memory="1KiB")
-    assert "data memory of 1KiB does not hold the training rows" in capsys.readouterr().err
+    assert "a data memory of 1KiB is too small for the training rows" in capsys.readouterr().err
     stoker.train(data, out=tmp_path / "e", **settings, data_memory="1MiB", device_memory="20KiB")
     assert_same_run(tmp_path / "a", tmp_path / "e")
     with pytest.raises(ConfigError, match="data_memory"):

@@ -82,7 +82,7 @@ def test_default_rates_are_scaled_too():
     [
         ({"lr_scaling": "cubic"}, "lr_scaling 'cubic'"),
         ({"base_batch_size": 0}, "at least 1"),
-        ({"schedule": "one-cycle", "warmup": 5}, "warm-up of its own"),
+        ({"schedule": "one-cycle", "warmup": 5}, "one-cycle has its own warm-up"),
         ({"cycle_rise": 1.0}, "between 0 and 1"),
         ({"max_trust": 0.0}, "above 0"),
         ({"min_trust": 2.0, "max_trust": 1.0}, "bound the trust ratio"),

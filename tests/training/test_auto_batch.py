@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, rates: dict[int, Any]) -> list[int
         ({8: 100, 16: 106, 32: 112, 64: 118, 128: 125, 256: 140}, 256, "fewer than 10 batches"),
         ({8: 100, 16: torch.OutOfMemoryError("CUDA out of memory. Tried")}, 8, "does not fit (CUDA out of memory)"),
         ({8: 100, 16: ConfigError("too few slots. Do")}, 8, "does not fit (too few slots)"),
-        ({8: 100, 16: (200, 2**60)}, 16, "would take about"),
+        ({8: 100, 16: (200, 2**60)}, 16, "would need about"),
     ],
 )
 def test_it_doubles_while_that_pays(
@@ -112,7 +112,7 @@ def test_learning_rates_follow_what_was_chosen(
     result = stoker.train(data, out=tmp_path / "a", lr_scaling="sqrt", **given)
     assert result.model.embeddings.optimizer.lr == pytest.approx(0.2)
     stoker.train(data, out=tmp_path / "b", **{**given, "display": "plain"})
-    assert "the learning rates are those meant for batches of 8" in " ".join(capsys.readouterr().err.split())
+    assert "the learning rates are meant for batches of 8" in " ".join(capsys.readouterr().err.split())
 
 
 def test_settings_hold_a_number() -> None:

@@ -62,7 +62,7 @@ def test_other_data_and_another_metric_are_told(made: Path) -> None:
     assert "training rows: 1,600 and 800" in text
     notes = " | ".join(found.notes)
     assert "best checkpoints are chosen by different metrics: a by auc; other by mrr" in notes
-    assert re.search(r"test figures of a and other are not of the same rows: 200 rows with \d+ positive and 100", notes)
+    assert re.search(r"test figures of a and other are from other rows: 200 rows with \d+ positive and 100", notes)
     assert found.metric == "auc", "what both have"
     asked = stoker.compare(made / "runs" / "a", made / "runs" / "other", metric="mrr")
     assert "no mrr was recorded for a" in " | ".join(asked.notes)
@@ -91,7 +91,7 @@ def test_same_rows_with_another_feature(made: Path, tmp_path: Path) -> None:
     assert "rows of a and run" not in notes, "the same labels in the same order: figures compare"
     assert "was prepared again after run was trained" in notes
     notes = " | ".join(stoker.compare(made / "runs" / "a", tmp_path / "other" / "run").notes)
-    assert "test rows of a and run are as many, with as many positives, but not in the same order" in notes
+    assert "test rows of a and run are equal in number and positives, but not in order" in notes
 
 
 def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
     assert found.runs[1].test == {}
     notes = " | ".join(found.notes)
     assert re.search(r"killed is not finished \(step \d+\): it has no test figures yet", notes)
-    assert "goes_on goes on (step 150): its test figures are of when it ended before, at step 100" in notes
+    assert "goes_on was resumed (step 150): its test figures are from its earlier end, at step 100" in notes
     assert "the dataset of killed cannot be read" in notes
     begun = tmp_path / "begun"
     begun.mkdir()

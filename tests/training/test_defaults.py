@@ -120,4 +120,4 @@ def test_explain_follows_what_is_given_and_missing(data: stoker.Dataset, tmp_pat
     bare = stoker.explain(without_valid(data, tmp_path / "data"))
     assert bare["epochs"].value == 1
     assert "without validation rows" in bare["epochs"].why
-    assert bare["patience"].why == "there are no validation rows to go by"
+    assert bare["patience"].why == "it needs validation rows, and there are none"

@@ -193,12 +193,12 @@ def test_room_for_checkpoints_is_looked_for_before_the_first_step(
     data, shown = make_dataset(tmp_path / "d", rows=1000), Noted()
     settings = {**SMALL, "display": shown}
     disk(monkeypatch, 1000)
-    with pytest.raises(CheckpointError, match=r"a checkpoint takes .* has 1000 B free: not one could be written"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes .* has 1000 B free\. Free some space"):
         stoker.train(data, out=tmp_path / "run", steps=4, **settings)
     assert not (tmp_path / "run").exists()
     disk(monkeypatch, 10_000)
     stoker.train(data, out=tmp_path / "a", steps=4, save_every=1, **settings)
-    assert sum("the 4 that the run will have at a time need" in note for note in shown.notes) == 1
+    assert sum("but the run keeps up to 4, which need" in note for note in shown.notes) == 1
     shown.notes.clear()
     stoker.train(data, out=tmp_path / "b", steps=4, **settings)  # only one is written
     assert not any("at a time" in note for note in shown.notes)

@@ -165,9 +165,9 @@ def test_it_ends_where_the_loss_leaves_all_bounds(data: stoker.Dataset) -> None:
     ("options", "words"),
     [
         ({"lr_steps": 5}, "at least 20"),
-        ({"low": 1.0, "high": 0.5}, "low must be above 0"), ({"which": "x"}, "'rows'"),
-
-        ({"smoothing": 1.0}, "weight of the past"), ({"row_lr": 0.0}, "stays 0"), ({"no_such": 1}, "takes no argument"),
+        ({"low": 1.0, "high": 0.5}, "Give 0 < low < high"), ({"which": "x"}, "'rows'"),
+        ({"smoothing": 1.0}, "weight of earlier steps"),
+        ({"row_lr": 0.0}, "stays 0"), ({"no_such": 1}, "takes no argument"),
     ],
 )  # fmt: skip
 def test_what_cannot_work(data: stoker.Dataset, options: dict[str, Any], words: str) -> None:

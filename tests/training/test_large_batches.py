@@ -95,7 +95,7 @@ def test_the_rule_of_scaling_cannot_change_in_a_run(data: stoker.Dataset, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dense_warmup": 1}, "the warm-up of 1 step is no shorter than the run of 1 step"),
+        ({"dense_warmup": 1}, "the warm-up of 1 step is not shorter than the run of 1 step"),
         ({"base_batch_size": 64}, "base batch size is ignored: without lr scaling"),
         ({"cycle_rise": 0.5}, "cycle rise is ignored: only the schedule one-cycle"),
         ({"row_l1": 0.1, "row_momentum": 0.5}, "row l1 and row momentum are ignored: row optimizer rowwise_adagrad"),

@@ -407,7 +407,7 @@ def test_resuming_refuses_what_would_change_the_numbers(data: Dataset, tmp_path:
         stoker.train(resume=tmp_path / "run", batch_size=32, display="quiet")
     with pytest.raises(ConfigError, match="train takes no argument 'learning_rate'"):
         stoker.train(resume=tmp_path / "run", learning_rate=0.1, display="quiet")
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         stoker.train(resume=tmp_path / "nothing", display="quiet")
     other = make_dataset(tmp_path / "other", rows=4000, num_embeddings=(50, 20, 11))
     with pytest.raises(StokerError, match="another schema"):

@@ -297,13 +297,13 @@ def test_tables_that_are_not_there(tmp_path: Path) -> None:
         (None, optimizer_of(torch.optim.SGD), "without a dense optimizer"),
         (optimizer_of(torch.optim.Adam), optimizer_of(torch.optim.SGD), "'Adam', not 'SGD'"),
         (optimizer_of(torch.optim.SGD), lambda net: torch.optim.SGD(net.head.parameters(), lr=0.1),
-         r"groups of \[\d+\] parameters, the one given has groups of \[2\]"),
+         r"groups of \[\d+\] parameters, but the optimizer given has groups of \[2\]"),
         (lambda net: {"a": torch.optim.SGD(net.head.parameters())},
          lambda net: [torch.optim.SGD(net.head.parameters())],
          "of the optimizers 'a'; given are '0'"),
         (lambda net: torch.optim.SGD(list(net.head.parameters())),
          lambda net: torch.optim.SGD(list(net.head.parameters())[::-1]),
-         r"has 'head\.weight' as parameter 0, the one given has 'head\.bias'"),
+         r"has 'head\.weight' as parameter 0, but the optimizer given has 'head\.bias'"),
         (optimizer_of(torch.optim.SGD), lambda net: net.tables.optimizer,
          "row optimizer 'adagrad', whose state is saved"),
         (optimizer_of(torch.optim.SGD), lambda net: {"x": 3}, "optimizer 'x' is a int, not a torch.optim.Optimizer"),
@@ -334,12 +334,12 @@ def test_extra_state_that_does_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             stoker.load(path, net, extra_state=given_now)
-    with pytest.raises(CheckpointError, match=r"also holds extra state 'falling', .*extra_state=\{\} to go on without"):
+    with pytest.raises(CheckpointError, match=r"holds extra state 'falling', .*extra_state=\{\} to continue without"):
         stoker.load(path, net, script.optimizers)
     stoker.load(path, net, script.optimizers, extra_state={})
     off = torch.amp.GradScaler("cpu", enabled=False)
     stoker.save(tmp_path / "b", net, extra_state={"scaler": off})
-    with pytest.raises(CheckpointError, match=r"extra_state\['scaler'\], a GradScaler, does not take the state"):
+    with pytest.raises(CheckpointError, match=r"extra_state\['scaler'\], a GradScaler, refuses the state"):
         stoker.load(tmp_path / "b", net, extra_state={"scaler": state["scaler"]})
 
 

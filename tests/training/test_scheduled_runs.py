@@ -351,7 +351,7 @@ def test_what_the_schedule_needs(plain: Dataset, data: Dataset, tmp_path: Path) 
     shutil.copytree(data.path, bare)
     manifest = read_manifest(bare)
     write_manifest(bare, {**manifest, "splits": {k: v for k, v in manifest["splits"].items() if k != "valid"}})
-    with pytest.raises(ConfigError, match=r"no validation rows, whose loss drives.*'shuffled'"):
+    with pytest.raises(ConfigError, match=r"no validation rows, whose loss the schedule.*'shuffled'"):
         stoker.train(bare, out=tmp_path / "run", **SETTINGS)
     assert not (tmp_path / "run").exists()
 

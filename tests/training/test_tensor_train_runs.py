@@ -127,7 +127,7 @@ def test_rows_may_keep_numbers_of_their_own(data: stoker.Dataset, tmp_path: Path
 
 def test_own_numbers_that_cannot_be(data: stoker.Dataset) -> None:
     name = next(iter(data.schema.num_embeddings))
-    with pytest.raises(ConfigError, match=f"'{name}x', which is not there. Did you mean '{name}'"):
+    with pytest.raises(ConfigError, match=f"'{name}x', which does not exist. Did you mean '{name}'"):
         TrainConfig(tt_own={f"{name}x": 2}).tensor_trains(data.schema)
     with pytest.raises(ConfigError, match="has 4 columns, so rows with 4 numbers of their own save nothing"):
         TrainConfig(embedding_dim=4, tt_own={name: 4}).tensor_trains(data.schema)

@@ -204,11 +204,11 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
         stoker.verify(run, batch_size=64)
     with pytest.raises(ConfigError, match="at least 1"):
         stoker.verify(run, steps=0)
-    with pytest.raises(ConfigError, match="no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         stoker.verify(tmp_path)
     with pytest.raises(CheckpointError, match="It has: 10, 20, 30, 40"):
         stoker.verify(run, begin=15)
-    with pytest.raises(ConfigError, match="none is left"):
+    with pytest.raises(ConfigError, match="no step follows"):
         stoker.verify(run, begin=40)
 
 

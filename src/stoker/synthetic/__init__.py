@@ -1,10 +1,10 @@
-"""Logs of any size in the raw format of every recipe, with a planted truth: ``stoker.synthetic``.
+"""Write logs of any size in the raw format of every recipe, with a known best AUC.
 
 >>> truth = stoker.synthetic.write("criteo", "10k", "day_0.tsv.gz", curve="globo-articles", drift=0.3)
 >>> round(truth.best_auc, 2)  # no model can do better on this log
 0.79
 
-Figures from synthetic logs must say so.
+Say that a figure is synthetic where you publish one from such a log.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from stoker.synthetic.logs import KAGGLE_SIZES, RECIPES
     from stoker.synthetic.shards import dataset
     from stoker.synthetic.writer import SyntheticTruth, TruthMeter, write
-else:  # names load when they are first used: the command line reads stoker.synthetic.settings alone
+else:  # names load at first use, for the command line reads only stoker.synthetic.settings
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'stoker.synthetic' has no attribute {name!r}")
-        home = {"KAGGLE_SIZES": "logs", "RECIPES": "logs", "dataset": "shards"}
-        home |= dict.fromkeys(("SyntheticTruth", "TruthMeter", "write"), "writer")
-        module = importlib.import_module(f"stoker.synthetic.{home.get(name, 'clicks')}")
+        modules = {"KAGGLE_SIZES": "logs", "RECIPES": "logs", "dataset": "shards"}
+        modules |= dict.fromkeys(("SyntheticTruth", "TruthMeter", "write"), "writer")
+        module = importlib.import_module(f"stoker.synthetic.{modules.get(name, 'clicks')}")
         return globals().setdefault(name, getattr(module, name))
 
 

@@ -1,12 +1,11 @@
-"""Rows with a planted click probability: ids by a frequency curve, counts, and a logit made of both.
+"""Generate rows with a known click probability: ids by a frequency curve, counts, and a logit made of both.
 
 A curve says how unequal ids are: the share of all occurrences by rank, from Zipf's law or from counts of a real column.
 It holds a few dozen aggregate numbers, so a curve can be published where the data it was measured on cannot.
 
-The logit of a row is a bias, a hidden weight per id and column, a slope per number, and products of hidden
-factors for a few pairs of columns. Weights and factors are hashes of the ids, so no table of them is kept.
-Bias and scale are set on the first 65,536 rows such that the label has the asked base rate and the logit the
-asked spread.
+The logit of a row is the sum of a bias, a hidden weight for each id, a slope for each number, and products of hidden
+factors for a few pairs of columns. Weights and factors are hashes of the ids, so no table of them is needed. Bias and
+scale are fitted on the first 65,536 rows: the labels get the requested base rate, the logits the requested spread.
 """
 
 from __future__ import annotations
@@ -26,26 +25,34 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
 from stoker.synthetic.settings import LogSettings
 
-_EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
+_EXACT_HEAD = 4096  # ranks summed one by one; beyond them, an integral approximates the sum (Euler-Maclaurin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Cumulative share of occurrences at some ranks; between two of them shares fall like 1 / rank."""
+    """Cumulative share of occurrences at some ranks; between two of them the share of an id falls like 1 / rank.
+
+    Raises:
+        ConfigError: ranks or shares do not rise, or do not end at ``num_ids`` and 1.
+
+    >>> curve = stoker.synthetic.Curve.load("globo-articles")
+    >>> print(f"{curve.share_of_top(curve.num_ids // 100):.2f} of the clicks are on 1 % of the articles")
+    0.68 of the clicks are on 1 % of the articles
+    """
 
     name: str
     num_ids: int  # distinct ids
     ranks: tuple[int, ...]  # rising, 1-based, the last is num_ids
     shares: tuple[float, ...]  # cumulative share of the ids up to that rank, the last is 1
-    occurrences: int = 0  # how many were counted; 0 for a formula
+    occurrences: int = 0  # number counted; 0 for a formula
 
     def __post_init__(self) -> None:
         ranks, shares = np.array(self.ranks), np.array(self.shares)
         fits = len(ranks) == len(shares) > 0 and ranks[0] >= 1 and ranks[-1] == self.num_ids
         if not fits or np.any(np.diff(ranks) <= 0) or np.any(np.diff(shares) < 0) or abs(shares[-1] - 1) > 1e-9:
             raise ConfigError(
-                f"curve {self.name!r} is not a cumulative share by rank: {len(ranks)} ranks must rise "
-                f"to num_ids={self.num_ids:,}, with as many shares rising to 1. Use measure_curve()."
+                f"curve {self.name!r} is not a cumulative share by rank: its {len(ranks)} ranks must rise to "
+                f"num_ids={self.num_ids:,}, and as many shares must rise to 1. Make a curve with measure_curve()."
             )
 
     def share_of_top(self, num_ids: int) -> float:
@@ -59,7 +66,7 @@ class Curve:
         return np.asarray(at * np.minimum(ranks, 1.0), dtype=np.float64)
 
     def stretched(self, num_ids: int) -> Curve:
-        """Return the same inequality over another number of ids: the top x % keep their share of occurrences."""
+        """Return the same curve over another number of ids: the top x % keep their share of occurrences."""
         if num_ids == self.num_ids:
             return self
         ranks = _knots(num_ids)
@@ -75,14 +82,19 @@ class Curve:
 
     @classmethod
     def load(cls, name: str | Path) -> Curve:
-        """Load a curve file by path, or one of the package's own: ``globo-articles``, ``book-crossing-books``."""
+        """Load a curve file by path, or a curve of the package: ``globo-articles``, ``book-crossing-books``.
+
+        Raises:
+            ConfigError: neither such a file nor such a curve exists.
+            DataError: the file does not contain a curve.
+        """
         own = resources.files("stoker.synthetic") / "curves"
         source = own / f"{name}.json"
         if not source.is_file():
             source = Path(name)
         if not source.is_file():
             names = ", ".join(sorted(entry.name.removesuffix(".json") for entry in own.iterdir()))
-            raise ConfigError(f"no frequency curve {str(name)!r}: neither a file nor one of {names}.")
+            raise ConfigError(f"there is no frequency curve {str(name)!r}. Give a file, or one of {names}.")
         try:
             fields: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
             return cls(
@@ -90,11 +102,18 @@ class Curve:
                 ranks=tuple(map(int, fields["ranks"])), shares=tuple(map(float, fields["shares"])),
             )  # fmt: skip
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise DataError(f"{source} is no frequency curve ({error!r}). Write one with Curve.save().") from error
+            raise DataError(f"{source} is not a frequency curve ({error!r}). Write one with Curve.save().") from error
 
 
 def zipf(alpha: float, num_ids: int) -> Curve:
-    """Return the curve of Zipf's law: the share of rank r is proportional to ``r ** -alpha``, all equal for 0."""
+    """Return the curve of Zipf's law: the share of rank r is proportional to ``r ** -alpha``.
+
+    Raises:
+        ConfigError: ``num_ids`` or ``alpha`` is out of range.
+
+    >>> round(zipf(1.05, 1_000_000).share_of_top(10_000), 2)
+    0.75
+    """
     if num_ids < 1 or not 0 <= alpha <= 10:
         raise ConfigError(f"Zipf's law needs num_ids >= 1 and alpha in 0..10, not {num_ids:,} and {alpha}.")
     ranks = _knots(num_ids)
@@ -116,22 +135,37 @@ def _curve(name: str, ranks: NDArray, shares: NDArray, occurrences: int = 0) -> 
 
 
 def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") -> Curve:
-    """Return the curve of a column, from how often each of its values occurs.
+    """Return the curve of a column.
 
-    Takes any array or tensor of counts in any order (``dataset.counts["item"]`` for one); zeros are left
-    out. Keeps every rank up to 16 and then one in every quarter more: some fifty numbers for 50,000 ids.
+    The curve keeps every rank up to 16, and above them ranks that grow by a quarter: about fifty for 50,000 ids.
+
+    Args:
+        counts: occurrences of each value in any order, an array or a tensor such as ``dataset.counts["item"]``. Zeros
+            are left out.
+        name: of the curve.
+
+    Raises:
+        DataError: no count is above 0.
+
+    >>> measure_curve([1, 5, 0, 2]).shares
+    (0.625, 0.875, 1.0)
     """
     ordered = np.sort(np.asarray(counts, dtype=np.int64).ravel())[::-1]
     ordered = ordered[ordered > 0]
     if len(ordered) == 0:
-        raise DataError(f"no counts above 0 to measure the curve {name!r} from.")
+        raise DataError(f"curve {name!r} cannot be measured: no count is above 0.")
     cumulative = np.cumsum(ordered)
     ranks = _knots(len(ordered), ratio=1.25, exact=16)
     return _curve(name, ranks, cumulative[ranks - 1] / cumulative[-1], int(cumulative[-1]))
 
 
 class Sampler:
-    """Ranks drawn from a curve: uniform numbers in, 0-based ranks out, by a search in under 1,000 knots."""
+    """Draw ranks from a curve: uniform numbers in, 0-based ranks out, by a search in fewer than 1,000 ranks.
+
+    >>> import numpy as np
+    >>> Sampler(zipf(1.0, 1000))(np.array([0.0, 0.5, 0.999]))
+    array([  0,  23, 992])
+    """
 
     def __init__(self, curve: Curve) -> None:
         fine = _knots(curve.num_ids)
@@ -139,7 +173,7 @@ class Sampler:
         self._low = np.append(0, fine).astype(np.float64)  # segment i is the ranks low[i]..low[i + 1] - 1
         self._cumulative = np.append(0.0, curve.cumulative(fine.astype(np.float64)))
         widths = np.diff(self._cumulative)
-        # Ranks of an empty segment are never drawn: the search cannot end there.
+        # The search never ends in an empty segment, so its ranks are never drawn.
         self._slope = np.diff(self._low) / np.where(widths > 0, widths, 1.0)
 
     def __call__(self, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -167,9 +201,9 @@ def _knots(num_ids: int, *, ratio: float = 1.02, exact: int = 256) -> NDArray[np
     return np.unique(np.minimum(ranks, num_ids))
 
 
-_SAMPLE = 65_536  # rows that bias and scale are set on
+_SAMPLE = 65_536  # rows on which bias and scale are fitted
 _PAIRS = 3  # of columns that interact
-_PAIR_IDS = 200_000  # columns with more ids enter no pair: their pairs would occur once each
+_PAIR_IDS = 200_000  # columns with more ids are in no pair: each of their pairs would occur once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +213,7 @@ class IdColumn:
     name: str
     num_ids: int
     missing: float = 0.0  # share of empty fields
-    of: str | None = None  # a fixed function of this other column's id (age of user), instead of drawn
+    of: str | None = None  # another column, whose id determines this one (age of user); None: drawn by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +239,13 @@ class ClickBlock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LogSettings):
-    """What every log is generated from.
+    """The settings of every log, with its number of rows.
 
     Raises:
-        ConfigError: a setting outside its range.
+        ConfigError: a setting is out of range.
     """
 
-    rows: int  # length of the log; it fixes how fast ``drift`` goes, in click logs nothing else
+    rows: int  # of the log; in click logs they only set how fast ids drift
     if TYPE_CHECKING:
         curve: Curve | str | Path | None = None  # type: ignore[assignment]
 
@@ -221,48 +255,48 @@ class Options(LogSettings):
             object.__setattr__(self, "curve", Curve.load(self.curve))
         for name, value, most in (("alpha", self.alpha, 10), ("drift", self.drift, 1), ("signal", self.signal, 5)):
             if not 0 <= value <= most:
-                raise ConfigError(f"{name} {value:g} lies outside 0 to {most}.", settings=(name,))
+                raise ConfigError(f"{name} is {value:g}. Give 0 to {most}.", settings=(name,))
         for name, seed in (("seed", self.seed), ("universe", self.universe or 0)):
             if seed < 0:
-                raise ConfigError(f"{name} {seed} is negative. Give 0 or more.", settings=(name,))
+                raise ConfigError(f"{name} is {seed}. Give 0 or more.", settings=(name,))
         if not 0 < self.scale <= 100:
-            raise ConfigError(f"scale {self.scale:g} must be above 0 and at most 100.", settings=("scale",))
+            raise ConfigError(f"scale is {self.scale:g}. Give more than 0 and at most 100.", settings=("scale",))
         if self.base_rate is not None and not 0 < self.base_rate < 1:
-            raise ConfigError(f"base_rate {self.base_rate:g} must lie between 0 and 1, without either.")
+            raise ConfigError(f"base_rate is {self.base_rate:g}. Give more than 0 and less than 1.")
 
     @property
     def world(self) -> int:
-        """The seed of what belongs to ids: raw values, attributes, hidden weights."""
+        """The seed of everything that an id determines: raw value, attributes, hidden weights."""
         return self.seed if self.universe is None else self.universe
 
     def uniform(self, rows: NDArray, *names: str) -> NDArray[np.float64]:
-        """Return what rows draw from [0, 1) by the seed and a name, [n]."""
+        """Return a random number in [0, 1) for each row, [n]; seed and names determine it."""
         return draw.uniform(draw.key_of(self.seed, *names), rows)
 
     def integers(self, rows: NDArray, below: int, *names: str) -> NDArray[np.int64]:
-        """Return what rows draw from [0, below) by the seed and a name, [n]."""
+        """Return a random whole number in [0, below) for each row, [n]; seed and names determine it."""
         return draw.integers(draw.key_of(self.seed, *names), rows, below)
 
     def belonging(self, ids: NDArray, below: int, *names: str) -> NDArray[np.int64]:
-        """Return what belongs to ids in the universe, such as a user's country: whole numbers in [0, below), [n]."""
+        """Return an attribute of ids, such as a user's country: a whole number in [0, below) each, [n]."""
         return draw.integers(draw.key_of(self.world, *names), ids, below)
 
     def sampler(self, num_ids: int) -> Sampler:
-        """Return draws from the curve stretched over ``num_ids``, or from Zipf's law where there is none."""
+        """Return a sampler of the curve stretched over ``num_ids``, or of Zipf's law if no curve is set."""
         curve = self.curve.stretched(num_ids) if isinstance(self.curve, Curve) else zipf(self.alpha, num_ids)
         return Sampler(curve)
 
     def sized(self, num_ids: int) -> int:
-        """Return ``num_ids`` by the scale, at least 3 (or what the real table has)."""
+        """Return ``num_ids`` times the scale, at least 3 (or ``num_ids``, where that is less)."""
         return max(min(3, num_ids), round(num_ids * self.scale))
 
     def drifted(
         self, ranks: NDArray[np.int64], rows: NDArray[Any], num_ids: int, *names: str, groups: int = 1
     ) -> NDArray[np.int64]:
-        """Return who holds these ranks of ``num_ids`` at these rows, [n].
+        """Return the ids that have these ranks of ``num_ids`` at these rows, [n].
 
-        A rank changes hands at its own moment, ``drift`` of the ranks over the log; the new holder is far down
-        the list, as a new article is, and of the same group: ids of one group are equal modulo ``groups``.
+        Over the log, ``drift`` of the ranks get another id, each at its own row. The new id was rare before, as a new
+        article is, and is of the same group: ids of a group are equal modulo ``groups``.
         """
         if not self.drift:
             return ranks
@@ -273,13 +307,17 @@ class Options(LogSettings):
 
 
 class ClickLog:
-    """A log that can be read at any row. Equal arguments give equal rows, in pieces of any size.
+    """A log that can be read at any row. Equal arguments give equal rows, in blocks of any size.
 
     Args:
         ids: categorical columns.
         numbers: columns of counts.
         base_rate: share of positives.
-        settings: the others of :class:`Options`.
+        settings: ``rows`` and the other settings of :func:`stoker.synthetic.write`.
+
+    >>> log = ClickLog([IdColumn(name="item", num_ids=50)], rows=1000, seed=1)
+    >>> log.block(10, 14).ids[0]
+    array([ 1, 20,  6, 48])
     """
 
     def __init__(
@@ -293,13 +331,13 @@ class ClickLog:
         self._counts = {column.largest: Sampler(zipf(1.15, column.largest)) for column in self.numbers}
         small = [at for at, column in enumerate(self.ids) if 2 < column.num_ids <= _PAIR_IDS]
         self._pairs = list(zip(small[::2], small[1::2], strict=False))[:_PAIRS]
-        # Logs of one universe share bias and scale, so they are set on the rows of the universe's own seed.
+        # Logs of one universe share bias and scale, so they are fitted on the rows of the universe's own seed.
         original = copy.copy(self)
         original.options = replace(self.options, seed=self.options.world)
-        self._calibration = original._calibrated()  # here, since blocks are made on several threads
+        self._calibration = original._calibrated()  # not later: several threads make blocks
 
     def block(self, start: int, stop: int) -> ClickBlock:
-        """Make rows [start, stop); may be past ``rows``."""
+        """Return rows [start, stop), which may be beyond ``rows``."""
         rows = np.arange(start, stop, dtype=np.uint64)
         ids = self.draw_ids(rows)
         numbers, missing = self._draw_numbers(rows)
@@ -309,7 +347,7 @@ class ClickLog:
         return ClickBlock(start, ids, numbers, missing, logits, labels)
 
     def draw_ids(self, rows: NDArray[np.uint64], *, still: bool = False) -> list[NDArray[np.int64]]:
-        """Return the ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
+        """Return the ids of every column for these rows, -1 where missing, [n] each; ``still`` ignores the drift."""
         drawn: list[NDArray[np.int64]] = []
         for column in self.ids:
             if column.of is not None:
@@ -349,7 +387,7 @@ class ClickLog:
 
         total = np.zeros(len((ids or numbers)[0]), dtype=np.float32)
         for column, values in zip(self.ids, ids, strict=True):
-            # Rare ids cannot be learnt from one occurrence: the larger the table, the less depends on it.
+            # A model cannot learn rare ids from one occurrence, so weights are smaller in larger tables.
             strength = self._strength(column.name) / (1 + np.log10(column.num_ids) / 2)
             total += hidden("weight", column.name, values) * np.float32(strength)
         for number, values, middle in zip(self.numbers, numbers, centre, strict=True):
@@ -365,7 +403,7 @@ class ClickLog:
 
     def _calibrated(self) -> tuple[NDArray[np.float32], float, float]:
         rows = np.arange(_SAMPLE, dtype=np.uint64)
-        ids = self.draw_ids(rows, still=True)  # the same planted truth whatever the drift
+        ids = self.draw_ids(rows, still=True)  # the drift does not change the truth
         numbers, _ = self._draw_numbers(rows)
         means = [np.log1p(np.maximum(values, 0)).mean() for values in numbers]
         centre = np.array(means, dtype=np.float32)

@@ -1,14 +1,15 @@
-"""The raw format of each log as a block renderer: rows in, text or an Arrow table out, and true logits.
+"""Render blocks of each raw format: row numbers in; text or an Arrow table, and true logits out.
 
-A :class:`Source` can be asked for any rows. Three kinds of truth are planted:
+A :class:`Source` renders any rows of a log. There are three kinds of known truth:
 
 * Clicks (Criteo, Avazu, MovieLens): a label with the probability of :class:`ClickLog`.
-* Choices (trivago, EB-NeRD): somebody picks one of several shown items, by a softmax over utilities: position, a hidden
-  worth of the item, and how the item's group suits the user's. Each shown item is one example; its true probability is
-  its softmax share.
+* Choices (trivago, EB-NeRD): a user picks one of several shown items, by a softmax over utilities. The utility depends
+  on the position, a hidden worth of the item, and how well the item's group suits the user's group. Each shown item is
+  one example; its true probability is its softmax share.
 * Takings (Taobao, Online Retail, Globo), positives only: with probability ``0.6 * signal / 1.3`` a user takes an item
-  of the own group, else any item, by popularity each time. The chance of an item given the user is therefore known, and
-  so is the best score for telling the taken item from a uniformly drawn one: the ratio of the two chances.
+  of the user's own group, else any item; popular items are more likely in both cases. So the probability of an item
+  given the user is known, and with it the best score that tells the taken item from a uniformly drawn one: the ratio
+  of the two probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
-METADATA = "item metadata"  # the name of Source.metadata among headers
+METADATA = "item metadata"  # the key of Source.metadata in Source.header
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
 KAGGLE_SIZES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306),
@@ -32,12 +33,12 @@ KAGGLE_SIZES = (
 _GROUPS = 32  # of users, and of items
 
 Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
+Bytes = NDArray[np.uint8]  # [n, width], 0 means no character
 
 
-# Lines of text from columns of numbers, a whole block at once: every field is a fixed-width matrix of bytes in which 0
-# stands for "nothing"; the fields of a line are next to each other, and one pass over the block drops the zeros. That
-# writes some hundred MB of text a second on one core.
+# Text is made a block at a time: every field is a matrix of bytes of fixed width, in which 0 means no character. The
+# fields of a line are next to each other, and one pass over the block drops the zeros. This writes some hundred MB of
+# text a second on one core.
 _HEX = np.frombuffer(bytes(range(256)).hex().encode(), np.uint16)  # the two digits of each byte
 
 
@@ -45,7 +46,7 @@ def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
     """Write whole numbers of any sign in decimal; nothing where ``missing``."""
     rest = np.abs(values)
     most = int(rest.max(initial=0))
-    rest = rest.astype(np.min_scalar_type(most))  # narrow ones are divided faster
+    rest = rest.astype(np.min_scalar_type(most))  # narrow types are divided faster
     width = 4 * -(-len(str(most)) // 4)
     out = np.zeros((len(values), 1 + width), np.uint8)
     out[values < 0, 0] = ord("-")
@@ -69,7 +70,7 @@ def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -
 
 def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:
     """Return ``texts[index]``, for a short list of texts."""
-    table = np.array([text.encode() for text in texts])  # of a fixed width, with zero bytes behind
+    table = np.array([text.encode() for text in texts])  # NumPy pads to one width with zero bytes
     return table.view(np.uint8).reshape(len(texts), -1)[index]
 
 
@@ -93,9 +94,9 @@ class Part:
 
     block: Bytes | None = None  # lines, see joined
     starts: list[int] = field(default_factory=list)  # first byte of each field
-    table: Any = None  # or a pyarrow.Table
+    table: Any = None  # a pyarrow.Table, for logs in Parquet
     logits: NDArray = field(default_factory=lambda: np.zeros(0))  # true logits of the labelled examples
-    labels: NDArray | None = None  # labels where they are fixed rather than drawn with that logit
+    labels: NDArray | None = None  # None: drawn with the probability of the logit
 
 
 Render = Callable[[int, int], Part]
@@ -103,11 +104,11 @@ Render = Callable[[int, int], Part]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One synthetic log: its files and how to render any rows of them."""
+    """The files of a synthetic log, and how to render any rows of them."""
 
     example: str  # a name for the log, or for its directory
-    files: Mapping[str, tuple[int, Render]]  # "" is the log itself, else a name inside OUT
-    task: str
+    files: Mapping[str, tuple[int, Render]]  # name -> rows and renderer; "" is the log itself, else a file inside OUT
+    task: str  # what an example is
     header: Mapping[str, str] = field(default_factory=dict)  # file -> header line
     metadata: tuple[int, Render] | None = None  # an optional file about the items
     spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
@@ -119,7 +120,10 @@ def _lines(fields: Sequence[Bytes], separator: str, **truth: NDArray) -> Part:
 
 
 def _runs(rows: Ints, sizes: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """Owners of consecutive rows, the place of each row in its owner's, and how many these are; sizes repeat."""
+    """Return for each row its owner (user, session), its place among the owner's rows, and their number, [n] each.
+
+    Owners take turns with these ``sizes``, over and over.
+    """
     number = np.repeat(np.arange(len(sizes)), sizes)
     place = np.concatenate([np.arange(size) for size in sizes])
     at = rows % len(number)
@@ -131,8 +135,8 @@ def _click_log(options: Options, ids: list[IdColumn], numbers: list[NumberColumn
 
 
 def _criteo(options: Options) -> Source:
-    """label, I1..I13, C1..C26, tab separated, without header."""
-    # Shares of empty fields and of negative counts of the order seen in the public logs.
+    """Return the Criteo TSV without header: label, I1..I13, C1..C26."""
+    # Shares of empty fields and of negative counts are about those of the public logs.
     empty = (0.45, 0.0, 0.21, 0.22, 0.03, 0.22, 0.04, 0.001, 0.04, 0.45, 0.04, 0.76, 0.22)
     numbers = [
         NumberColumn(name=f"I{i + 1}", largest=(65_000, 20_000, 1_000)[i % 3], missing=share, negative=0.1 * (i == 1))
@@ -168,7 +172,7 @@ _AVAZU_HEX = (*(f"{kind}_{part}" for kind in ("site", "app") for part in ("id", 
 
 
 def _avazu(options: Options) -> Source:
-    """The Avazu CSV with its header: ten days from 2014-10-21, in order of time."""
+    """Return the Avazu CSV with its header: ten days from 2014-10-21, in order of time."""
     log = _click_log(options, [IdColumn(name=n, num_ids=options.sized(size)) for n, size in _AVAZU.items()], [], 0.1698)
     key = draw.key_of(options.seed, "id")
     keys = {name: draw.key_of(options.world, name, "value") for name in _AVAZU_HEX}
@@ -203,7 +207,7 @@ _GENRES = (
 
 
 def _movielens(options: Options) -> Source:
-    """ratings.dat, users.dat and movies.dat with ``::`` between fields, in a directory."""
+    """Return ratings.dat, users.dat and movies.dat with ``::`` between fields, in a directory."""
     users = max(12, round(options.rows / 165 * options.scale))
     movies = max(20, round(min(options.rows / 50, 3_883) * options.scale))
     lists = [*_GENRES, *(f"{a}|{b}" for i, a in enumerate(_GENRES) for b in _GENRES[i + 1 : i + 4])]
@@ -258,17 +262,17 @@ class _Shown(NamedTuple):
     picked: Ints  # [n] position
 
     def logits(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the true logit of every item that is chosen by ``which`` [n, K], in order of rows."""
+        """Return the true logits of the items in the mask ``which`` [n, K], in order of rows."""
         p = np.clip(self.chance[which], 1e-12, 1 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
 
 
 class _Chooser:
-    """Draws what is shown and what is picked for any rows."""
+    """Draw the shown items and the picked item of any rows."""
 
     def __init__(self, options: Options, num_items: int, slots: int, position: float) -> None:
         self.options, self.slots, self.position = options, slots, position
-        # Items of slot k are k modulo the number of slots, so that no item is shown twice in one list.
+        # An item in slot k equals k modulo the number of slots, so no list shows an item twice.
         self.per_slot = max(2, num_items // slots)
         self.sampler = options.sampler(self.per_slot)
 
@@ -287,7 +291,7 @@ class _Chooser:
         return _Shown(items, shown, chance, picked)
 
     def utility(self, items: Ints, users: Ints) -> NDArray[np.float64]:
-        """Return what the items of each list, [n, K], are worth to the list's user, by position too."""
+        """Return the utility of each list's items, [n, K], for its user; it falls with the position."""
         options = self.options
 
         def hidden(name: str, of: Ints) -> NDArray[np.float64]:
@@ -314,7 +318,7 @@ _CITIES = [f'"{place} {n}"' if n else f'"{place}"' for n in range(60) for place 
 
 
 def _trivago(options: Options) -> Source:
-    """The RecSys Challenge 2019 session CSV: impressions and prices joined by ``|`` in click-out rows."""
+    """Return the RecSys Challenge 2019 session CSV: impressions and prices joined by ``|`` in click-out rows."""
     user_of = Sampler(zipf(0.3, max(10, round(options.rows / 22 * options.scale))))
     chooser = _Chooser(options, max(100, round(min(options.rows / 15, 927_000) * options.scale)), 25, 0.08)
 
@@ -362,7 +366,7 @@ def _trivago(options: Options) -> Source:
 
 
 def _listed(values: Ints, shown: NDArray[np.bool_]) -> Bytes:
-    """Join the numbers of a row by ``|``: [n, K] to text; the shown ones must come first."""
+    """Return the shown numbers of each row, [n, K], joined by ``|``; they must come first in the row."""
     rows, slots = values.shape
     digits = whole(values.ravel(), ~shown.ravel()).reshape(rows, slots, -1)
     bars = np.where(shown, np.uint8(ord("|")), np.uint8(0))
@@ -375,7 +379,7 @@ _SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 1
 
 
 def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
-    """Write lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
+    """Return lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
 
     Items whose popularity ranks have the same power of two prefer the same amenity of each set.
     """
@@ -401,7 +405,7 @@ _SLOTS, _HISTORY = 24, 30  # articles of an impression and of a history, at most
 
 
 def _ebnerd(options: Options) -> Source:
-    """Impressions and histories of two weeks as four Parquet files in a directory; rows count impressions."""
+    """Return impressions and histories of two weeks as four Parquet files in a directory; rows count impressions."""
     import pyarrow as pa
 
     users = max(20, round(options.rows / 16 * options.scale))
@@ -455,7 +459,7 @@ def _ebnerd(options: Options) -> Source:
 
     def histories(start: int, stop: int) -> Part:
         user = np.arange(start, stop)
-        rows = options.rows + 1 + user  # a part of the row space that no impression uses
+        rows = options.rows + 1 + user  # row numbers that no impression uses
         lengths = 1 + options.integers(user, _HISTORY, "history")
         halves = [chooser(rows * 2 + k, user, np.full(len(user), _SLOTS)).items[:, : _HISTORY // 2] for k in range(2)]
         kept = np.arange(_HISTORY) < lengths[:, None]
@@ -485,7 +489,7 @@ _TAKEN = "the taken item against one item drawn uniformly from all, given the us
 
 
 class _Taste:
-    """Draws items for users by group and popularity, and knows how likely each was."""
+    """Draw items for users by group and popularity, with the probability of each."""
 
     def __init__(self, options: Options, num_items: float) -> None:
         self.options = options
@@ -498,7 +502,7 @@ class _Taste:
         return self.options.belonging(users, _GROUPS, "group")
 
     def items(self, rows: Ints, users: Ints) -> tuple[Ints, NDArray, NDArray]:
-        """Return items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
+        """Return the items taken in these rows, and the best logits of taken and of uniformly drawn items, [n] each."""
         options, group = self.options, self.group(users)
         chance = options.uniform(rows, "item")
         loyal = options.uniform(rows, "loyal") < self.loyalty
@@ -514,7 +518,7 @@ class _Taste:
 
 
 def _pairs(taken: NDArray, other: NDArray) -> dict[str, Any]:
-    """The examples of a part: taken items, labelled 1, then the others."""
+    """Return the examples of a part: taken items with label 1, then the others with label 0."""
     return {"logits": np.concatenate([taken, other]), "labels": np.repeat([True, False], [len(taken), len(other)])}
 
 
@@ -522,7 +526,7 @@ _HISTORIES = (2, 5, 13, 30, 60, 120, 250, 520)  # rows of eight users; the patte
 
 
 def _taobao(options: Options) -> Source:
-    """UserBehavior CSV (user, item, category, behaviour, time) without header, grouped by user."""
+    """Return the UserBehavior CSV (user, item, category, behaviour, time) without header, grouped by user."""
     taste = _Taste(options, min(options.rows / 25, 4_162_024))
     categories = max(8, min(9_439, taste.num_items // 100))
 
@@ -546,7 +550,7 @@ _COUNTRIES = ("United Kingdom", "Germany", "France", "EIRE", "Spain", "Netherlan
 
 
 def _online_retail(options: Options) -> Source:
-    """Invoice lines with all columns as text, in Parquet: returns, unknown customers and postage included."""
+    """Return invoice lines in Parquet, all columns text, with returns, unknown customers and postage."""
     import pyarrow as pa
 
     customers = max(10, round(options.rows / 100 * options.scale))
@@ -590,7 +594,7 @@ def _online_retail(options: Options) -> Source:
 
 
 def _globo(options: Options) -> Source:
-    """Clicks in order of time, whole numbers in Parquet; with ``drift`` new articles come up all the time."""
+    """Return clicks in order of time, whole numbers in Parquet; with ``drift`` new articles appear all the time."""
     import pyarrow as pa
 
     sessions = max(1, options.rows // 3)

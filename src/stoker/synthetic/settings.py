@@ -1,4 +1,4 @@
-"""The settings of generated logs. The help of the command line reads them, so none of this needs Polars."""
+"""The settings of generated logs. The help of the command line reads them, so this module does not import Polars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.base.settings import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings(Settings):
-    """What rows are generated from; :func:`stoker.synthetic.write` describes each setting."""
+    """The settings of generated rows; :func:`stoker.synthetic.write` explains each."""
 
     seed: int = setting(0, "Seed of the rows, 0 or more.")
     universe: int | None = setting(None, "Seed of ids and hidden weights.", unset="--seed")
@@ -26,6 +26,6 @@ class LogSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(LogSettings):
-    """The same for a log in a raw format."""
+    """The settings of a log in a raw format."""
 
     bad: float | str = setting(0.0, "Share of lines to spoil, such as 0.1%.")

@@ -1,7 +1,7 @@
-"""Prepared datasets without text in between, for benchmarks at full scale.
+"""Write a prepared dataset of generated rows directly, without a raw log, for benchmarks at full scale.
 
-Two passes over the same generated rows: the first counts ids, so that they can be numbered by falling
-frequency as the preparer does; the second writes shards. Memory: 12 bytes per table row, and one shard.
+Rows are generated twice. The first pass counts ids, to number them by falling frequency as ``prepare`` does; the second
+writes shards. Memory: 12 bytes per table row, and one shard.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ class DatasetArguments(LogSettings):
 
 @with_arguments_of(DatasetArguments)
 def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
-    """Write a dataset directory of generated rows: training, then validation, then test, as time goes.
+    """Write a dataset of generated rows, in order of time: training, then validation, then test rows.
 
-    Columns are ``I1..`` and ``C1..``. Every table keeps its full size, ids that never occur included, so that
-    benchmarks see the asked number of rows. There are no vocabulary files: the columns count as hash buckets.
+    Its columns are ``I1..`` and ``C1..``. Every table has its full size, even where ids never occur, so that benchmarks
+    get the requested number of rows. There are no vocabulary files: the columns count as hash buckets.
 
     Args:
         out: a directory without a dataset in it.
-        rows: training rows, a number or ``"40M"``; ``valid_rows`` and ``test_rows`` come on top.
+        rows: training rows, a number or ``"40M"``; ``valid_rows`` and ``test_rows`` are added to them.
         sizes: distinct ids per table; ``num_embeddings`` is one more. Default: Criteo Kaggle's 26 tables.
+        num_dense: numeric columns.
         scale: factor on ``sizes``.
-        sequences: name -> (table such as ``"C3"``, longest length): bags of 0 to that many ids in the
-            table's rows. They do not bear on the label.
+        sequences: name -> (table such as ``"C3"``, longest length): a bag of 0 to that many ids of the table. Labels do
+            not depend on it.
         alpha, curve, drift, base_rate, signal, seed, universe, workers: as in :func:`stoker.synthetic.write`.
         missing: share of ids that are out of vocabulary (0).
 
@@ -70,13 +71,17 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
         The opened dataset, and the truth of its last split (saved as ``truth.json``).
 
     Raises:
-        ConfigError: sizes that cannot work, or a sequence on an unknown table.
-        DataError: ``out`` holds a dataset already, or the disk is full.
+        ConfigError: a size is below 1, or a sequence names an unknown table.
+        DataError: ``out`` already holds a dataset, or the disk is full.
+
+    >>> data, truth = stoker.synthetic.dataset("generated", rows=2000, valid_rows=1000, sizes=[50, 1000], seed=1)
+    >>> len(data.train), len(data.valid), round(truth.best_auc, 2)
+    (2000, 1000, 0.8)
     """
     asked, out = DatasetArguments(out, **given), Path(out)
     sizes, scale, workers = asked.sizes, asked.scale, asked.workers
     if (out / "manifest.json").exists():
-        raise DataError(f"{out} holds a dataset already. Choose another directory or delete it.")
+        raise DataError(f"{out} already holds a dataset. Choose another directory, or delete the dataset.")
     splits = {
         "train": parse_count(asked.rows),
         "valid": parse_count(asked.valid_rows),
@@ -84,7 +89,7 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
     }
     splits = {name: count for name, count in splits.items() if count or name == "train"}
     if splits["train"] < 1 or min(sizes) < 1:
-        raise ConfigError(f"a dataset needs training rows and tables, not rows={asked.rows} and sizes {tuple(sizes)}.")
+        raise ConfigError(f"rows is {asked.rows} and sizes are {tuple(sizes)}. Give numbers above 0.")
     settings = {item.name: getattr(asked, item.name) for item in fields(LogSettings)}
     options = Options(rows=sum(splits.values()), **settings)
     tables = {f"C{i}": max(1, round(size * scale)) for i, size in enumerate(sizes, 1)}
@@ -127,7 +132,7 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
 
 
 class _Generator:
-    """Rows of a click log whose ids are numbered by falling frequency, and bags of further ids of its tables."""
+    """Generate rows of a click log with ids numbered by falling frequency, and bags of further ids of its tables."""
 
     def __init__(
         self, tables: dict[str, int], num_dense: int, missing: float, sequences: dict[str, tuple[str, int]],
@@ -136,17 +141,18 @@ class _Generator:
         for name, (table, longest) in sequences.items():
             if table not in tables or longest < 1:
                 raise ConfigError(
-                    f"sequence {name!r}, up to {longest} ids of table {table!r}: tables are C1..C{len(tables)}."
+                    f"sequence {name!r} has up to {longest} ids of table {table!r}. Give at least 1 id, of a table "
+                    f"from C1 to C{len(tables)}."
                 )
         ids = [IdColumn(name=name, num_ids=size, missing=missing) for name, size in tables.items()]
         numbers = [NumberColumn(name=f"I{i + 1}") for i in range(num_dense)]
         self.log = ClickLog(ids, numbers, **vars(options))
         self.tables, self.sequences = tables, sequences
         self._samplers = {table: options.sampler(tables[table]) for table, _ in sequences.values()}
-        self._id_of: dict[str, NDArray[np.int32]] = {}  # generated id -> row of the table, the last one -> 0
+        self._id_of: dict[str, NDArray[np.int32]] = {}  # generated id -> row of the table; the last entry is 0
 
     def number_ids(self, rows: int, workers: int | None) -> dict[str, torch.Tensor]:
-        """Number the generated ids by falling count in the training rows, ties by generated id.
+        """Set the table row of each generated id: by falling count in the training rows, ties by generated id.
 
         Returns:
             Training occurrences by table row; row 0 counts missing ids.
@@ -160,7 +166,7 @@ class _Generator:
 
         for drawn in ordered_blocks(rows, make, workers):
             for table, values in drawn:
-                np.add.at(counted[table], values, 1)  # -1 is the last place
+                np.add.at(counted[table], values, 1)  # -1, missing, counts in the last entry
         occurrences = {}
         for table, counts in counted.items():
             order = np.argsort(-counts[:-1], kind="stable")
@@ -203,7 +209,7 @@ class _Generator:
         return {"rows": stop - start, "positives": positives, "shards": shards}
 
     def _bags(self, rows: NDArray[np.uint64]) -> Iterator[tuple[str, NDArray, NDArray[np.bool_]]]:
-        """The table of each sequence, generated ids of these rows, [n, longest], and which ones are in the bags."""
+        """Yield for each sequence its table, generated ids of these rows, and which of them are used, [n, longest]."""
         options = self.log.options
         for name, (table, longest) in self.sequences.items():
             lengths = options.integers(rows, longest + 1, name, "length")
@@ -212,7 +218,7 @@ class _Generator:
             yield table, values, np.arange(longest) < lengths[:, None]
 
     def _jagged(self, columns: NDArray, rows: NDArray[np.uint64]) -> dict[str, NDArray]:
-        """Return one-hot ids and bags together: flat ids [L], sample-major, and lengths [n, F]."""
+        """Return single ids and bags together: flat ids [L], example by example, and lengths [n, F]."""
         ids, kept = [columns], [np.ones(columns.shape, dtype=bool)]
         lengths = [np.ones(columns.shape, dtype=np.int32)]
         for table, values, in_bag in self._bags(rows):
@@ -222,7 +228,7 @@ class _Generator:
         return {"ids": np.hstack(ids)[np.hstack(kept)], "lengths": np.hstack(lengths)}
 
     def schema(self) -> Schema:
-        """The schema that such a dataset would have been prepared by."""
+        """Return the schema with which ``prepare`` would make such a dataset."""
         dense = [DenseColumn(name=column.name, transforms=("log1p",)) for column in self.log.numbers]
         tables = [CategoricalColumn(name=n, type="int", hash_buckets=size) for n, size in self.tables.items()]
         bags = [

@@ -1,7 +1,7 @@
-"""Write synthetic logs: blocks of 65,536 rows rendered by a few threads, written in order, and the truth of them.
+"""Write synthetic logs and their truth: a few threads render blocks of 65,536 rows, which are written in order.
 
-The truth is what the best possible model would reach, known because the true probabilities are: nothing can rank better
-than the probability that drew the label, nor have a lower expected log loss.
+The truth is what the best possible model reaches. It is known because the true probabilities are known: no ranking is
+better than that by the probability from which the label was drawn, and no expected log loss is lower.
 """
 
 from __future__ import annotations
@@ -64,56 +64,60 @@ def write(
 ) -> SyntheticTruth:
     """Write a log in the raw format of ``recipe`` and, next to it, ``<out>.truth.json``.
 
-    The bytes depend on the arguments only, never on ``workers`` or the machine. Memory does not grow with
+    The arguments determine every byte; ``workers`` and the machine do not change any. Memory does not grow with
     ``rows``.
 
     Args:
         recipe: one of :data:`RECIPES`.
-        rows: log lines (ratings for movielens, impressions for ebnerd); a number or ``"10M"``.
-        out: a file; ``.gz`` and ``.zst`` compress text. A directory for movielens and ebnerd. online-retail
-            and globo are Parquet.
-        alpha: exponent of Zipf's law for the ids, where no curve is given.
-        curve: a measured frequency curve, the name of one of the package's, or a file of one; stretched to
-            each table.
-        seed: 0 or more; another seed, other rows.
-        universe: 0 or more; logs of one universe share ids, their popularity and hidden weights whatever their seed,
-            so that a model of one log can score another. None takes ``seed``. Where tables grow with ``rows``
-            (all but criteo and avazu), give such logs the same ``rows``.
-        drift: share of the frequency ranks whose id is another one at the end of the log than at its start, 0 to 1.
-        bad: share of lines to spoil (wrong column count, unparsable label or number, invalid hex, broken UTF-8),
-            for text formats; :func:`stoker.prepare` sets aside just these. They do not enter the truth.
+        rows: log lines (ratings for movielens, impressions for ebnerd), a number or ``"10M"``.
+        out: a file; ``.gz`` and ``.zst`` compress text, online-retail and globo are Parquet. For movielens and ebnerd a
+            directory.
+        alpha: exponent of Zipf's law for the ids, used without a curve.
+        curve: a measured frequency curve, the name of a curve of the package, or a file of one; it is stretched to the
+            size of each table.
+        seed: of the rows, 0 or more.
+        universe: 0 or more. Logs of one universe share ids, their popularity and hidden weights with any seed,
+            so that a model trained on one log can score another. None takes ``seed``. Tables grow with ``rows``, except
+            in criteo and avazu: give logs of one universe the same ``rows``.
+        drift: share of the frequency ranks that have another id at the end of the log than at its start, 0 to 1.
+        bad: share of lines to spoil (wrong column count, unreadable label or number, invalid hex, broken UTF-8), for
+            text formats. :func:`stoker.prepare` quarantines exactly these. They do not count in the truth.
         scale: factor on the number of distinct ids of every table, above 0 and up to 100.
-        base_rate: share of positives, between 0 and 1; None takes the real log's.
-        signal: standard deviation of the true logit, or the strength of preferences, 0 to 5; 0 plants nothing.
+        base_rate: share of positives, between 0 and 1; None takes that of the real log.
+        signal: standard deviation of the true logit, or strength of preferences, 0 to 5. With 0 labels are random.
         workers: rendering threads; None takes one per core, at most 4.
-        overwrite: replace a log that is there, once the new one is whole.
+        overwrite: replace an existing log, once the new one is whole.
         metadata: trivago only: also write the properties of every item (``item_id,properties``) to this file,
-            ``item_metadata.csv`` in the real data set; it depends on the universe and the number of items only.
+            ``item_metadata.csv`` in the real data set. They depend only on the universe and the number of items.
 
     Returns:
-        The planted truth: what the best possible model reaches.
+        The truth: what the best possible model reaches.
 
     Raises:
-        ConfigError: an unknown recipe, an impossible setting, a file name that does not suit the format, a place
-            that cannot be written to, or a log that is there already.
-        DataError: a full disk.
+        ConfigError: the recipe is unknown, a setting is out of range, the file name does not suit the format, ``out``
+            exists, or it cannot be written.
+        DataError: the disk is full.
         KeyboardInterrupt: Ctrl-C; its text says that nothing was kept.
+
+    >>> truth = write("avazu", 5000, "avazu.csv", seed=1)
+    >>> print(f"{truth.examples:,} rows, best AUC {truth.best_auc:.2f}")
+    5,000 rows, best AUC 0.80
     """
     total, share = _parsed("rows", parse_count, rows), _parsed("bad", parse_share, settings.pop("bad", 0.0))
     if total < 1:
-        raise ConfigError(f"{total} rows make no log. Ask for at least 1.")
+        raise ConfigError(f"rows is {total}. Give at least 1.", settings=("rows",))
     options = Options(rows=total, **settings)
     source = source_of(recipe, options)
     out = Path(out)
     if share and not source.spoil:
-        message = f"bad {share:g}: {recipe} logs have no lines of text to spoil. Leave it out."
+        message = f"bad is {share:g}, but {recipe} logs have no lines of text to spoil. Leave it out."
         raise ConfigError(message, settings=("bad",))
     truth_file = out.with_name(out.name + ".truth.json")
     paths = {name: out / name if name else out for name in source.files}
     files = dict(source.files)
     if metadata is not None:
         if source.metadata is None:
-            message = f"metadata: {recipe} logs have none; trivago's have. Leave it out."
+            message = f"metadata cannot be written: of all logs only trivago has any, not {recipe}. Leave it out."
             raise ConfigError(message, settings=("metadata",))
         paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file))
         files[METADATA] = source.metadata
@@ -121,7 +125,7 @@ def write(
     made = [folder for path in paths.values() for folder in absent_folders(path.parent)]
     meter, spoiled = TruthMeter(), 0
     try:
-        with ExitStack() as stack:  # the files of a log appear together, when the last is whole
+        with ExitStack() as stack:  # the files of a log appear together, once the last one is whole
             for name, (count, render) in files.items():
                 spoil = partial(_spoil, kinds={} if name else source.spoil, share=share, seed=options.seed)
                 header = source.header.get(name, "")
@@ -149,7 +153,7 @@ def _parsed(name: str, parse: Callable[[Any], T], value: object) -> T:
 
 
 def _metadata_path(path: Path, taken: tuple[Path, ...]) -> Path:
-    """Return ``path``, or refuse it where it cannot hold metadata that ``prepare`` recognises."""
+    """Return ``path``; raise ConfigError if ``prepare`` could not find metadata there."""
     remedy = ""
     if path.is_dir():
         remedy = f"this is a directory. Name a file in it: {path / 'item_metadata.csv'}."
@@ -163,12 +167,12 @@ def _metadata_path(path: Path, taken: tuple[Path, ...]) -> Path:
 
 
 def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) -> None:
-    """Refuse an output of the wrong kind, or one that is there."""
+    """Raise ConfigError if ``out`` is a file for a directory or the reverse, or if a file exists."""
     single = "" in source.files
     if single and out.is_dir():
         raise ConfigError(f"{out} is a directory. Name a file in it: {out / source.example}.")
     if not single and out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file, but this log has {len(source.files)}. Name a directory for them.")
+        raise ConfigError(f"{out} is a file, but this log has {len(source.files)} files. Name a directory for them.")
     present = next((path for path in files if path.exists()), None)
     if present is not None and not overwrite:
         message = f"{present} is there already. Choose another out, or pass overwrite=True to replace it."
@@ -176,15 +180,15 @@ def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) 
 
 
 def source_of(recipe: str, options: Options) -> Source:
-    """Return the source behind a recipe's name, dashes or underscores."""
+    """Return the source of a recipe, whose name may have dashes or underscores."""
     build = RECIPES.get(recipe.replace("_", "-"))
     if build is None:
-        raise ConfigError(f"no synthetic log for {recipe!r}. There is one for {', '.join(RECIPES)}.")
+        raise ConfigError(f"there is no synthetic log for {recipe!r}. Choose one of {', '.join(RECIPES)}.")
     return build(options)
 
 
 def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | None) -> Iterator[Any]:
-    """Yield ``make(start, stop)`` of all blocks, made on threads, in order; only a few results exist at a time."""
+    """Call ``make(start, stop)`` for each block on threads; yield results in order, few of them in memory at once."""
     workers = workers or min(4, cpu_count())
     starts = range(0, max(rows, 1), BLOCK)
     return ordered_map(lambda start: make(start, min(start + BLOCK, rows)), starts, workers, ahead=workers)
@@ -194,7 +198,7 @@ def _write_file(
     stack: ExitStack, path: Path, header: str, rows: int, render: Callable[[int, int], Part],
     spoil: Callable[[Part, int], tuple[Part, int]], meter: TruthMeter, workers: int | None,
 ) -> int:  # fmt: skip
-    """Write one file, which appears when ``stack`` closes, and return how many of its lines were spoiled."""
+    """Write one file, which appears when ``stack`` closes; return the number of spoiled lines."""
 
     def make(start: int, stop: int) -> tuple[Any, Part, int]:
         part = render(start, stop)
@@ -218,7 +222,7 @@ def _write_file(
 
 
 def _spoil(part: Part, start: int, *, kinds: Mapping[str, int], share: float, seed: int) -> tuple[Part, int]:
-    """Return a block of lines with a share of them spoiled, in place, and how many; they leave the truth."""
+    """Spoil a share of the lines in place and drop them from the truth; return the block and their number."""
     if not kinds or not share or part.block is None:
         return part, 0
     rows = np.arange(start, start + len(part.block))
@@ -244,7 +248,7 @@ def _text(path: Path, header: str) -> Iterator[Callable[[bytes], object]]:
     with ExitStack() as stack:
         out: Any = stack.enter_context(atomic_file(path))
         if path.suffix == ".gz":
-            # No file name and no time in the header, and blocks of fixed size: the same bytes each time.
+            # Without file name and time in the header, and with blocks of fixed size, the bytes are always the same.
             packed = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             out = stack.enter_context(io.BufferedWriter(cast(Any, packed), 1 << 20))
         elif path.suffix == ".zst":
@@ -267,39 +271,57 @@ def _parquet(path: Path, schema: Any) -> Iterator[Callable[[Any], object]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTruth:
-    """The planted truth of one log; AUC, log loss (nats) and base rate are expectations over the labels."""
+    """The truth of one log; AUC, log loss (nats) and base rate are expectations over the labels.
+
+    >>> truth = stoker.synthetic.write("taobao", 2000, "taobao.csv")
+    >>> SyntheticTruth.load("taobao.csv.truth.json") == truth
+    True
+    >>> truth.task
+    'the taken item against one item drawn uniformly from all, given the user'
+    """
 
     recipe: str
-    rows: int  # rows of the log, bad lines included
+    rows: int  # rows of the log, with bad lines
     bad: int  # lines spoiled on purpose
-    examples: int  # labelled examples that the figures below speak of
+    examples: int  # labelled examples, from which the figures are
     seed: int
     base_rate: float  # share of positives
     best_auc: float
     best_log_loss: float
     task: str  # what an example is, and what its negatives are
-    universe: int | None = None  # None: the seed, as in files that do not name it
+    universe: int | None = None  # None: the seed; older files do not name it
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, without a universe where it is None."""
+        """Write as JSON, without the universe if it is None."""
         kept = {name: value for name, value in asdict(self).items() if name != "universe" or value is not None}
         Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> SyntheticTruth:
-        """Read what :meth:`save` wrote; ``write`` puts it next to the log as ``<out>.truth.json``."""
+        """Read the ``<out>.truth.json`` that ``write`` made.
+
+        Raises:
+            DataError: the file is missing, or is not a truth.
+        """
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, TypeError, json.JSONDecodeError) as error:
-            message = f"{path} is no synthetic truth file ({error}). stoker.synthetic.write makes one."
+            message = f"{path} is not the truth of a synthetic log ({error}). stoker.synthetic.write makes one."
             raise DataError(message) from error
 
 
 class TruthMeter:
-    """Sums up true logits in bounded memory: expected AUC by a fine histogram, expected log loss exactly."""
+    """Sum up true logits in bounded memory: expected AUC by a fine histogram, expected log loss exactly.
+
+    >>> import numpy as np
+    >>> meter = TruthMeter()
+    >>> meter.add(np.array([-2.0, -1.0, 0.0, 3.0]))
+    >>> round(meter.base_rate, 3), round(meter.auc, 3), round(meter.log_loss, 3)
+    (0.46, 0.844, 0.458)
+    """
 
     BINS = 2**17
-    RANGE = 20.0  # logits beyond +-20 fall into the end bins; they are certain to 2e-9
+    RANGE = 20.0  # logits beyond +-20 count in the end bins; their labels are certain to 2e-9
 
     def __init__(self) -> None:
         self._positive = np.zeros(self.BINS)
@@ -308,13 +330,13 @@ class TruthMeter:
         self.examples = 0
 
     def add(self, logits: NDArray) -> None:
-        """Examples with these true logits, each drawn positive with ``1 / (1 + exp(-logit))``, [n]."""
+        """Add examples by their true logits, [n]; each is positive with probability ``1 / (1 + exp(-logit))``."""
         z = logits.astype(np.float64)
         p = 1.0 / (1.0 + np.exp(-z))
         self._add(z, p, 1.0 - p)
 
     def add_known(self, logits: NDArray, labels: NDArray) -> None:
-        """Examples whose best logits are known and whose labels are fixed by how they were made, [n] each."""
+        """Add examples by their best logits and fixed labels, [n] each."""
         y = labels.astype(np.float64)
         self._add(logits.astype(np.float64), y, 1.0 - y)
 
@@ -323,12 +345,12 @@ class TruthMeter:
         np.minimum(bins, self.BINS - 1, out=bins)
         self._positive += np.bincount(bins, weights=positive, minlength=self.BINS)
         self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)
-        # Not a product by BLAS, whose order of additions depends on the processor.
+        # np.sum, not a product by BLAS: its order of additions depends on the processor.
         self._entropy += float(np.sum(positive * np.logaddexp(0.0, -z) + negative * np.logaddexp(0.0, z)))
         self.examples += len(z)
 
     def truth(self, **log: Any) -> SyntheticTruth:
-        """The planted truth of the log whose examples were added; ``log``: the other fields of it."""
+        """Return the truth of the log whose examples were added; ``log``: its other fields."""
         figures: dict[str, Any] = {"base_rate": self.base_rate, "best_auc": self.auc, "best_log_loss": self.log_loss}
         return SyntheticTruth(examples=self.examples, **figures, **log)
 

@@ -1,4 +1,4 @@
-"""The batch size that trains fastest: doubled until it no longer pays, or memory would not allow it."""
+"""Find the batch size that trains fastest: double it until throughput stops growing or memory is too small."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.replica import throwaway
 
-_GAIN = 1.05  # of throughput that a doubling must bring
-_WARM = 2  # steps before times count: kernels compile, memory is taken
-_SECONDS, _FEWEST, _MOST = 1.5, 5, 40  # of measuring, and its steps
-_BATCHES = 10  # an epoch has at least so many
+_GAIN = 1.05  # least factor on throughput for which the batch is doubled
+_WARM = 2  # first steps, not measured: kernels compile, memory is allocated
+_SECONDS, _FEWEST, _MOST = 1.5, 5, 40  # seconds to measure, least and most steps
+_BATCHES = 10  # least batches of an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchChoice:
-    """What was measured, and what followed from it."""
+    """The chosen batch size, with the measurements."""
 
     batch_size: int
-    reason: str  # why not twice as many
+    reason: str  # why not twice this size
     throughput: dict[int, float]  # batch size -> examples/s of whole training steps
 
     def __str__(self) -> str:
@@ -35,17 +35,17 @@ class BatchChoice:
 
 
 def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
-    """Measure whole training steps of a model to throw away, from ``config.base_batch_size`` on.
+    """Measure whole training steps of a throwaway model, starting at ``config.base_batch_size``.
 
-    Twice the batch is taken as long as it trains over 5 % more examples a second, its memory is there, and an epoch
-    keeps ten batches. The choice depends on the machine: a run stores it and does not choose again.
+    The batch is doubled while this trains at least 5 % more examples a second, memory suffices, and an epoch has at
+    least ten batches. The choice depends on the machine: a run stores it and does not choose again.
 
     Args:
         data: the dataset.
-        config: the run's settings; their ``batch_size`` does not count.
+        config: the run's settings; ``batch_size`` is ignored.
 
     Raises:
-        ConfigError: not even ``base_batch_size`` can be trained with.
+        ConfigError: even ``base_batch_size`` is too large.
     """
     size = min(config.base_batch_size, max(1, len(data.train) // _BATCHES))
     rates: dict[int, float] = {}
@@ -57,7 +57,7 @@ def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
             break
         free = device_memory(resolve_device(config.device))[0]
         if free and 2 * grown > free:
-            reason = f"twice that would take about {format_size(2 * grown)}, {format_size(free)} are free"
+            reason = f"twice that would need about {format_size(2 * grown)}, and {format_size(free)} is free"
             break
         try:
             rates[double], more = _measure(data, config.replace(batch_size=double))
@@ -75,14 +75,14 @@ def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether a step failed for want of memory: on the device, of the machine, or of slots."""
+    """Return True if a step failed because the device, the machine or the slots have too little memory."""
     words = ("can't allocate memory", "out of memory", "distinct rows in fast memory")
     lacking = isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError)
     return lacking or any(each in str(error).lower() for each in words)
 
 
 def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
-    """Examples a second of a step, the median, and bytes that stepping took at most beyond the model."""
+    """Return the examples a second of the median step, and the peak bytes of the steps beyond the model."""
     with throwaway(data, config, _WARM + _MOST) as (replica, batches):
         device = replica.model.device
         if device.type == "cuda":
@@ -96,10 +96,10 @@ def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - begin)
         grown = _peak(device) - before
-    # The last batch of an epoch may be short, so the median; a whole one counts all its examples.
+    # The median is the time of a full batch, though the last batch of an epoch may be short.
     return config.batch_size / statistics.median(times[_WARM:]), max(0, grown)
 
 
 def _peak(device: torch.device) -> int:
-    """Most bytes in use so far, or since they were reset; on the CPU by the whole process since its start."""
+    """Return the peak bytes: on a GPU since their reset, on the CPU of the process since its start."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else peak_memory() or 0

@@ -1,4 +1,4 @@
-"""Settings of a training run, and what they resolve to for one model and dataset."""
+"""The settings of a training run, and the model, tables, optimizers and schedule that they define."""
 
 from __future__ import annotations
 
@@ -51,35 +51,33 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 class Scaling(NamedTuple):
-    """Factors where a batch has s times the examples that the rates are meant for."""
+    """Factors on learning rates and weight decay, for batches larger or smaller than ``base_batch_size``."""
 
     row_lr: float = 1.0
     dense_lr: float = 1.0
     row_weight_decay: float = 1.0
 
 
-# A dataclass takes the fields of its last base first.
-
 _NO_PLACEMENT = (
     " It plans one for a budget: give device_memory='4GiB', and strategy='cached', 'hot-cold' or 'host-pipelined' to "
-    "choose how. Models and EmbeddingTables take placement=stoker.Cached(...), in a loop of your own."
+    "choose how. In a loop of your own, models and EmbeddingTables take placement=stoker.Cached(...)."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(
+class TrainConfig(  # the fields of the last base come first
     MachineConfig, MemoryBudget, RunConfig, RateConfig, DenseConfig, RowConfig, OrderConfig, ModelConfig
 ):  # fmt: skip
-    """All settings of :func:`stoker.train`: the fields of its bases. Everything that changes the numbers is among them.
+    """All settings of :func:`stoker.train`, the fields of its bases. They and the dataset determine every number.
 
     Raises:
-        ConfigError: a value out of its range, or values that contradict each other.
+        ConfigError: a value is out of range, or values contradict each other.
 
     >>> TrainConfig(model="dcn", device_memory="4GiB").replace(epochs=2).lookahead
     64
     """
 
-    #: Arguments that people try, and what to give instead.
+    #: Wrong arguments that users try, and what to give instead.
     INSTEAD: ClassVar[Mapping[str, str]] = {"placement": _NO_PLACEMENT}
 
     def __post_init__(self) -> None:
@@ -106,21 +104,21 @@ class TrainConfig(
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`.
+        """Invert :meth:`to_dict`.
 
         Raises:
-            ConfigError: a setting that does not exist, with the nearest one; or a value out of its range.
+            ConfigError: a setting does not exist (the message names the nearest one), or a value is out of range.
         """
         if "placement" in values:
             raise ConfigError(f"train has no setting 'placement'.{_NO_PLACEMENT}")
         return super().from_dict(values)
 
     def total_steps(self, epoch: int) -> int:
-        """Batches of the whole run, where an epoch has ``epoch`` of them."""
+        """Return the steps of the whole run; ``epoch``: steps of one epoch."""
         return self.epochs * epoch if self.steps is None else self.steps
 
     def make_schedule(self, total_steps: int) -> Schedule:
-        """The factor on both learning rates over a run of ``total_steps``."""
+        """Return the schedule of both learning rates over a run of ``total_steps``."""
         length = self.decay_steps or max(1, total_steps - self.warmup)
         match self.schedule:
             case "linear":
@@ -137,15 +135,15 @@ class TrainConfig(
                 return Constant(warmup=self.warmup)
 
     def dense_factor(self, schedule: Schedule, step: int) -> float:
-        """The factor on the dense learning rate at ``step``, counted from 0: that of the schedule, warmed up."""
+        """Return the factor on the dense learning rate at ``step``, counted from 0: schedule times dense warm-up."""
         return schedule.factor(step) * min(1.0, (step + 1) / max(1, self.dense_warmup))
 
     @property
     def scaling(self) -> Scaling:
         """Factors on learning rates and weight decay for this batch size.
 
-        "sqrt" (Krizhevsky 2014) and "linear" (Goyal et al. 2017) scale both rates; with "cowclip" rows keep their rate,
-        the dense rate grows by the root and the rows' weight decay linearly (Zheng et al. 2022).
+        "sqrt" (Krizhevsky 2014) and "linear" (Goyal et al. 2017) scale both rates. "cowclip" (Zheng et al. 2022) keeps
+        the rows' rate, scales the dense rate by the root, and the rows' weight decay linearly.
         """
         s = (self.batch_size or self.base_batch_size) / self.base_batch_size
         root = math.sqrt(s)
@@ -153,7 +151,11 @@ class TrainConfig(
         return known.get(self.lr_scaling, Scaling())
 
     def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
-        """The row optimizer, its rate scaled to the batch size."""
+        """Return the row optimizer, its rate scaled to the batch size.
+
+        Raises:
+            ConfigError: ``row_options`` names an option that the optimizer does not have.
+        """
         scaling = self.scaling
         kind = ROW_OPTIMIZERS[self.row_optimizer]
         lr = kind.default_lr if self.row_lr is None else self.row_lr
@@ -172,7 +174,7 @@ class TrainConfig(
         )  # fmt: skip
 
     def make_dense_optimizer(self, model: RecModel) -> torch.optim.Optimizer:
-        """The optimizer of the dense part, in one fused kernel a step but for LAMB; its rate scaled to the batch."""
+        """Return the optimizer of the dense part, its rate scaled to the batch size; all but LAMB are fused."""
         lr = (DENSE_LR[self.dense_optimizer] if self.dense_lr is None else self.dense_lr) * self.scaling.dense_lr
         kind: Any = _DENSE_OPTIMIZERS[self.dense_optimizer]
         if self.dense_optimizer == "lamb":
@@ -186,10 +188,10 @@ class TrainConfig(
         return optimizer
 
     def tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
-        """The tables of the model.
+        """Return the tables of the model.
 
         Raises:
-            ConfigError: an option that the model does not take.
+            ConfigError: the model does not have one of ``model_options``.
         """
         kind = MODELS[self.model]
         check_options(kind, self.model_options)
@@ -197,16 +199,16 @@ class TrainConfig(
         return kind.tables_from(spec, {**self.model_options, **own})
 
     def tensor_trains(self, spec: FeatureSpec) -> dict[str, TensorTrain]:
-        """The tables that are compressed, with their shapes.
+        """Return the compressed tables with their shapes; a table that would not get smaller is left out.
 
         Raises:
-            ConfigError: a table that is not there, or cannot be compressed so.
+            ConfigError: ``tt_own`` names an unknown table, or a table cannot have this shape.
         """
         tables = {table.name: table for table in self.tables(spec)}
         for name in self.tt_own:
             if name not in tables:
                 raise ConfigError(
-                    f"tt_own names the table {name!r}, which is not there.{near(name, list(tables))} There are: "
+                    f"tt_own names the table {name!r}, which does not exist.{near(name, list(tables))} The tables are "
                     f"{', '.join(tables)}.", settings=("tt_own",),
                 )  # fmt: skip
         chosen: dict[str, TensorTrain] = {}
@@ -223,16 +225,16 @@ class TrainConfig(
         }
 
     def stored_tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
-        """What lies in memory and in files: the tables of ``spec``, or their cores."""
+        """Return the tables in memory and files: those of ``spec``, with cores in place of compressed tables."""
         return stored_tables(self.tables(spec), self.tensor_trains(spec))
 
     def make_model(
         self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None
     ) -> RecModel:
-        """A fresh model for a dataset's columns, with its rows where ``placement`` says; None: on the device.
+        """Return a new model for a dataset's columns; ``placement`` None: all rows on the device.
 
         Raises:
-            ConfigError: an option that the model does not have, or a value that it does not take.
+            ConfigError: the model does not have one of ``model_options``, or refuses its value.
         """
         kind = MODELS[self.model]
         options: dict[str, Any] = {
@@ -245,7 +247,7 @@ class TrainConfig(
                 dense_dtype=self.dense_dtype, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
                 backend=self.backend, placement=placement, tensor_train=self.tensor_trains(spec), **options,
             )  # fmt: skip
-            model.embeddings.step_each_backward()  # as our loops mean it, whatever scalers the process has elsewhere
+            model.embeddings.step_each_backward()  # also where the process has a GradScaler elsewhere
             return model
         except TypeError as error:
             if "unexpected keyword argument" in str(error):
@@ -258,7 +260,7 @@ class TrainConfig(
 
 @contextmanager
 def _refusal(*names: str) -> Iterator[None]:
-    """Name the settings that an error within the block is about."""
+    """Add the names of settings to an error within the block."""
     try:
         yield
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Defaults that follow the number of training rows: batch size, epochs, patience.
+"""Defaults that depend on the number of training rows: batch size, epochs, patience.
 
-A small log cut into batches of 2,048 has a handful of steps, too few for any model; a large one is learnt in one pass.
-What is given wins: a default is worked out only where a setting is left out. Test rows decide nothing here.
+A small log in batches of 2,048 has only a few steps, too few for any model; one pass suffices for a large log. Only
+settings that are left out get a default. Test rows do not influence it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 
-SMALLEST, LARGEST = 64, 2048  # examples; below, a step costs as much as at 64; above, learning rates want others
-BATCHES = 80  # of an epoch at least, where batches of SMALLEST allow it
-EPOCHS = 10  # passes over a small log at most
-EXAMPLES = 4_000_000  # that a run goes through at most by default, unless one epoch has more
+SMALLEST, LARGEST = 64, 2048  # examples; a step is not faster below 64; above 2048 the learning rates do not fit
+BATCHES = 80  # least batches of an epoch, if there are rows enough
+EPOCHS = 10  # most passes, over a small log
+EXAMPLES = 4_000_000  # most examples of a run by default, unless one epoch has more
 PATIENCE = 2  # epochs without a better metric
-BY_ROWS = ("batch_size", "epochs", "patience")  # the settings that follow the rows
+BY_ROWS = ("batch_size", "epochs", "patience")  # settings that depend on the rows
 
 
 def batch_for(rows: int) -> int:
-    """Return the largest power of two, within bounds, of which an epoch of ``rows`` has 80 batches.
+    """Return the largest power of two from 64 to 2,048 that cuts ``rows`` into at least 80 batches.
 
     >>> [batch_for(rows) for rows in (1_000, 10_000, 100_000, 1_000_000)]
     [64, 64, 1024, 2048]
@@ -30,7 +30,7 @@ def batch_for(rows: int) -> int:
 
 
 def epochs_for(rows: int, *, validated: bool) -> int:
-    """Return the passes over ``rows``: one where no validation rows can tell when the next one does harm.
+    """Return the passes over ``rows``: one if no validation rows can tell when another pass overfits.
 
     >>> [epochs_for(rows, validated=True) for rows in (10_000, 1_000_000, 50_000_000)]
     [10, 4, 1]
@@ -41,31 +41,31 @@ def epochs_for(rows: int, *, validated: bool) -> int:
 
 
 def why_batch(rows: int) -> str:
-    """Say why a batch of ``rows`` has the size that :func:`batch_for` returns."""
+    """Return the reason for :func:`batch_for`, in words."""
     size = batch_for(rows)
     if size == SMALLEST:
         return f"the smallest worth a step: {plural(rows, 'row')} make {plural(-(-rows // size), 'step')} an epoch"
     if size == LARGEST:
         return f"the learning rates are meant for it, and {rows:,} rows make {-(-rows // size):,} steps an epoch"
-    return f"the largest power of two of which an epoch of {rows:,} rows has {BATCHES} batches or more"
+    return f"the largest power of two that cuts {rows:,} rows into {BATCHES} batches or more"
 
 
 def why_epochs(rows: int, *, validated: bool) -> str:
-    """Say why there are as many epochs as :func:`epochs_for` returns."""
+    """Return the reason for :func:`epochs_for`, in words."""
     if not validated:
-        return "without validation rows nothing tells when another pass does harm"
+        return "without validation rows nothing tells when another pass overfits"
     if EXAMPLES // max(1, rows) >= EPOCHS:
         return f"at most; {plural(rows, 'row')} are few, and validation rows tell when to stop"
-    return f"at most; {EPOCHS} for a small log, fewer where they would go through more than {EXAMPLES:,} examples"
+    return f"at most; {EPOCHS} for a small log, fewer if the run would see more than {EXAMPLES:,} examples"
 
 
 def left_out(config: TrainConfig) -> frozenset[str]:
-    """Return the names of the settings that follow the rows and are not given."""
+    """Return the names of the settings that depend on the rows and are not given."""
     return frozenset(name for name in BY_ROWS if getattr(config, name) is None)
 
 
 def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
-    """Return settings whose batch size and epochs are numbers, and whose patience fits epochs that nobody gave."""
+    """Return the settings with a batch size and epochs; if epochs were not given, also with a patience."""
     rows, missing, found = len(data.train), left_out(config), dict[str, Any]()
     if "batch_size" in missing:
         found["batch_size"] = batch_for(rows)
@@ -79,7 +79,7 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
 
 
 def by_rows(given: TrainConfig, config: TrainConfig, data: Dataset) -> str:
-    """Say in a line what :func:`complete` made of the ``given`` settings; empty if it had nothing to do."""
+    """Return a line about what :func:`complete` added to the ``given`` settings; empty if it added nothing."""
     missing, words = left_out(given), []
     if "batch_size" in missing:
         words.append(f"batch {config.batch_size:,}")

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes: a progress bar, plain lines, JSON lines, or nothing."""
+"""Show a run while it trains: a progress bar, plain lines, JSON lines, or nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal, TextIO
 
 from stoker.base.units import format_count, format_duration, format_size, plural
 
-_REFRESH = 0.1  # seconds between two movements of the bar
-_LONG = 2.0  # seconds of work before the steps that nobody need be told of
-_SCHEDULE_LINES = 10  # about the schedule, an epoch; all swaps are in metrics.jsonl
+_REFRESH = 0.1  # seconds between updates of the bar
+_LONG = 2.0  # seconds after which work before the steps is mentioned
+_SCHEDULE_LINES = 10  # most lines about the hot-cold schedule in an epoch; metrics.jsonl has all swaps
 _MIB = 2**20
 
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
@@ -20,7 +20,7 @@ Unit = Literal["bytes", "batches"]
 
 
 class Display:
-    """Shows nothing. Subclasses show more."""
+    """Show nothing. Subclasses show more."""
 
     def __enter__(self) -> Display:
         return self
@@ -29,19 +29,19 @@ class Display:
         return None
 
     def start(self, step: int, total: int, facts: str) -> None:
-        """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
+        """Show that training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
-        """Work before the steps, or between two of them; may come from any thread."""
+        """Show the progress of work before or between steps; any thread may call this."""
 
     def step(self, done: int) -> None:
-        """One more step is done. Called after every step: must cost next to nothing."""
+        """Show that ``done`` steps are done. Called after every step, so it must take no time."""
 
     def record(self, values: dict[str, Any]) -> None:
-        """One record of metrics.jsonl."""
+        """Show one record of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Show a line of text."""
 
 
 def _amount(done: int, total: int, unit: Unit) -> str:
@@ -64,7 +64,7 @@ def _metrics(values: dict[str, Any]) -> str:
 
 
 class JsonLines(Display):
-    """Every record as one JSON object on a line of standard output."""
+    """Print every record as one line of JSON on standard output; notes go to standard error."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stdout if file is None else file
@@ -77,7 +77,7 @@ class JsonLines(Display):
 
 
 class _Lines(Display):
-    """A line for each record that is not one of training; of the schedule at most ten lines an epoch."""
+    """Show a line for each record but those of training; about the schedule at most ten lines an epoch."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -111,14 +111,14 @@ class _Lines(Display):
 
 
 class PlainLines(_Lines):
-    """Lines for log files: every evaluation, and how training goes at most every ``seconds``."""
+    """Print lines for log files: every evaluation, and the progress of training at most every ``seconds``."""
 
     def __init__(self, file: TextIO | None = None, seconds: float = 15.0) -> None:
         super().__init__()
         self._file = sys.stderr if file is None else file
         self._seconds = seconds
         self._last = time.monotonic()
-        self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
+        self._what, self._begun, self._said = "", 0.0, False  # the current work, its start, and whether it was shown
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         now = time.monotonic()
@@ -142,7 +142,7 @@ class PlainLines(_Lines):
 
 
 class ProgressBar(_Lines):
-    """A Rich progress bar on standard error: loss, AUC, samples/s, time left."""
+    """Show a Rich progress bar on standard error: loss, AUC, samples/s, time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -155,7 +155,7 @@ class ProgressBar(_Lines):
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task: Any = None
         self._works: dict[str, Any] = {}
-        self._next = 0.0  # when the bar moves again
+        self._next = 0.0  # time of the next update
         self._auc = ""
         self._status = ""
         self._seconds_per_step = 0.0
@@ -203,7 +203,7 @@ class ProgressBar(_Lines):
 
 
 def make_display(mode: Mode) -> Display:
-    """The display of that name; "auto" takes the bar on a terminal and plain lines elsewhere."""
+    """Return the display of this name; "auto" takes the bar on a terminal and plain lines elsewhere."""
     if mode == "auto":
         mode = "rich" if sys.stderr.isatty() else "plain"
     if mode == "rich":

@@ -1,4 +1,4 @@
-"""The two ends of a run: what it starts or continues with, and what it leaves."""
+"""The start of a run, new or resumed, and its end: the best model, its metrics, the report."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from stoker.training.tools.baseline import baseline_line, saved_baselines
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult(Shown):
-    """What a finished run leaves. ``model`` holds the rows of the best checkpoint.
+    """What :func:`stoker.train` returns; ``model`` has the rows of the best checkpoint.
 
-    Where rows are in a file, ``model.embeddings.close()`` removes it; so does the end of the process.
+    Close a model whose rows are in a spill file by ``model.embeddings.close()``, which deletes the file; so does the
+    end of the process.
     """
 
     run: Path
     model: RecModel
     step: int  # batches trained
-    epochs: float  # and passes over the training rows
+    epochs: float  # passes over the training rows
     stopped_early: bool  # by patience
-    best_step: int | None  # None where there are no validation rows
+    best_step: int | None  # None without validation rows
     valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
     test: dict[str, float | None]  # and on the test rows
-    samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
+    samples_per_second: float | None  # of the training steps in this call; None if there were none
 
     def summary(self) -> str:
         """Return the model, its steps and its AUC."""
@@ -75,16 +76,16 @@ class TrainArguments(TrainConfig):
 
 
 class Start(NamedTuple):
-    """What a run starts or continues with."""
+    """The checked inputs of a run."""
 
     data: Dataset
     config: TrainConfig
-    choice: BatchChoice | None = None  # where the batch size was measured
-    line: str = ""  # about the settings that follow the number of rows
+    choice: BatchChoice | None = None  # None: the batch size was not measured
+    line: str = ""  # about the settings that depend on the number of rows
 
 
 class Outputs(NamedTuple):
-    """Where a run goes: its directory, the screen, loggers and a URL."""
+    """The outputs of a run: its directory, the screen, loggers and a URL."""
 
     out: str | Path | None
     resume: str | Path | None
@@ -100,13 +101,13 @@ def open_run(
     resume: str | Path | None,
     settings: dict[str, Any],
 ) -> Start:
-    """Return the dataset and all settings, checked against each other before anything is written."""
+    """Return the dataset and all settings; check them against each other before anything is written."""
     if (out is None) == (resume is None):
         raise ConfigError(
             "give either out, the run directory to make, or resume, the one to continue.", settings=("out", "resume")
         )
     auto = settings.get("batch_size") == "auto"
-    if auto:  # what a run chose when it began is among its settings
+    if auto:  # a resumed run keeps the size that it chose
         del settings["batch_size"]
     if settings.get("epochs") is not None and settings.get("steps") is not None:
         raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
@@ -126,15 +127,15 @@ def open_run(
         raise ConfigError(f"{data.path} has no training rows.")
     if config.patience is not None and not data.splits.get("valid"):
         raise ConfigError(
-            f"{data.path} has no validation rows, by which patience could stop. Leave patience out, or prepare the "
-            "data with a split that has some.",
+            f"{data.path} has no validation rows, which patience needs. Leave patience out, or prepare the data with a "
+            "split that has some.",
             settings=("patience",),
         )
     valid = data.splits.get("valid")
     if config.metric in RANKING and valid and valid.groups is None:
         raise ConfigError(
-            f"metric {config.metric!r} is over lists of rows, but {data.path} was prepared without group, so it has no "
-            'lists. Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
+            f"metric {config.metric!r} needs lists of rows, but {data.path} was prepared without group, so has none. "
+            'Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
             settings=("metric",),
         )
     if resume is not None:
@@ -152,15 +153,15 @@ def _reopen(
     config: TrainConfig | None,
     settings: dict[str, Any],
 ) -> tuple[Dataset, TrainConfig]:
-    """The dataset and settings of a run that is to continue."""
+    """Return the dataset and the settings of a run to resume."""
     values = RunDirectory(resume).config()
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
         given = {name: value for name, value in config.to_dict().items() if name not in left_out(config)}
         settings = {**given, **settings}
     elif settings.get("epochs") is not None:
-        settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
-    if settings.get("batch_order") == "auto":  # what it stood for was settled when the run began
+        settings = {"steps": None, **settings}  # also where the run was started with steps
+    if settings.get("batch_order") == "auto":  # resolved when the run began
         settings = {**settings, "batch_order": before.batch_order}
     wanted = before.replace(**settings)
     old, new = before.to_dict(), wanted.to_dict()
@@ -168,7 +169,7 @@ def _reopen(
     if changed:
         raise ConfigError(
             f"{resume} was started with {', '.join(f'{name}={old[name]!r}' for name in changed)}; a resumed "
-            "run cannot change that. Start a new run, or leave it out. What may change: "
+            "run cannot change that. Leave it out, or start a new run. What may change: "
             f"{', '.join(sorted(RESUMABLE))}.",
             settings=(*changed, *RESUMABLE),
         )
@@ -179,10 +180,10 @@ def _reopen(
 def restore(
     run: RunDirectory, data: Dataset, replica: Replica, stream: BatchStream | HotColdStream, shown: Display
 ) -> Progress:
-    """Load the newest whole checkpoint into ``replica`` and ``stream``; a run killed before its first one starts over.
+    """Load the newest whole checkpoint into ``replica`` and ``stream``; without any checkpoint, start over.
 
     Raises:
-        ConfigError: the run has trained more steps than it is asked for, or the dataset is another one.
+        ConfigError: the run has already trained more steps than requested, or the dataset is another one.
         CheckpointError: no checkpoint is whole.
     """
     config, model = replica.config, replica.model
@@ -193,20 +194,20 @@ def restore(
         shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
         return Progress()
     for problem in problems:
-        shown.note(f"warning: {problem} What it had is trained again.")
+        shown.note(f"warning: {problem} Its steps are trained again.")
     manifest = checkpoint.read_manifest(newest)
     check_dataset(data, model, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
     loaded = loading.load(newest, model, replica.dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
-        if step > loaded.step:  # damaged, or it would not have been passed over
+        if step > loaded.step:  # damaged, else it would be the newest whole one
             aside = checkpoint.set_aside(run.checkpoint(step))
-            shown.note(f"the damaged checkpoint is kept as {aside}; delete it when it is of no use to you")
+            shown.note(f"the damaged checkpoint is kept as {aside}; delete it when you do not need it")
     progress = Progress(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
         progress.best = next(iter(run.evaluated(config.metric)), None)
-    run.prune(config.keep_last, progress.best_step)  # a kill may have come before
+    run.prune(config.keep_last, progress.best_step)  # a killed run may not have done it
     return progress
 
 
@@ -225,10 +226,10 @@ def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int)
 
 
 def finish(state: TrainState) -> TrainResult:
-    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report."""
+    """Say why training ended, load the best checkpoint, evaluate it on the test rows, write the report."""
     config, progress, model = state.config, state.progress, state.replica.model
     trained = state.clock.since("warm")
-    if not trained["examples"]:  # no step followed the first ones
+    if not trained["examples"]:  # the run was too short to leave its first steps out
         trained = state.clock.total
     if said := ending(progress, config, state.total, trained=trained["examples"] > 0):
         state.shown.note(said)
@@ -257,10 +258,10 @@ def finish(state: TrainState) -> TrainResult:
 
 
 def _go_to_best(state: TrainState) -> dict[str, Any] | None:
-    """Load the best checkpoint that is whole; name damaged ones and set them aside.
+    """Load the best whole checkpoint; warn of damaged ones and set them aside.
 
     Returns:
-        Its evaluation, ``{"step", "valid"}``; None if nothing was ever evaluated.
+        Its evaluation, ``{"step", "valid"}``; None if there was no evaluation.
     """
     config, progress, run, model = state.config, state.progress, state.run, state.replica.model
     best = progress.best
@@ -271,7 +272,7 @@ def _go_to_best(state: TrainState) -> dict[str, Any] | None:
             break
         except CheckpointError as error:
             kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
-            warning = f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}"
+            warning = f"warning: {error} This was the best checkpoint; the next best replaces it.{kept}"
             state.shown.note(warning)
         best = next(iter(run.evaluated(config.metric)), None)
         if best is None:

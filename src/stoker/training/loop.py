@@ -1,4 +1,8 @@
-"""The training loop: plain PyTorch, one file, made to be read and copied."""
+"""The training loop: plain PyTorch, made to be read and copied.
+
+:func:`fit` is the loop. A step is :meth:`stoker.training.replica.Replica.step`: forward, backward, both optimizers.
+:func:`count_step` records it, :func:`after_step` evaluates and saves. The rest of this module sets up a run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import deciding
 from stoker.training.settings import RESUMABLE
 
-_WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
+_WARM = 5  # first steps of a process, left out of rates if more follow: kernels compile, reading begins
 
 
 @with_arguments_of(TrainArguments)
@@ -47,26 +51,34 @@ def train(
     loggers: Sequence[Logger] = (),
     **settings: Any,
 ) -> TrainResult:
-    """Train a model, or continue a run. Threads, generators and allocator are afterwards as they were before.
+    """Train a model, or continue a run. On return, torch's threads and generators and the allocator are as before.
 
     Args:
-        dataset: what ``stoker prepare`` wrote; when resuming, None means the run's own.
-        config: settings; keyword settings go on top.
-        out: the run directory to make, or a URL: the run is then in the local cache, and is uploaded after each
-            checkpoint and at the end.
+        dataset: what ``stoker prepare`` wrote; None takes the dataset of the run that is resumed.
+        config: settings; keyword settings override them.
+        out: the new run directory, or a URL: the run is then in the local cache, and is uploaded after each checkpoint
+            and at the end.
         resume: the run directory or URL to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
-        loggers: get the figures of every record, beside the run's own files; see :class:`stoker.Logger`.
-        settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
-            be "auto": the one that trains fastest here (:func:`stoker.training.auto_batch.choose_batch_size`).
+        loggers: also get the figures of every record; see :class:`stoker.Logger`.
+        settings: fields of :class:`TrainConfig`; with ``resume``, only those that do not change the numbers.
+            ``batch_size`` may be "auto": the size that trains fastest on this machine
+            (:func:`stoker.training.auto_batch.choose_batch_size`).
 
     Raises:
-        ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not
-        (``resume``).
-        DataError: no such dataset, or a damaged one.
-        CheckpointError: no whole checkpoint to resume from, or one of another model.
+        ConfigError: settings cannot work, ``out`` exists, or ``resume`` is not a run.
+        DataError: the dataset is missing or damaged.
+        CheckpointError: no checkpoint is whole, it is of another model, or the disk is too small.
         StokerError: the loss is no longer finite.
         Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> result = stoker.train(data, out="run", batch_size=64, epochs=1, display="quiet")
+    >>> result.step, 0 < result.test["auc"] < 1
+    (13, True)
+    >>> stoker.train(resume="run", epochs=2, display="quiet").step
+    26
     """
     with local_run(out, resume) as (out, resume, upload):
         start = open_run(dataset, config, out, resume, dict(settings))
@@ -75,7 +87,7 @@ def train(
 
 
 def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResult:
-    """Do :func:`train` with its arguments checked; ``models`` gets the model."""
+    """Train with checked arguments; append the model to ``models``."""
     data, config, choice, line = start
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
@@ -85,38 +97,36 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     stream = open_stream(config, data, optimizer, placement)
     if config.data_memory not in ("auto", "0") and not stream.held:
         warnings.append(
-            f"data memory of {config.data_memory} does not hold the training rows, {format_size(data.train.bytes)}: "
-            "they are read from their files"
+            f"a data memory of {config.data_memory} is too small for the training rows, "
+            f"{format_size(data.train.bytes)}: they are read from their files"
         )
     total = config.total_steps(len(stream))
     replica = Replica(config, data.schema, config.make_schedule(total), placement)
     model = replica.model
-    models.append(model)
+    models.append(model)  # its files are closed if training fails
     resume, display = outputs.resume, outputs.display
     run = RunDirectory(str(resume if outputs.out is None else outputs.out))
-    done = run.steps()
+    done = run.steps()  # that have a checkpoint
     dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
     steps = total - (done[-1] if done else 0)
-    warnings.append(
-        check_disk(
-            run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done)
-        )
-    )
-    kept: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
+    warnings.append(check_disk(
+        run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done)
+    ))  # fmt: skip
+    values: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
-        kept["model_class"] = class_path(type(model))
+        values["model_class"] = class_path(type(model))
     if resume is not None:
-        kept = {**run.read("config.json"), **kept}
+        values = {**run.read("config.json"), **values}
     elif choice is not None:
-        kept["batch_size_chosen"] = vars(choice)
+        values["batch_size_chosen"] = vars(choice)
     if resume is None:
-        RunDirectory.create(run.path, kept)
+        RunDirectory.create(run.path, values)
     progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown, run.locked():
         if resume is not None:
             progress = restore(run, data, replica, stream, shown)
-            run.write("config.json", kept)
-        again = progress.step < total and progress.loss_count > 0  # its steps are part of the next training record
+            run.write("config.json", values)
+        again = progress.step < total and progress.loss_count > 0  # the next training record repeats the last one
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
@@ -128,7 +138,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
             if progress.step < total:
                 data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
-                shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
+                shown.note("this processor has no bfloat16 arithmetic: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
             for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed]), *ignored):
@@ -142,7 +152,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         except KeyboardInterrupt as stop:
             if isinstance(stop, Interrupted):
                 raise
-            there = run.steps()  # the second one, or one outside of the loop
+            there = run.steps()  # the second signal, or one outside the loop
             newest = run.checkpoint(there[-1]) if there else None
             raise Interrupted(signal.SIGINT, newest, run.path, at_once=True) from None
         finally:
@@ -158,49 +168,38 @@ def fit(state: TrainState) -> None:
     """
     with state.stop, state.totals.recording(state.replica.model), closing(iterate(state.feed)) as batches:
         state.feed.hurry = state.stop.asked
-        after_step(state)  # what was due when the run was stopped
+        after_step(state)  # a resumed run may have been stopped before this
         while not state.finished:
-            batch = next(batches)
+            batch = next(batches)  # its rows are on the device
             loss = state.replica.step(batch)  # forward, backward, both optimizers
             count_step(state, len(batch), loss)
             after_step(state)
-        with state.clock.paused():
+        with state.clock.paused():  # brings the totals up to date
             pass
 
 
 def count_step(state: TrainState, examples: int, loss: Tensor) -> None:
-    """Count a step and its loss; write a training record where one is due."""
-    config, progress, clock, model = state.config, state.progress, state.clock, state.replica.model
+    """Count a step and its loss; write a training record if one is due."""
+    config, progress, clock = state.config, state.progress, state.clock
     progress.unread.append((progress.step, loss))
     progress.step += 1
     clock.total["steps"] += 1
     clock.total["examples"] += examples
     state.shown.step(progress.step)
-    if model.device.type == "cpu" or len(progress.unread) >= config.log_every:  # reading a loss waits for the GPU
-        progress.read_losses()
-    first = min(config.log_every, config.eval_every or state.epoch)  # so that a run which patience ends has a record
+    if state.replica.model.device.type == "cpu" or len(progress.unread) >= config.log_every:
+        progress.read_losses()  # waits for a GPU, so losses are collected there
+    first = min(config.log_every, config.eval_every or state.epoch)  # a run that patience ends has a record, too
     regular = progress.step % config.log_every == 0 or progress.step == first
     if regular or progress.step >= state.total:
         with clock.paused():
-            progress.read_losses()
-            since, times = clock.since("record"), clock.since("rate")
-            state.record(
-                "train", loss=progress.loss_sum / progress.loss_count,
-                samples_per_second=times["examples"] / times["seconds"],
-                seconds_per_step=times["seconds"] / times["steps"],
-                row_lr=model.embeddings.optimizer.lr * state.replica.schedule.factor(progress.step - 1),
-                dense_lr=state.replica.dense.param_groups[0]["lr"], **movement(since, times),
-            )  # fmt: skip
-            if regular:  # else it is of the last steps; should the run go on, the next one counts them again
-                progress.loss_sum, progress.loss_count = 0.0, 0
-                clock.mark("record", "rate")
+            _record(state, regular=regular)
     if clock.total["steps"] == _WARM:
         with clock.paused():
             clock.mark("warm", "rate")
 
 
 def after_step(state: TrainState) -> None:
-    """Do what is due after a step, which is also the first thing after a restart: evaluate, swap, save.
+    """Do what is due: evaluate, choose hot or cold batches, save, stop. A resumed run begins with this.
 
     Raises:
         Interrupted: a signal came; a checkpoint was written.
@@ -215,13 +214,29 @@ def after_step(state: TrainState) -> None:
                 state.record("schedule", **state.feed.swap(loss).to_dict())
                 state.swaps += 1
     wanted = (step % config.save_every == 0 if config.save_every else due) or improved or state.finished
-    stale = step == state.saved[0]  # the checkpoint that is there
-    if step > 0 and state.moment != state.saved and (wanted or stale or state.timer.due or stop.asked()):
+    outdated = step == state.saved[0]  # the checkpoint of this step lacks the evaluation or the swap
+    if step > 0 and state.moment != state.saved and (wanted or outdated or state.timer.due or stop.asked()):
         with state.clock.paused():
             _save(state, interim=not wanted)
     if stop.number is not None:
         newest = state.saved[0]
         raise Interrupted(stop.number, state.run.checkpoint(newest) if newest else None, state.run.path)
+
+
+def _record(state: TrainState, *, regular: bool) -> None:
+    """Write a training record; the next one counts the same steps again unless this one is ``regular``."""
+    progress, clock, replica = state.progress, state.clock, state.replica
+    progress.read_losses()
+    since, times = clock.since("record"), clock.since("rate")
+    state.record(
+        "train", loss=progress.loss_sum / progress.loss_count,
+        samples_per_second=times["examples"] / times["seconds"], seconds_per_step=times["seconds"] / times["steps"],
+        row_lr=replica.model.embeddings.optimizer.lr * replica.schedule.factor(progress.step - 1),
+        dense_lr=replica.dense.param_groups[0]["lr"], **movement(since, times),
+    )  # fmt: skip
+    if regular:
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        clock.mark("record", "rate")
 
 
 def _evaluate(state: TrainState) -> bool:
@@ -243,7 +258,7 @@ def _evaluate(state: TrainState) -> bool:
 
 
 def _save(state: TrainState, *, interim: bool) -> None:
-    """Write a checkpoint, delete those that are no longer kept, and upload the run where it has a URL."""
+    """Write a checkpoint, delete old ones, and upload the run if it has a URL."""
     config, progress, run, replica = state.config, state.progress, state.run, state.replica
     begin = state.timer.now()
     progress.read_losses()

@@ -1,4 +1,4 @@
-"""What a run says: at its start about its settings, in between, and when it ends or fails."""
+"""Notes of a run to its user: about its settings at the start, about metrics, and about its end or failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def facts(
     placement: Placement | None,
     stream: BatchStream | HotColdStream,
 ) -> str:
-    """What is about to be trained, for the first line on the screen."""
+    """Describe what is trained, for the first line on the screen."""
     rows = sum(table.num_embeddings for table in model.tables)
     size = rows_bytes(model.embeddings.stored, model.embeddings.optimizer.state)
     trains = f", {plural(len(model.tensor_train), 'tensor train')} among them" if model.tensor_train else ""
@@ -38,7 +38,7 @@ def facts(
     return (
         f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
         f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
-        f"rows{' held in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} on "
+        f"rows{' cached in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} on "
         f"{model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")
@@ -46,12 +46,12 @@ def facts(
 
 
 def chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
-    """How the batch size came, and what it means for the learning rates."""
+    """Say why the batch size was chosen, and whether the learning rates suit it."""
     if choice is not None:
         yield str(choice)
         if config.lr_scaling == "none" and choice.batch_size != config.base_batch_size:
             yield (
-                f"the learning rates are those meant for batches of {config.base_batch_size:,}: "
+                f"the learning rates are meant for batches of {config.base_batch_size:,}: "
                 "with lr scaling they would follow the batch size"
             )
     elif config.lr_scaling == "none" and (said := ignored(config, "base_batch_size")):
@@ -61,7 +61,7 @@ def chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
 def without_effect(
     config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
 ) -> Iterator[str]:
-    """Name the settings that were given and change nothing: ``total`` steps, ``trains`` tables as tensor trains."""
+    """Name the given settings that have no effect, in a run of ``total`` steps with ``trains`` tensor trains."""
     lists = [] if grouped else [(("ranking_k",), "the dataset was prepared without group, so it has no lists")]
     for names, why in (*config.useless(), *lists):
         if said := ignored(config, *names):
@@ -72,10 +72,10 @@ def without_effect(
             "Give fewer tt rows to compress smaller tables, or a smaller rank"
         )
     if placement is not None and config.lookahead == 0 and not config.foresight:
-        yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
+        yield "without a lookahead the cache does not know the next use of its rows, so more rows are moved"
     if (warmup := max(config.warmup, config.dense_warmup)) >= total:
         yield (
-            f"the warm-up of {plural(warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
+            f"the warm-up of {plural(warmup, 'step')} is not shorter than the run of {plural(total, 'step')}: "
             "the learning rates never reach their full value"
         )
     elif (
@@ -84,19 +84,19 @@ def without_effect(
     ):
         yield (
             f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
-            f"{total:,}: the decay does not come to its end"
+            f"{total:,}: the decay does not end within the run"
         )
 
 
 def ignored(config: TrainConfig, *names: str) -> str:
-    """Name those of the settings that were given, such as "tt rows and tt cores are ignored"; empty if none was."""
+    """Name the given ones of these settings, e.g. "tt rows and tt cores are ignored"; empty if none was given."""
     words = config.changed(names)
     listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
     return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if words else ""
 
 
 def undefined(metric: str) -> str:
-    """Say by what the best checkpoint is chosen where a metric is not defined."""
+    """Say that log loss chooses the best checkpoint, because ``metric`` is not defined."""
     if metric == "group_auc":
         return "no list of validation rows has both labels: without a group AUC, log loss says what is best"
     name = "an AUC" if metric == "auc" else f"an {metric}" if metric == "mrr" else f"a {metric}"
@@ -104,7 +104,7 @@ def undefined(metric: str) -> str:
 
 
 def ending(progress: Progress, config: TrainConfig, total: int, *, trained: bool) -> str | None:
-    """What is to be said at the end of training, if anything."""
+    """Return a note on the end of training: stopped early, or nothing was left to do; None: neither."""
     if progress.step < total:
         name = deciding({} if progress.latest is None else progress.latest["valid"], config.metric).replace("_", " ")
         best = "" if progress.best is None else f"; best at step {progress.best['step']:,}"
@@ -124,13 +124,13 @@ def explain(
     config: TrainConfig,
     run: RunDirectory,
 ) -> StokerError:
-    """The error for the user: where, with which learning rates, what is left, what to do."""
+    """Return the error of a run that diverged: the step, the learning rates, the last checkpoint, the remedy."""
     steps = run.steps()
     kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
     row_lr = model.embeddings.optimizer.lr * schedule.factor(step)
     dense_lr = dense.param_groups[0]["initial_lr"] * config.dense_factor(schedule, step)
     return StokerError(
         f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
-        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
-        "infinite values in the dense columns."
+        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm). At step 0, look for infinite values in "
+        "the dense columns."
     )

@@ -1,4 +1,4 @@
-"""Where the rows of a run are, whether there is room for them, and what moves while it trains."""
+"""Place the rows of a run, check that memory and disk suffice, and stage batches while it trains."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ from stoker.training.scores.evaluation import SCORED
 
 Batches = TypeVar("Batches", bound=Iterable[Batch])
 
-#: What a step consists of, in the order in which a batch goes through it.
+#: The stages of a step, in the order in which a batch goes through them.
 STAGES = {
     "foresight": "find next uses",
     "read": "make the batch",
     "plan": "choose slots",
     "fence": "wait for writebacks",
-    "fetch": "rows from home to slots",
+    "fetch": "rows from backing store to slots",
     "forward": "dense part and loss",
     "lookup": "look up and pool rows",
     "backward": "dense part",
     "update": "optimizer of the rows",
     "dense": "optimizer of the dense part",
-    "writeback": "rows from slots to home",
+    "writeback": "rows from slots to backing store",
     "stall": "other waiting",
     "step": "everything else",
 }
-_WITHIN = 2**14  # spans that one span may have directly inside it
-_SHARE = 0.8  # of the memory, in the budget that is proposed
-_FEWEST = 32  # examples scored at a time, unless asked for
+_WITHIN = 2**14  # most spans directly inside one span
+_SHARE = 0.8  # of the memory, for the budget that a message proposes
+_FEWEST = 32  # examples scored at a time, unless the user chooses
 
 
 class Epochs:
-    """The batches of a run, epoch after epoch, up to ``total`` in all; a lookahead sees across the ends of epochs.
+    """The batches of a run, epoch after epoch. A lookahead may see beyond the end of an epoch.
 
     Args:
         stream: the batches.
-        total: how many.
+        total: batches of the whole run.
     """
 
     def __init__(self, stream: BatchStream, total: int) -> None:
         self.stream, self.total = stream, total
-        self.foreseen = total  # up to which batch next uses may be recorded
+        self.foreseen = total  # next uses may be recorded up to this batch
 
     def __iter__(self) -> Iterator[Batch]:
         while self.stream.step < self.total:
@@ -80,15 +80,15 @@ class Epochs:
 
     @property
     def step(self) -> int:
-        """Batches handed out; the next one carries this number."""
+        """Number of the next batch."""
         return self.stream.step
 
     def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> EpochRest:
-        """The batches from number ``step`` to the end of its epoch or of the run; the stream stays where it is."""
+        """Return the batches from number ``step`` to the end of its epoch or of the run, without moving the stream."""
         return self.stream.rest_of_epoch(step, until=self.foreseen, ids_only=ids_only)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """The position in the stream, or what it was after ``step`` batches."""
+        """Return the position after ``step`` batches; None: the current one."""
         return self.stream.state_dict(step)
 
 
@@ -102,11 +102,12 @@ def place(
     scheduled: bool = False,
     **options: Any,
 ) -> Placement:
-    """:func:`stoker.plan` with what a dataset knows: counts, how many ids its features have, and, where hot and cold
-    batches come apart (``scheduled``), how many of them are hot. ``options`` are those of :func:`stoker.plan`.
+    """Call :func:`stoker.plan` with the counts of a dataset and the numbers of ids of its features.
+
+    With ``scheduled``, batches are hot or cold, and their shares count too. ``options`` are arguments of the plan.
 
     Raises:
-        ConfigError: a budget that cannot work.
+        ConfigError: the budget is too small.
     """
     sizes = {table.name: table.num_embeddings for table in tables}
     counts = {name: found for name, found in data.counts.items() if len(found) == sizes.get(name)}
@@ -136,23 +137,23 @@ def place_scoring(
     batch_size: int | None,
     device: torch.device,
 ) -> tuple[Placement | None, int]:
-    """Where a checkpoint's rows are while they score ``data``, and the number of examples at a time.
+    """Plan the placement of a checkpoint's rows for scoring ``data``, and the batch size.
 
     Args:
         manifest: of the checkpoint.
-        data: its dataset.
+        data: the dataset.
         budget: the memory for rows.
-        batch_size: None takes as many as the budget allows, at most 8192.
+        batch_size: examples at a time; None takes as many as the budget allows, at most 8192.
         device: where the slots are.
 
     Returns:
-        The placement, None if everything is on the device; and the batch size.
+        The placement, None if all rows are on the device; and the batch size.
 
     Raises:
-        ConfigError: a budget that cannot work, or rows that need more memory than there is.
+        ConfigError: the budget or the memory is too small.
     """
     model = manifest["model"]
-    # A model that is not known here is refused where it is built.
+    # The call that builds the model refuses an unknown one.
     tables = MODELS.get(model["model"], RecModel).tables_from(FeatureSpec.from_dict(manifest["features"]), model)
     trains = {name: TensorTrain.from_dict(values) for name, values in model.get("tensor_train", {}).items()}
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
@@ -165,17 +166,17 @@ def place_scoring(
             placement = place(data, tables, optimizer, budget, batch_size=size, device=device, tensor_trains=trains)
             return placement, size
         except ConfigError:
-            # Where slots are main memory, the budget also pays for what is known of coming batches.
+            # On a CPU, where slots are in main memory, the budget includes the lookahead: try a smaller batch.
             if batch_size is not None or size <= _FEWEST:
                 raise
             size //= 2
 
 
 def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Placement | None:
-    """The placement that a run's settings ask for; None: everything on the device.
+    """Return the placement for the settings of a run; None: all rows on the device.
 
     Raises:
-        ConfigError: a budget that cannot work.
+        ConfigError: the budget is too small.
     """
     if config.device_memory is None:
         return None
@@ -187,15 +188,14 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
 
 
 def slotted(model: RecModel) -> list[SlottedRows]:
-    """The storages of a model whose rows come and go."""
+    """Return the storages of a model that have slots."""
     return [group.storage for group in model.embeddings.groups if isinstance(group.storage, SlottedRows)]
 
 
 def staged(
     batches: Batches, model: RecModel, config: TrainConfig, *, progress: Progress | None = None
 ) -> Batches | Stage:
-    """The batches of a run with their rows in place, where rows come and go; ``progress`` is called while next uses are
-    recorded."""
+    """Return the batches, staged if the model has slots; ``progress`` is called while next uses are recorded."""
     if not slotted(model):
         return batches
     return stage(
@@ -205,20 +205,20 @@ def staged(
 
 
 def iterate(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-    """The batches as a generator, which can be closed: that ends the threads behind a stage."""
+    """Return the batches as a generator; its ``close`` ends the threads of a stage."""
     yield from batches
 
 
 class StageTotals(Recorder):
-    """Seconds of each stage over all threads, each without the stages inside it.
+    """Sum up the seconds of each stage over all threads, without the stages inside it.
 
-    A span is known when it ends, and those inside it ended before: each thread keeps its last ones until one ends that
-    turns out to contain them.
+    A span is recorded when it ends, after the spans inside it. So each thread keeps its last spans, until a span ends
+    that contains them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._totals: list[Counter[str]] = []  # nanoseconds, of each thread
+        self._totals: list[Counter[str]] = []  # nanoseconds, for each thread
         self._own = threading.local()
 
     def add(self, name: str, start: int, end: int, step: int | None) -> None:
@@ -235,7 +235,7 @@ class StageTotals(Recorder):
         own.totals[name] += rest
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each of :data:`STAGES` so far."""
+        """Return the seconds of each of :data:`STAGES` so far."""
         found = Counter[str]()
         for totals in list(self._totals):
             found.update(totals.copy())
@@ -243,7 +243,7 @@ class StageTotals(Recorder):
 
     @contextlib.contextmanager
     def recording(self, model: RecModel) -> Iterator[None]:
-        """Record within the block if rows of the model can move, and the caller records no timeline of its own."""
+        """Record within the block, if the model has slots and the caller does not record a timeline itself."""
         with contextlib.ExitStack() as stack:
             if slotted(model):
                 with contextlib.suppress(RuntimeError):
@@ -252,7 +252,7 @@ class StageTotals(Recorder):
 
 
 def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
-    """Bytes of all rows with their optimizer state."""
+    """Return the bytes of all rows with their optimizer state."""
     return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
 
 
@@ -262,16 +262,16 @@ def check_memory(
     device: torch.device,
     placement: Placement | None = None,
 ) -> str | None:
-    """Refuse tables whose rows on the device need more memory than it has; ``placement`` None: all rows are there.
+    """Check that the rows on the device fit its memory; ``placement`` None: all rows are there.
 
     Returns:
-        A warning if they fit the machine, but not what is free at the moment.
+        A warning if they fit the memory of the machine, but not its free memory.
 
     Raises:
-        ConfigError: with the bytes and the budget to give.
+        ConfigError: they do not fit; the message has the bytes and a budget.
     """
     here = [table for table in tables if placement is None or isinstance(placement.get(table.name, Device()), Device)]
-    # Of the state, pages of rows that no batch has touched take no memory: only the weights are certain.
+    # Optimizer state takes memory only for rows that batches touch, so only the weights are certain.
     needed = sum(table.num_bytes for table in here)
     whole = rows_bytes(here, state)
     if device.type == "cpu":
@@ -283,13 +283,13 @@ def check_memory(
         return None
     budget = max(1, int(_SHARE * min(most, free or most)) // 2**20)
     remedy = (
-        f"Give a smaller device_memory, such as {budget}MiB: the other rows then lie in main memory or in a file, and "
-        "the numbers stay the same. stoker plan shows what that costs"
+        f"Give a smaller device_memory, such as {budget}MiB: the other rows are then in main memory or in a file, and "
+        "the results are the same. stoker plan shows what that costs"
     )
     if needed > most:
         raise ConfigError(
-            f"the rows need {format_size(whole)} on {device}, with optimizer state, but only {format_size(most)} can "
-            f"be had there. {remedy}; or choose fewer columns (embedding_dim)."
+            f"the rows need {format_size(whole)} on {device}, with optimizer state, but it has only "
+            f"{format_size(most)}. {remedy}; or choose fewer columns (embedding_dim)."
         )
     if free is not None and needed > free:
         return (
@@ -300,7 +300,7 @@ def check_memory(
 
 
 def _address_space() -> int | None:
-    """Bytes that this process may still map, where it has a limit (``ulimit -v``)."""
+    """Return the bytes that this process may still map; None: no limit (``ulimit -v``)."""
     if sys.platform == "win32":
         return None
     import resource
@@ -326,40 +326,42 @@ def check_disk(
     epoch: int,
     there: int,
 ) -> str | None:
-    """Refuse a run whose first checkpoint does not fit the disk.
+    """Check that the disk has room for checkpoints.
 
     Args:
-        run: the run directory, which need not exist yet.
-        tables: of the model, with the ``state`` of its row optimizer and ``dense_bytes`` of dense parameters.
+        run: the run directory, which may not exist yet.
+        tables: of the model.
+        state: of the row optimizer.
+        dense_bytes: of the dense parameters.
         config: the settings.
-        steps: batches still to be trained, ``epoch`` of them a pass.
-        there: checkpoints that the run has already.
+        steps: batches still to train.
+        epoch: batches of an epoch.
+        there: existing checkpoints of the run.
 
     Returns:
-        A warning if one fits, but not as many as the run will keep.
+        A warning if one checkpoint fits, but not all that the run will keep.
 
     Raises:
-        CheckpointError: with the bytes of a checkpoint and of the free space.
+        CheckpointError: not even one fits; the message has its bytes and the free space.
     """
     if steps < 1:
         return None
-    size = rows_bytes(tables, state) + 3 * dense_bytes  # with Adam's
+    size = rows_bytes(tables, state) + 3 * dense_bytes  # with the two moments of Adam
     folder = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     what = f"a checkpoint takes {format_size(size)}, and the disk of {folder} has {format_size(free)} free"
     if size > free:
         raise CheckpointError(
-            f"{what}: not one could be written. Free some space, choose a run directory on another disk (out), or "
-            "fewer columns (embedding_dim).",
+            f"{what}. Free some space, choose a run directory on another disk (out), or fewer columns (embedding_dim).",
             settings=("out",),
         )
     saves = -(-steps // (config.save_every or config.eval_every or epoch)) + (config.checkpoint_minutes > 0)
-    # The last ones, the best one, and the new one beside them while it is written.
+    # The last ones, the best one, and the new one while it is written.
     kept = min(saves, max(0, config.keep_last + 2 - there))
     if kept * size <= free:
         return None
     lower = "lower keep_last, or save less often" if config.keep_last > 1 else "save less often"
     return (
-        f"warning: {what}: the {kept} that the run will have at a time need {format_size(kept * size)}. Free some "
-        f"space, {lower} (save_every, checkpoint_minutes), or training will end when the disk is full."
+        f"warning: {what}, but the run keeps up to {kept}, which need {format_size(kept * size)}. Free some space, or "
+        f"{lower} (save_every, checkpoint_minutes); else training ends when the disk is full."
     )

@@ -1,5 +1,4 @@
-"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time, signals, and all
-of it in a :class:`TrainState`."""
+"""The state of a run while it trains, :class:`TrainState`: progress, clock, timer of checkpoints, signals."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from stoker.training.scheduled import Feed
 from stoker.training.scores.metrics import merit
 
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
-_SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
+_SECONDS = "seconds."  # prefix of a stage's name in the result of :func:`moved`
 
 
 @dataclass
 class Progress:
-    """What the loop itself has to remember over a restart."""
+    """The loop's own state in a checkpoint."""
 
     step: int = 0
     evaluated: int = 0  # step of the last evaluation
@@ -46,8 +45,7 @@ class Progress:
     stale: int = 0  # evaluations since the best one
     loss_sum: float = 0.0  # over the steps since the last training record
     loss_count: int = 0
-    # (step, loss) on the way: reading one waits for the GPU
-    unread: list[tuple[int, Tensor]] = field(default_factory=list)
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)  # (step, loss); to read a loss waits for the GPU
 
     @property
     def best_step(self) -> int | None:
@@ -55,7 +53,7 @@ class Progress:
         return None if self.best is None else int(self.best["step"])
 
     def read_losses(self) -> None:
-        """Add the losses collected so far to the sum.
+        """Add the unread losses to the sum.
 
         Raises:
             Diverged: one of them is not finite.
@@ -72,7 +70,7 @@ class Progress:
             self.loss_count += 1
 
     def judge(self, metrics: dict[str, float | None], metric: str) -> bool:
-        """Note an evaluation; whether it is the best so far."""
+        """Keep an evaluation; return True if it is the best so far."""
         self.evaluated = self.step
         self.latest = {"step": self.step, "valid": metrics}
         better = merit(metrics, metric) > (-math.inf if self.best is None else merit(self.best["valid"], metric))
@@ -83,7 +81,7 @@ class Progress:
         return better
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; the losses must have been read."""
+        """Return plain values for JSON; all losses must have been read."""
         return {name: value for name, value in vars(self).items() if name != "unread"}
 
 
@@ -96,16 +94,14 @@ class Diverged(Exception):
 
 
 class Clock:
-    """Count seconds, steps and examples of training, and what ``meter`` reads, without evaluation and checkpoints.
+    """Count seconds, steps and examples of training, and the readings of ``meter``; pauses do not count.
 
     Args:
         meter: returns readings that only rise, by name.
     """
 
     def __init__(self, meter: Callable[[], dict[str, float]]) -> None:
-        self.total = defaultdict(
-            float, seconds=0.0, steps=0.0, examples=0.0
-        )  # what is read: up to date after each pause
+        self.total = defaultdict(float, seconds=0.0, steps=0.0, examples=0.0)  # readings as of the last pause
         self._meter, self._marks = meter, dict[str, dict[str, float]]()
         self._begun = self._read()
 
@@ -114,31 +110,31 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what happens within the block; before it, :attr:`total` is brought up to date."""
+        """Bring :attr:`total` up to date, then do not count what happens within the block."""
         for name, value in self._read().items():
             self.total[name] += value - self._begun[name]
         yield
         self._begun = self._read()
 
     def mark(self, *names: str) -> None:
-        """Let :meth:`since` count from now on, for each of these names."""
+        """Set these marks, from which :meth:`since` counts."""
         self._marks |= {name: dict(self.total) for name in names}
 
     def since(self, name: str) -> dict[str, float]:
-        """Return what was counted since a mark; everything if it was never set."""
+        """Return what was counted since a mark; everything if the mark was never set."""
         mark = self._marks.get(name, {})
         return {key: value - mark.get(key, 0.0) for key, value in self.total.items()}
 
 
 @dataclass
 class SaveTimer:
-    """When a checkpoint is due by the clock, between those that are due by the step.
+    """Tell when a checkpoint is due by the clock, between those that are due by the step.
 
-    Writing takes at most 3 % of the time: a checkpoint that takes long comes less often.
+    Writing takes at most 3 % of the time: checkpoints that take long come less often.
 
     Args:
-        minutes: between two checkpoints at least; 0: none is due by the clock.
-        now: the clock, in seconds.
+        minutes: between two checkpoints at least; 0: never.
+        now: returns the time in seconds.
     """
 
     minutes: float
@@ -150,22 +146,22 @@ class SaveTimer:
 
     @property
     def due(self) -> bool:
-        """Return True if a checkpoint is due now."""
+        """True if a checkpoint is due now."""
         return self.minutes > 0 and self.now() >= self._next
 
     def saved(self, seconds: float) -> None:
-        """Count the interval from now, after a checkpoint that took ``seconds`` to write."""
+        """Start the next interval, after a checkpoint that took ``seconds`` to write."""
         self._next = self.now() + max(60.0 * self.minutes, seconds / _SAVING)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number.
+    """A signal stopped the run, which wrote a checkpoint first. ``exit_code`` is 128 plus the signal's number.
 
     Args:
         number: of the signal.
         checkpoint: the newest one.
         run: the run directory.
-        at_once: it was asked twice, or not in the loop, and wrote none.
+        at_once: the signal came twice, or outside the loop: no checkpoint was written.
     """
 
     def __init__(self, number: int, checkpoint: Path | None, run: Path, *, at_once: bool = False) -> None:
@@ -173,16 +169,16 @@ class Interrupted(KeyboardInterrupt):
         self.checkpoint = checkpoint
         self.run = run
         self.exit_code = 128 + number
-        saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
+        saved = f"{checkpoint.name} is written" if checkpoint else "no step was done, so there is no checkpoint"
         if at_once:
             saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
         super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {quoted(run)}")
 
 
 class StopSignals:
-    """While entered, the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
+    """Within the block the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
 
-    Outside the main thread, where Python allows no handlers, it never sets anything.
+    Outside the main thread, where Python allows no handlers, nothing changes.
     """
 
     def __init__(self) -> None:
@@ -196,7 +192,7 @@ class StopSignals:
         return self
 
     def asked(self) -> bool:
-        """Return True once a signal came."""
+        """Return True if a signal came."""
         return self.number is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -219,34 +215,34 @@ class TrainState:
     data: Dataset
     config: TrainConfig
     replica: Replica  # the model and its optimizers
-    feed: Feed  # its batches
+    feed: Feed  # the batches
     epoch: int  # steps of a pass over the training rows
     total: int  # steps of the whole run
     run: RunDirectory
-    log: RunLog
-    shown: Display
-    upload: Upload
-    progress: Progress
+    log: RunLog  # metrics.jsonl and loggers
+    shown: Display  # the screen
+    upload: Upload  # to the run's URL, if it has one
+    progress: Progress  # counters, running loss, best evaluation
     timer: SaveTimer
-    totals: StageTotals = field(default_factory=StageTotals)
+    totals: StageTotals = field(default_factory=StageTotals)  # seconds of each stage
     stop: StopSignals = field(default_factory=StopSignals)
     clock: Clock = field(init=False)
-    swaps: int = 0  # of hot and cold batches, in this process
-    saved: tuple[int, int, int] = field(init=False)  # what :attr:`moment` was at the last checkpoint
+    swaps: int = 0  # decisions of the hot-cold schedule, in this process
+    saved: tuple[int, int, int] = field(init=False)  # :attr:`moment` at the last checkpoint
 
     def __post_init__(self) -> None:
-        # The meter must not hold the state: what a cycle holds is not freed when training ends.
+        # The meter must not refer to the state: a reference cycle would keep the model in memory after training.
         self.clock = Clock(partial(moved, self.replica.model, self.feed, self.totals))
         self.saved = self.moment
 
     @property
     def moment(self) -> tuple[int, int, int]:
-        """What differs between two checkpoints: the step, that of the last evaluation, and the swaps."""
+        """The step, the step of the last evaluation, and the swaps: two checkpoints differ in one of them."""
         return self.progress.step, self.progress.evaluated, self.swaps
 
     @property
     def finished(self) -> bool:
-        """Return True if all steps are done, or patience is at its end."""
+        """True if all steps are done, or patience has ended."""
         patience = self.config.patience
         return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
 
@@ -262,8 +258,10 @@ class TrainState:
 
 
 def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
-    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
-    seconds of every stage. Nothing where no rows can move."""
+    """Return readings of the caches: rows needed, rows found, bytes fetched, seconds waited, seconds of each stage.
+
+    Empty if all rows are resident.
+    """
     storages = slotted(model)
     if not storages:
         return {}
@@ -276,11 +274,11 @@ def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
 
 
 def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
-    """Return the fields of a training record for what was :func:`moved`.
+    """Return the fields of a training record that come from :func:`moved`.
 
     Args:
-        since: what the clock counted since the last record.
-        times: what it counted over the steps whose times count.
+        since: the clock's counts since the last record.
+        times: its counts over the steps that rates include.
     """
     if "rows" not in since:
         return {}
@@ -288,6 +286,6 @@ def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str
         "hit_rate": since["hits"] / since["rows"] if since["rows"] else 1.0,
         "fetched_mib_per_step": since["bytes"] / 2**20 / since["steps"],
         "stall_share": min(1.0, times["waited"] / times["seconds"]),
-        # Threads add up, waited for or not.
+        # The sum over all threads, including work that hides behind training.
         "stage_seconds": {name: round(spent, 6) for name in STAGES if (spent := times[_SECONDS + name]) > 0},
     }

@@ -1,4 +1,4 @@
-"""Models that nobody keeps, on the steps of a run: for replays, for finding rates and sizes, for measuring time."""
+"""A training step, and throwaway models that do steps of a run: to replay, to measure, to search rates and sizes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from stoker.training.settings import MACHINE, MachineConfig
 def process_settings(config: TrainConfig) -> Iterator[list[RecModel]]:
     """Set the run's number of threads, seed torch's generators, and let glibc keep freed memory; restore all on exit.
 
-    Generators of the CPU and of the run's device are seeded; no other is touched. If the block fails, the spill files
-    of the models in the list that it gets are closed, and empty directories that were made for them are removed.
+    Only the generators of the CPU and of the run's device are seeded. If the block fails, the spill files of the models
+    that it appended to the list are closed, and empty directories that were made for them are deleted.
     """
     device = resolve_device(config.device)
     folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
@@ -55,10 +55,10 @@ def process_settings(config: TrainConfig) -> Iterator[list[RecModel]]:
             yield models
         except BaseException:
             for storage in (storage for model in models for storage in slotted(model)):
-                with contextlib.suppress(Exception):  # what its rows were does not matter any more
+                with contextlib.suppress(Exception):  # the rows are not needed any more
                     storage.close()
             for one in missing:
-                with contextlib.suppress(OSError):  # not empty, or never made
+                with contextlib.suppress(OSError):  # not empty, or not made
                     one.rmdir()
             raise
         finally:
@@ -67,7 +67,7 @@ def process_settings(config: TrainConfig) -> Iterator[list[RecModel]]:
 
 
 def seed_generators(config: TrainConfig) -> None:
-    """Seed torch's generators of the CPU and of the run's device, for models that draw while they train."""
+    """Seed torch's generators of the CPU and of the run's device, for models with dropout."""
     torch.default_generator.manual_seed(config.seed)
     device = resolve_device(config.device)
     if device.type == "cuda":
@@ -78,9 +78,9 @@ def seed_generators(config: TrainConfig) -> None:
 def open_stream(
     config: TrainConfig, data: Dataset, optimizer: RowOptimizer, placement: Placement | None
 ) -> BatchStream | HotColdStream:
-    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow.
+    """Return the training batches of a run, with a copy of its rows in memory if the settings and free memory allow.
 
-    Where rows of tables come and go, batches are made in main memory, where their ids are planned.
+    Batches for tables with slots are made in main memory, because the slots are planned there.
     """
     placed = placement is not None and not placement.resident
     device = resolve_device(config.device)
@@ -92,21 +92,21 @@ def open_stream(
         rows = rows_bytes(config.stored_tables(data.schema), optimizer.state)
         budget = max(0, (device_memory(device)[0] - rows) // 2)
     return run_stream(
-        config, data, reuse=not gpu and not placed,  # staged batches wait in the window
+        config, data, reuse=not gpu and not placed,  # a staged batch waits, so its memory is not reused
         pin_memory=gpu, device=device if gpu and not placed else None, data_memory=budget,
     )  # fmt: skip
 
 
 class Replica:
-    """A model with its optimizers as a run makes them.
+    """The model of a run with its optimizers.
 
     Args:
         config: settings of the run.
         spec: columns of its dataset.
         schedule: factor on the learning rates.
         placement: where the rows are; None: on the device.
-        dense_schedule: factor on the dense rate, where it is another one.
-        wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
+        dense_schedule: factor on the dense rate, if it has its own.
+        wait: synchronize with the GPU after each part of a step, so that a timeline shows the time of each.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Replica:
         return loss.detach()
 
     def synchronize(self) -> None:
-        """Wait for the GPU, where parts of a step are to end with that."""
+        """Wait for the GPU, if ``wait`` is set."""
         if self._wait:
             torch.cuda.synchronize(self.model.device)
 
@@ -161,24 +161,23 @@ class Replica:
 def throwaway(
     data: Dataset, config: TrainConfig, steps: int, dense: Schedule | None = None, rows: Schedule | None = None
 ) -> Iterator[tuple[Replica, Iterator[Batch]]]:
-    """A replica at the beginning of a run, its rows placed as the settings say, and its batches, shuffled, epoch after
-    epoch. Generators and threads are afterwards as they were before.
+    """Yield a new replica, placed by the settings, and its shuffled batches; restore generators and threads on exit.
 
     Args:
         data: the dataset.
-        config: settings of the run that is to come; their schedule does not count.
-        steps: batches that will be asked for at most.
+        config: settings of the run; their schedule is ignored.
+        steps: most batches that the caller takes.
         dense: schedule of the dense rate; None: constant.
         rows: schedule of the rows' rate; None: constant.
 
     Raises:
-        ConfigError: a budget that cannot work.
+        ConfigError: the budget is too small.
     """
     config = config.replace(batch_order="shuffled", dense_warmup=0)
     with process_settings(config) as models:
         optimizer = config.make_row_optimizer(Constant())
         placement = place_run(config, data, optimizer)
-        stream = open_stream(config, data, optimizer, placement)  # where rows are held decides how long a step takes
+        stream = open_stream(config, data, optimizer, placement)  # with the cache of the run, so steps take as long
         replica = Replica(config, data.schema, rows or Constant(), placement, dense or Constant())
         models.append(replica.model)
         with contextlib.closing(iterate(Feed(stream, steps, replica.model, config))) as batches:
@@ -193,7 +192,7 @@ class Section:
     run: RunDirectory
     data: Dataset
     config: TrainConfig
-    checkpoint: Path | None  # to begin from; None: the model as it was made
+    checkpoint: Path | None  # first state; None: the initial model
     begin: int  # step of the first batch, counted from 0
     steps: int  # batches
     total: int  # of the whole run
@@ -201,7 +200,7 @@ class Section:
 
 @dataclass(frozen=True)
 class SectionArguments(MachineConfig, MemoryBudget):
-    """What :func:`stoker.verify` and :func:`stoker.trace` take: steps of a run, and settings in place of the run's."""
+    """The arguments of :func:`stoker.verify` and :func:`stoker.trace`: steps of a run, and settings of the replay."""
 
     run: str | Path
     _: KW_ONLY
@@ -219,19 +218,19 @@ def find_section(
     data: Dataset | str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Section:
-    """The steps of a run to go over, and the settings to do it with.
+    """Return the section of a run to replay, with the settings of the replay.
 
     Args:
         run: the run directory.
-        steps: how many; fewer where the run has fewer.
-        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint that has so many steps
-            before it, else the start.
-        data: the dataset; None means the run's own.
-        settings: fields of :class:`TrainConfig` among :data:`MACHINE`, instead of the run's.
+        steps: batches to replay, or fewer if the run ends before.
+        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint with this many steps
+            after it, else the start.
+        data: the dataset; None takes that of the run.
+        settings: fields of :class:`TrainConfig` among :data:`MACHINE` that replace those of the run.
 
     Raises:
-        ConfigError: no run there, or settings that would change its numbers.
-        CheckpointError: no whole checkpoint at ``begin``.
+        ConfigError: ``run`` is not a run, or ``settings`` would change its numbers.
+        CheckpointError: there is no whole checkpoint at ``begin``.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
@@ -254,7 +253,7 @@ def find_section(
         found = int(begin)
     first = found or 0
     if first >= total:
-        raise ConfigError(f"the run ends at step {total:,}, so none is left after step {first:,}. Begin earlier.")
+        raise ConfigError(f"the run ends at step {total:,}, so no step follows step {first:,}. Begin earlier.")
     return Section(
         run=directory, data=dataset, config=config, checkpoint=None if found is None else directory.checkpoint(found),
         begin=first, steps=min(steps, total - first), total=total,
@@ -262,13 +261,13 @@ def find_section(
 
 
 class Rerun(Replica):
-    """A run at the beginning of a section: model, dense optimizer and batches.
+    """The model, optimizers and batches of a run at the first step of a section.
 
     Args:
         section: the steps.
         placement: where the rows are; None: on the device.
         wait: as for :class:`Replica`.
-        endless: look ahead beyond the end of the run too, so that its last steps take as long as others.
+        endless: look ahead beyond the end of the run, so that its last steps take as long as others.
     """
 
     def __init__(
@@ -284,24 +283,24 @@ class Rerun(Replica):
             check_dataset(data, self.model, manifest["extra"].get("dataset"))
             loading.load(section.checkpoint, self.model, self.dense, stream)
         end = section.total + (config.lookahead + 1 if endless else 0)
-        # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
+        # Next uses are recorded for these steps only: for a whole epoch it could take longer than the steps.
         foreseen = section.begin + section.steps
         self.feed = Feed(stream, end, self.model, config, foreseen=foreseen)
         self._drawn = _generators(self.model.device)
         self._swap()
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch of :attr:`feed`; its loss."""
+        """Train on one batch of :attr:`feed`; return its loss."""
         torch.set_rng_state(self._drawn[0])
         if self._drawn[1] is not None:
             torch.cuda.set_rng_state(self._drawn[1], self.model.device)
         loss = super().step(batch)
-        self._drawn = _generators(self.model.device)  # two reruns that take turns draw the same numbers
+        self._drawn = _generators(self.model.device)  # so two reruns in turns draw the same numbers
         self._swap()
         return loss
 
     def _swap(self) -> None:
-        """Decide as the run did what follows a segment of hot or cold batches."""
+        """Choose the next segment of hot or cold batches as the run did."""
         if self.feed.swapping:
             with span("swap"):
                 self.feed.swap(swap_loss(self.model, self.data, self.config))

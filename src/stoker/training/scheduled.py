@@ -1,7 +1,7 @@
 """Training on a classified dataset: hot and cold batches in the order of the Shuffle Scheduler.
 
-Each segment of the schedule is staged on its own: which batches follow it is known only when the test loss behind it
-is. So a lookahead ends with the segment, as the knowledge of the future does.
+Each segment of the schedule is staged separately, and a lookahead ends with the segment: the test loss at its end
+decides which batches follow.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _KIND = "stoker.HotColdStream"
 
 
 def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-cold"]:
-    """What ``config.batch_order`` means for a dataset.
+    """Return the order of batches for a dataset; "auto" means hot-cold if the dataset is classified.
 
     Raises:
-        ConfigError: the schedule is asked for, or due, on a dataset that cannot have it.
+        ConfigError: hot-cold is requested, but the dataset is not classified or has no validation rows.
     """
     if config.batch_order == "shuffled" or (config.batch_order == "auto" and data.hot_cold is None):
         return "shuffled"
     if data.hot_cold is None:
         raise ConfigError(
-            f"batch_order 'hot-cold' needs a classified dataset, {data.path} is none. Classify it with: "
+            f"batch_order 'hot-cold' needs a classified dataset, but {data.path} is not. Classify it with: "
             f"stoker classify {quoted(data.path)} --device-memory SIZE --out DIRECTORY",
             settings=("batch_order",),
         )
     if not data.splits.get("valid"):
         raise ConfigError(
-            f"{data.path} has no validation rows, whose loss drives the schedule of hot and cold batches. Choose "
+            f"{data.path} has no validation rows, whose loss the schedule of hot and cold batches needs. Choose "
             "batch_order 'shuffled', or prepare and classify the data with a split that has some.",
             settings=("batch_order",),
         )
@@ -55,8 +55,7 @@ def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-
 
 
 def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStream | HotColdStream:
-    """The training batches of a run from its first step on; ``options`` are those of
-    :meth:`stoker.dataset.split.Split.batches`.
+    """Return the training batches of a run; ``options`` are those of :meth:`stoker.dataset.split.Split.batches`.
 
     Raises:
         ConfigError: see :func:`batch_order`.
@@ -77,22 +76,22 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
 
 
 def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
-    """The test loss that drives the schedule: the log loss on the first ``schedule_rows`` validation rows."""
+    """Return the test loss for the schedule: the log loss on the first ``schedule_rows`` validation rows."""
     return evaluate(model, data.valid, rows=config.schedule_rows, stop=stop)["log_loss"]
 
 
 class HotColdStream:
-    """Hot and cold batches, segment by segment as the scheduler says. An epoch hands out every one of them once.
+    """Hot and cold batches, segment by segment in the order of the scheduler. An epoch has each batch once.
 
-    A ``for`` loop goes through the rest of a segment, from batch :attr:`step` on.
+    A ``for`` loop yields the rest of a segment, from batch :attr:`step`.
     """
 
     def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
         self.scheduler = scheduler
-        self.step = 0  # batches handed out where a loop begins
+        self.step = 0  # number of the first batch of the next loop
         self.first = 0  # number of the first batch of the segment
-        self.total = self.foreseen = sys.maxsize  # where the run ends, and up to which batch next uses may be recorded
+        self.total = self.foreseen = sys.maxsize  # batches of the run; next uses may be recorded up to ``foreseen``
         self._open: dict[Kind, Generator[Batch, None, None]] = {}
         scheduler.begin(len(cold), len(hot))
         scheduler.next_segment()
@@ -103,7 +102,7 @@ class HotColdStream:
 
     @property
     def held(self) -> bool:
-        """Whether the rows are copied to memory."""
+        """True if the rows are cached in memory."""
         return any(stream.held for stream in self.streams.values())
 
     def __str__(self) -> str:
@@ -112,7 +111,7 @@ class HotColdStream:
 
     @property
     def end(self) -> int:
-        """Number of the batch behind the segment."""
+        """Number of the first batch after the segment."""
         return self.first + len(self._segment)
 
     @property
@@ -121,7 +120,7 @@ class HotColdStream:
         return self.scheduler.segment
 
     def begin(self, step: int) -> None:
-        """Let the next loop begin with batch ``step``; where the segment ends there, with the next segment."""
+        """Move to batch ``step``; if the segment ends there, go to the next one."""
         self.step = step
         if step == self.end:
             self._proceed()
@@ -131,17 +130,17 @@ class HotColdStream:
         self.scheduler.next_segment()
 
     def is_swapping(self, step: int) -> bool:
-        """Return True if the test loss decides what comes after ``step`` batches."""
+        """Return True if :meth:`swap` is due after ``step`` batches."""
         return step == self.end and self.scheduler.due
 
     def swap(self, loss: float) -> Decision:
-        """Decide by the test loss, and go on to the next segment."""
+        """Set the rate by the test loss, and go to the next segment."""
         decision = self.scheduler.swap(loss)
         self._proceed()
         return decision
 
     def _places(self, step: int) -> dict[Kind, int]:
-        """Count the batches of each kind done in this epoch, once ``step`` batches are, which is in the segment."""
+        """Return the batches of each kind that this epoch has had before batch ``step`` of the segment."""
         rest = Counter(islice(self._segment.kinds(), step - self.first, None))
         return {kind: done - rest[kind] for kind, done in self.scheduler.done.items()}
 
@@ -154,7 +153,7 @@ class HotColdStream:
             yield replace(next(sources[kind]), step=number)
 
     def _source(self, kind: Kind, place: int) -> Generator[Batch, None, None]:
-        """The batches of one kind from ``place`` on; what was open is gone on with, as opening looks at all shards."""
+        """Return the batches of one kind from ``place``; continue an open iterator, for opening reads all shards."""
         stream, epoch = self.streams[kind], self.scheduler.epoch
         if kind not in self._open or (stream.epoch, stream.position) != (epoch, place):
             if kind in self._open:
@@ -164,7 +163,7 @@ class HotColdStream:
         return self._open[kind]
 
     def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> _SegmentRest:
-        """The batches from number ``step`` to the end of the segment; the stream stays where it is."""
+        """Return the batches from number ``step`` to the end of the segment, without moving the stream."""
         sources = {
             kind: self.streams[kind].rest_of_epoch(
                 self.scheduler.epoch * len(self.streams[kind]) + place, ids_only=ids_only
@@ -174,7 +173,7 @@ class HotColdStream:
         return _SegmentRest(self._kinds(step, max(step, min(self.end, self.foreseen))), sources)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """The position after ``step`` batches, which lie in the segment; None means where a loop begins."""
+        """Return the position at batch ``step`` of the segment; None: at the first batch of the next loop."""
         step = self.step if step is None else step
         places = self._places(step)
         streams: dict[str, Any] = {
@@ -186,10 +185,10 @@ class HotColdStream:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the batch where ``state`` was taken.
+        """Continue at the position of ``state``.
 
         Raises:
-            CheckpointError: the state belongs to other data, or to another way of cutting it into batches.
+            CheckpointError: the state is of another dataset, or of other batches.
         """
         if state.get("kind") != _KIND:
             raise CheckpointError(
@@ -202,7 +201,7 @@ class HotColdStream:
 
 
 class _SegmentRest:
-    """Batches of a segment apart from those that are handed out."""
+    """The rest of a segment, read without moving the stream."""
 
     def __init__(self, kinds: list[Kind], sources: dict[Kind, EpochRest]) -> None:
         self._kinds, self._sources = kinds, sources
@@ -216,17 +215,17 @@ class _SegmentRest:
 
 
 class Feed:
-    """The batches of a run up to ``total``, with their rows in place. Hot and cold ones are staged segment by segment.
+    """The batches of a run, staged. Hot and cold batches are staged segment by segment.
 
-    Where :attr:`swapping`, the loop measures the test loss and calls :meth:`swap` before it asks for the next batch; a
-    loop that does not keeps the rate.
+    If :attr:`swapping`, the loop should measure the test loss and call :meth:`swap` before it takes the next batch;
+    otherwise the rate stays.
 
     Args:
         stream: the batches.
-        total: how many the run has.
-        model: whose rows they use.
+        total: batches of the run.
+        model: its rows are staged.
         config: settings of the run.
-        foreseen: up to which batch next uses may be recorded; None means all.
+        foreseen: record next uses up to this batch; None: of all batches.
         progress: called while next uses are recorded.
     """
 
@@ -241,9 +240,9 @@ class Feed:
         progress: Progress | None = None,
     ) -> None:
         self.total = total
-        self.step = stream.step  # batches handed out; the next one carries this number
-        self.stall_seconds = 0.0  # that training waited for rows
-        self.hurry: Callable[[], bool] = lambda: False  # as of a Stage
+        self.step = stream.step  # number of the next batch
+        self.stall_seconds = 0.0  # in which training waited for rows
+        self.hurry: Callable[[], bool] = lambda: False  # see Stage.hurry
         self._hot_cold = stream if isinstance(stream, HotColdStream) else None
         self._stream = Epochs(stream, total) if isinstance(stream, BatchStream) else stream
         self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
@@ -262,7 +261,7 @@ class Feed:
             with closing(iterate(segment)) as batches:
                 for batch in batches:
                     if isinstance(segment, Stage):
-                        # What a stage waits for its first batch it does not count: at first nothing hides it.
+                        # A stage leaves out the wait for its first batch, but between segments training waits.
                         late = segment.background and begun < self.step == first
                         self.stall_seconds += segment.stall_seconds - waited + late * (time.perf_counter() - start)
                         waited, self._depth = segment.stall_seconds, segment.in_flight
@@ -271,14 +270,14 @@ class Feed:
 
     @property
     def swapping(self) -> bool:
-        """Whether the test loss decides what comes next."""
+        """True if :meth:`swap` is due before the next batch."""
         return self._hot_cold is not None and self._hot_cold.is_swapping(self.step) and self.step < self.total
 
     def swap(self, loss: float) -> Decision:
-        """Decide by the test loss, and go on to the next segment."""
+        """Set the rate by the test loss, and go to the next segment."""
         assert self._hot_cold is not None
         return self._hot_cold.swap(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the batch handed out last."""
+        """Return the position after the last batch."""
         return self._stream.state_dict(self.step)

@@ -1,6 +1,6 @@
-"""The settings of a training run in groups. :class:`stoker.TrainConfig` combines them.
+"""The settings of a training run in groups, which :class:`stoker.TrainConfig` combines.
 
-This module does not import torch, so that the help of the command line is quick.
+This module does not import torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as JSON gives them back: a list for a tuple."""
+    """Return the options as JSON reads them: a list for a tuple."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
@@ -70,7 +70,7 @@ class OrderConfig(Settings, panel="Optimization"):
     0
     """
 
-    # Both are None only until ``stoker.training.defaults.complete`` has seen the dataset.
+    # Batch size and epochs are None only until ``stoker.training.defaults.complete`` replaces them.
     batch_size: int = setting(None, "Examples per batch.", unset="64 to 2048, by the training rows", least=1)
     epochs: int = setting(
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
@@ -155,8 +155,8 @@ class DenseConfig(Settings, panel="Optimization"):
         low, high = self.min_trust, self.max_trust
         if not (0 < high < math.inf and 0 <= low <= high):
             self._refuse(
-                f"min_trust is {low} and max_trust {high}; they bound the trust ratio of lamb, so 0 <= min_trust <= "
-                "max_trust, and max_trust is finite and above 0.",
+                f"min_trust is {low}, max_trust is {high}; they bound the trust ratio of lamb. Give 0 <= min_trust <= "
+                "max_trust, and a finite max_trust above 0.",
                 "min_trust", "max_trust",
             )  # fmt: skip
 
@@ -188,8 +188,8 @@ class RateConfig(Settings, panel="Optimization"):
             self._refuse(f"cycle_rise is {rise}; it is a share of the steps, between 0 and 1.", "cycle_rise")
         if self.schedule == "one-cycle" and self.warmup:
             self._refuse(
-                f"warmup is {self.warmup}, but one-cycle begins with a warm-up of its own. Leave warmup out, or set "
-                "cycle_rise, the share of the steps that it takes.",
+                f"warmup is {self.warmup}, but one-cycle has its own warm-up. Leave warmup out, or set cycle_rise, the "
+                "share of the steps in which the rates rise.",
                 "schedule", "warmup",
             )  # fmt: skip
 
@@ -201,7 +201,7 @@ class RateConfig(Settings, panel="Optimization"):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings, panel="Run"):
-    """What a run measures, keeps and writes."""
+    """Evaluations, checkpoints and logs of a run."""
 
     eval_every: int | None = setting(None, "Steps between evaluations.", unset="an epoch", least=1, resumable=True)
     valid_rows: int | None = setting(
@@ -228,7 +228,7 @@ class RunConfig(Settings, panel="Run"):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig(Settings, panel="Machine"):
-    """The machine. It changes no number of a run but for rounding."""
+    """The machine. These settings change the results of a run only by rounding."""
 
     device: str = setting("auto", "auto, cpu or cuda. auto takes the GPU if there is one.")
     backend: Literal["auto", "reference", "cpu", "triton"] = setting("auto", "Kernels of the tables.")
@@ -237,7 +237,7 @@ class MachineConfig(Settings, panel="Machine"):
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest(Settings, panel="Range test"):
-    """How :func:`stoker.find_lr` looks for learning rates."""
+    """The range test of :func:`stoker.find_lr`."""
 
     lr_steps: int = setting(200, "Batches of the range test.")
     low: float = setting(1e-3, "First factor of the learning rates.")
@@ -252,15 +252,15 @@ class RangeTest(Settings, panel="Range test"):
         super().__post_init__()
         if self.lr_steps < 20:
             self._refuse(
-                f"{self.lr_steps} steps are too few to see a loss fall and rise. Give at least 20.", "lr_steps"
+                f"lr_steps is {self.lr_steps}: too few to see a loss fall and rise. Give at least 20.", "lr_steps"
             )
         if not 0 < self.low < self.high < math.inf:
             self._refuse(
-                f"rates rise from factor {self.low:g} to {self.high:g}: low must be above 0, and high above low.",
+                f"low is {self.low:g} and high is {self.high:g}; rates rise from low to high. Give 0 < low < high.",
                 "low", "high",
             )  # fmt: skip
         if not 0 <= self.smoothing < 1:
-            self._refuse(f"smoothing is {self.smoothing}; it is the weight of the past, in [0, 1).", "smoothing")
+            self._refuse(f"smoothing is {self.smoothing}; it is the weight of earlier steps, in [0, 1).", "smoothing")
 
 
 #: All settings, in the order of the help.

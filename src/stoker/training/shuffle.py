@@ -1,22 +1,21 @@
-"""How hot and cold batches follow each other: the Shuffle Scheduler of FAE (VLDB 2022), section 4.3, Equation 5.
+"""The order of hot and cold batches: the Shuffle Scheduler of FAE (VLDB 2022), section 4.3, Equation 5.
 
-A pure state machine. It knows how many batches of each kind an epoch has, says which come next, and is told the test
-loss at each swap. Cold batches come first in every epoch.
+A state machine. Its inputs are the number of batches of each kind in an epoch, and the test loss at each swap; its
+output is the next segment of batches. Every epoch begins with cold batches.
 
 **Rates.** At R(r), r > 1, kinds alternate in segments of r % of their batches: after the j-th segment of a kind,
-``ceil(j * r / 100 * batches)`` of its batches are done, so R(100) is all cold batches and then all hot ones, and both
-kinds end in the same round. A segment has at least one batch of the rarer kind; where r % of it are less, segments of
-the other are as many. At R(1) kinds alternate batch by batch: one of the rarer kind, and of the other in proportion. A
-segment is then 1 % of the batches of both, so that the test loss is not asked for after every batch. When the rate
-changes, the batches that are left in the epoch are split anew.
+``ceil(j * r / 100 * batches)`` of its batches are done. So R(100) means all cold batches, then all hot ones, and both
+kinds end in the same round. A segment has at least one batch of the rarer kind; if r % are less than that, the other
+kind has the same number of segments. At R(1) kinds alternate batch by batch: one of the rarer kind, then some of the
+other in proportion. A segment is then 1 % of the batches of both kinds, to measure the test loss less often than after
+every batch. When the rate changes, the remaining batches of the epoch are split again.
 
-**Swaps.** The test loss is due where a segment ends and batches of the other kind follow, across epochs too, and at
-R(1) after every segment. Equation 5 is printed with min and max swapped; meant, and done here, is:
+**Swaps.** The test loss is due when a segment ends and batches of the other kind follow, also across epochs; at R(1)
+after every segment. In the paper, Equation 5 has min and max swapped. Here:
 
-* r <- max(r / 2, low) if the loss did not fall since the last swap: an equal loss counts as worse, as printed (>=);
-* r <- min(2 r, high) if it fell ``patience`` (the paper's u) swaps in a row; the count then begins anew, as the next
-  strip of u swaps must fall by itself;
-* else r stays. So it does at the first swap, which has nothing to be compared with.
+* r <- max(r / 2, low) if the loss did not fall since the last swap; an equal loss has not fallen, as in the paper (>=);
+* r <- min(2 r, high) if it fell in ``patience`` (the paper's u) swaps in a row; counting then starts again;
+* else r stays, as at the first swap, which has no loss to compare with.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Kind = Literal["cold", "hot"]
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Batches between two looks at the test loss: (kind, batches) one after the other."""
+    """Batches between two measurements of the test loss: runs of (kind, batches), in order."""
 
     runs: tuple[tuple[Kind, int], ...]
 
@@ -44,18 +43,18 @@ class Segment:
 
     @property
     def kind(self) -> Literal["cold", "hot", "mixed"]:
-        """What it consists of."""
+        """The kind of its batches."""
         kinds = {kind for kind, _ in self.runs}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     def kinds(self) -> Iterator[Kind]:
-        """The kind of each batch."""
+        """Return the kind of each batch, in order."""
         return chain.from_iterable(repeat(kind, batches) for kind, batches in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What the scheduler made of a test loss."""
+    """The rate that the scheduler chose by a test loss."""
 
     swap: int  # counted from 1
     after: Literal["cold", "hot", "mixed"]  # the segment that has ended
@@ -65,29 +64,29 @@ class Decision:
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; a loss that is not finite is None."""
+        """Return plain values for JSON; a loss that is not finite becomes None."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
 
 @dataclass
 class _Count:
-    """Batches of a kind, in an epoch."""
+    """The batches of a kind in an epoch."""
 
-    batches: int = 0  # in all
-    base: int = 0  # left when the rate changed, or the epoch began
-    given: int = 0  # handed out since
-    parts: int = 0  # segments since, or rounds at the lowest rate
+    batches: int = 0  # in the epoch
+    base: int = 0  # left at the last change of the rate, or at the start of the epoch
+    given: int = 0  # put into segments since then
+    parts: int = 0  # segments since then, or rounds at the lowest rate
 
     @property
     def left(self) -> int:
         return self.base - self.given
 
     def split(self, batches: int) -> None:
-        """Split these batches at the rate from here on."""
+        """Start to split this number of batches."""
         self.base, self.given, self.parts = batches, 0, 0
 
     def take(self, share: Fraction) -> int:
-        """Hand out what is missing to this share of the base; return the number of batches."""
+        """Take batches until this share of the base is given; return their number."""
         batches = math.ceil(self.base * min(share, Fraction(1))) - self.given
         self.given += batches
         self.parts += 1
@@ -95,36 +94,41 @@ class _Count:
 
 
 class ShuffleScheduler:
-    """Says how many batches of which kind come next.
+    """Choose the next segments of hot and cold batches.
 
     Args:
-        rate: R at the start.
-        patience: swaps in a row with a falling loss after which the rate doubles.
+        rate: R at the start, in percent.
+        patience: number of swaps in a row with a falling loss that doubles the rate.
         low: the smallest rate, at which kinds alternate batch by batch.
         high: the largest rate.
 
     Raises:
-        ConfigError: numbers out of their range.
+        ConfigError: an argument is out of range.
+
+    >>> scheduler = ShuffleScheduler(rate=50)
+    >>> scheduler.begin(cold=6, hot=4)
+    >>> [scheduler.next_segment().runs for _ in range(4)]
+    [(('cold', 3),), (('hot', 2),), (('cold', 3),), (('hot', 2),)]
     """
 
     def __init__(self, rate: float = 50, patience: int = 4, low: float = 1, high: float = 100) -> None:
         if not 0 < low <= rate <= high <= 100:
             raise ConfigError(
-                f"rate {rate:g} with low {low:g} and high {high:g}: 0 < low <= rate <= high <= 100 must hold."
+                f"rate is {rate:g}, low is {low:g} and high is {high:g}. Give 0 < low <= rate <= high <= 100."
             )
         if patience < 1:
-            raise ConfigError(f"patience is {patience} swaps; give at least 1.")
+            raise ConfigError(f"patience is {patience}. Give at least 1 swap.")
         self.patience, self.low, self.high = patience, float(low), float(high)
         self.rate = float(rate)
         self.epoch = -1  # of the segment
-        self.segment: Segment | None = None  # handed out last
-        self.swaps = self.falls = 0  # losses so far; those in a row, up to the last one, that fell
+        self.segment: Segment | None = None  # the current one
+        self.swaps = self.falls = 0  # losses so far; the last ones in a row that fell
         self.loss: float | None = None  # at the last swap
         self._counts: dict[Kind, _Count] = {"cold": _Count(), "hot": _Count()}
-        self._turn: Kind = "cold"  # whose segment is next
+        self._turn: Kind = "cold"  # kind of the next segment
 
     def begin(self, cold: int, hot: int) -> None:
-        """Say how many batches of each kind an epoch has; it begins with the next segment.
+        """Set the batches of each kind in an epoch, which begins with the next segment.
 
         Raises:
             ConfigError: there are none.
@@ -135,17 +139,17 @@ class ShuffleScheduler:
 
     @property
     def left(self) -> dict[Kind, int]:
-        """Batches of the epoch that no segment had yet."""
+        """Batches of the epoch that were in no segment yet."""
         return {kind: count.left for kind, count in self._counts.items()}
 
     @property
     def done(self) -> dict[Kind, int]:
-        """Batches of the epoch that some segment had, the last one included."""
+        """Batches of the epoch in segments so far, with those of the current one."""
         return {kind: count.batches - count.left for kind, count in self._counts.items()}
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`swap` is to be called before the next segment."""
+        """True if :meth:`swap` must be called before the next segment."""
         if self.segment is None:
             return False
         return self.segment.kind == "mixed" or self.segment.kind != self._next_kind()
@@ -157,7 +161,7 @@ class ShuffleScheduler:
         return self._turn if left[self._turn] else _other(self._turn)
 
     def next_segment(self) -> Segment:
-        """The next batches. Behind an epoch's last segment the next epoch begins."""
+        """Return the next segment. After the last one of an epoch, the next epoch begins."""
         if not any(self.left.values()):
             self.epoch += 1
             self._turn = "cold"
@@ -180,20 +184,20 @@ class ShuffleScheduler:
 
     @property
     def _rounds_left(self) -> int:
-        """Batches of the rarer kind when the rate changed, or the epoch began."""
+        """Batches of the rarer kind at the last change of the rate, or at the start of the epoch."""
         return min(count.base for count in self._counts.values())
 
     def _rounds(self) -> Iterator[tuple[Kind, int]]:
-        """Alternating batches, ``rate`` percent of the base."""
+        """Yield alternating batches, ``rate`` percent of the base."""
         rounds, first = self._rounds_left, self._counts[self._turn].parts
         for number in range(first, min(first + math.ceil(rounds * Fraction(self.rate) / 100), rounds)):
             for kind in (self._turn, _other(self._turn)):
                 yield kind, self._counts[kind].take(Fraction(number + 1, rounds))
 
     def swap(self, loss: float) -> Decision:
-        """Set the rate by the test loss behind the last segment (Equation 5).
+        """Set the rate by the test loss after the last segment (Equation 5).
 
-        A loss that is not finite has not fallen; the one after it has nothing to be compared with.
+        A loss that is not finite has not fallen; the loss after it is not compared.
         """
         assert self.segment is not None
         before, last = self.rate, self.loss
@@ -218,7 +222,7 @@ class ShuffleScheduler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "settings": [self.patience, self.low, self.high],
             "rate": self.rate,
@@ -232,7 +236,7 @@ class ShuffleScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Continue at ``state``."""
         self.patience, self.low, self.high = state["settings"]
         self.rate, self.epoch, self.swaps, self.falls = (state[name] for name in ("rate", "epoch", "swaps", "falls"))
         self.loss, self._turn = state["loss"], state["turn"]

@@ -1,4 +1,4 @@
-"""How long a training step takes: measured for the model, added up for its placement.
+"""The time of a training step: measure the model, and add the time of its placement.
 
 Legend: B examples, F features, L ids in all.
 """
@@ -28,21 +28,21 @@ from stoker.training.config import TrainConfig
 from stoker.training.placing import slotted
 from stoker.training.replica import Replica
 
-_ROWS = 128 * 2**20  # bytes of the rows that are made for it
-_IDS = 2**22  # ids in all batches that are trained on, about
-_BATCHES = 32  # at most: so many that their rows do not all stay in a processor's caches
-_FEWEST = 4
-_UNTIMED = 2
-_SECONDS = 1.5
+_ROWS = 128 * 2**20  # bytes of the rows of the measured model
+_IDS = 2**22  # ids in all measured batches, about
+_BATCHES = 32  # most batches; fewer could keep their rows in the processor's caches
+_FEWEST = 4  # batches
+_UNTIMED = 2  # first steps, not measured
+_SECONDS = 1.5  # to measure a model
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step."""
+    """The seconds of a step."""
 
-    read: float  # to read the batch
+    read: float  # read the batch
     train: float  # forward, backward and both optimizers, with all rows on the device
-    slotted: float  # the same with tables in the groups of a placement, but for planning and moving rows
+    slotted: float  # the same with the groups of a placement, without planning and moving rows
 
     @property
     def resident(self) -> float:
@@ -50,34 +50,33 @@ class StepTime:
         return self.read + self.train
 
     def placed(self, placement: Placement) -> float:
-        """The whole step under a placement.
+        """Return the whole step under a placement.
 
-        With a GPU, reading, planning and moving run beside training. On a CPU they want the same cores, and only
-        waiting for the disk is hidden.
+        On a GPU, training hides reading, planning and moving. On a CPU they share the cores with training, which hides
+        only the waiting for the disk.
         """
-        beside = self.read + placement.seconds
+        other = self.read + placement.seconds
         if placement.workload.device.type == "cuda":
-            return max(self.slotted, beside)
-        return max(self.slotted + beside - placement.disk_seconds, beside)
+            return max(self.slotted, other)
+        return max(self.slotted + other - placement.disk_seconds, other)
 
 
 def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None = None) -> StepTime:
-    """Train a few steps on real batches, with tables cut down to 128 MiB; takes about 2 seconds, and 2 more where
-    tables lie behind slots.
+    """Measure a few steps on real batches with tables cut to 128 MiB: 2 seconds, and 2 more for a model with slots.
 
-    Ids beyond the end of a table that was cut down are taken modulo its rows.
+    Ids beyond the end of a cut table are taken modulo its rows.
 
     Args:
-        config: the run.
-        data: what it trains on.
-        placement: in which groups its tables lie; None: all together, on the device.
+        config: settings of the run.
+        data: the dataset.
+        placement: of the rows; None: all on the device.
     """
     tables = config.tables(data.schema)
     state = config.make_row_optimizer(Constant()).state
     widest = max(row_bytes(table, state) for table in tables)
     spec = _cut(data.schema, widest, frozenset(config.tensor_trains(data.schema)))
     whole = replace(config, device_memory=None)
-    if MODELS[config.model].mixed_dims:  # a table that is cut keeps its columns
+    if MODELS[config.model].mixed_dims:  # a cut table keeps its columns
         dims = {table.name: table.embedding_dim for table in tables}
         whole = replace(whole, model_options={**config.model_options, "dims": dims})
     trained = [_Trained(whole, spec, None)]
@@ -96,11 +95,11 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         if ids >= _IDS and len(batches) >= _FEWEST:
             break
         begin = time.perf_counter()
-    # Before the first batch shards are checked and kernels compiled, which happens once.
+    # The first reads also check shards and compile kernels, once.
     read = float(np.median(reads[_UNTIMED:] or reads))
     started = time.perf_counter()
     for number, batch in enumerate(itertools.cycle(batches)):
-        for each in trained:  # by turns: whatever else the machine does slows both
+        for each in trained:  # in turns, so that other load on the machine slows both
             each.step(batch)
         if number >= _UNTIMED and time.perf_counter() - started > _SECONDS * len(trained):
             break
@@ -111,7 +110,7 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
 
 
 class _Trained(Replica):
-    """A model and how long its steps take, less planning and moving rows."""
+    """A model with the seconds of its steps, without planning and moving rows."""
 
     def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
         super().__init__(config, spec, Constant(), strategies)
@@ -125,13 +124,13 @@ class _Trained(Replica):
         return loss
 
     def _moved(self) -> float:
-        """Seconds of planning and moving so far."""
+        """Return the seconds of planning and moving so far."""
         stats = [storage.stats for storage in slotted(self.model)]
         return sum(each.plan_seconds + each.fetch_seconds + each.write_seconds for each in stats)
 
 
 def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
-    """The same groups with a slot for every row, backed by memory."""
+    """Return the same groups with a slot for every row, backed by memory."""
     found: dict[str, Strategy] = {}
     for name, strategy in placement.items():
         if isinstance(strategy, HotCold):
@@ -147,10 +146,11 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
 
 
 def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:
-    """The same columns with the largest tables cut so that all but the compressed ones take :data:`_ROWS` bytes."""
+    """Return the same columns with the largest tables cut, so that all but the compressed ones fit :data:`_ROWS`."""
     given = spec.num_embeddings
     rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.int64)
-    before, tables = np.cumsum(rows) - rows, np.arange(len(rows), 0, -1)  # smaller ones; this and larger ones
+    # For each table: rows of all smaller tables, and the number of tables from this one to the largest.
+    before, tables = np.cumsum(rows) - rows, np.arange(len(rows), 0, -1)
     cut_from = np.flatnonzero(before + tables * rows > _ROWS // size)
     most = max(1, int((_ROWS // size - before[cut_from[0]]) // tables[cut_from[0]])) if len(cut_from) else sys.maxsize
     cut = {name: count if name in compressed else min(count, most) for name, count in given.items()}

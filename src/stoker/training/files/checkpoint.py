@@ -1,19 +1,18 @@
-"""Checkpoints: canonical rows, optimizer state, dense part and data position in a directory with checksums.
+"""Checkpoints: rows, optimizer state, dense part and data position in a directory with checksums.
 
 ::
 
     step_000001000/
-      manifest.json             what follows, with sizes and sha256; no time stamp, no path, no placement
+      manifest.json             sizes and sha256 of all files; no time stamp, no path, no placement
       dense.safetensors         dense parameters and buffers, dense optimizer state, generator states, extra state
-      tables/000.00000.safetensors   rows and row-optimizer state of table 0, some 256 MiB a file
+      tables/000.00000.safetensors   rows and row-optimizer state of table 0, at most 256 MiB a file
                                  (each core of a tensor-train table counts as a table)
 
-A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is
-whole. Tables stream through in chunks: memory does not grow with them. Any placement and device may load the
-files.
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory with the final name is
+whole. Tables are written in chunks, so memory does not grow with them. Any placement and device can load the files.
 
-Format 1 holds a :class:`RecModel` with one optimizer. Format 2 holds any module, several optimizers and extra state:
-its manifest says for each table which :class:`EmbeddingTables` it is in.
+Format 1 is for a :class:`RecModel` with one optimizer. Format 2 is for any module, several optimizers and extra state:
+its manifest names the :class:`EmbeddingTables` of each table.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class NotFiniteError(CheckpointError):
-    """A model with infinite or undefined values, which is not worth keeping."""
+    """The model has infinite or undefined values, so no checkpoint is written."""
 
 
 class Positioned(Protocol):
     """A stream of batches, staged or not."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the position."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,7 +70,7 @@ class Checkpoint(Generic[M], Shown):
     path: Path
     manifest: Mapping[str, Any]
     model: M
-    extra_state: Mapping[str, Any] = field(default_factory=dict)  # as it was given; of an object, its state_dict()
+    extra_state: Mapping[str, Any] = field(default_factory=dict)  # values as saved; for an object, its state_dict()
 
     @property
     def step(self) -> int:
@@ -104,20 +103,20 @@ class SaveArguments:
 def save(*given: Any, **settings: Any) -> Path:
     """Write a checkpoint of a module, whole or not at all.
 
-    The rows of every :class:`EmbeddingTables` in ``module`` stream to disk in chunks, from wherever they are. The rest
-    is ``module.state_dict()``, with the cores of every :class:`TTEmbeddingBag` in it. Where several processes train
-    replicas, one of them saves.
+    The rows of every :class:`EmbeddingTables` in ``module`` are written in chunks, wherever they are. The rest is
+    ``module.state_dict()``, with the cores of every :class:`TTEmbeddingBag`. If several processes train replicas, only
+    one of them should save.
 
     Args:
-        directory: its name; must not exist unless ``overwrite``.
-        module: any module, such as a :class:`RecModel` or one of your own. Wrappers (DistributedDataParallel,
-            torch.compile) are left out.
+        directory: the new checkpoint.
+        module: any module, such as a :class:`RecModel` or your own. Wrappers (DistributedDataParallel, torch.compile)
+            are left out.
         optimizer: optimizer of the dense parameters, or several as a dict or a list.
-        stream: the training batches, staged or not, to continue behind the last one handed out.
-        extra_state: what else the script needs to continue, by name: objects with ``state_dict()``, such as
+        stream: the training batches, staged or not, to continue after the last batch.
+        extra_state: other state that the script needs to continue, by name: objects with ``state_dict()``, such as
             learning-rate schedulers and GradScaler, or values made of JSON values and tensors.
-        step: batches trained; None takes the tables' own count.
-        extra: further JSON values to keep, in the manifest.
+        step: batches trained; None takes the count of the tables.
+        extra: JSON values to add to the manifest.
         overwrite: replace an existing checkpoint.
         require_finite: refuse a model with infinite or undefined values.
         shard_bytes: largest file of rows.
@@ -127,7 +126,7 @@ def save(*given: Any, **settings: Any) -> Path:
 
     Raises:
         NotFiniteError: see ``require_finite``.
-        CheckpointError: the directory exists, the disk has no room, or a value that no checkpoint can hold.
+        CheckpointError: the directory exists, the disk is full, or a checkpoint cannot contain a value.
 
     >>> import tempfile, torch, stoker
     >>> net = torch.nn.ModuleDict({
@@ -151,56 +150,56 @@ def save(*given: Any, **settings: Any) -> Path:
     module = module_state.unwrap(module)
     optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
-    beside = target.with_name(target.name + ".tmp")
+    temporary = target.with_name(target.name + ".tmp")
     replaced = target.with_name(target.name + ".tmp-old")
     try:
         if overwrite and not target.exists() and (kept := left_by_a_kill(target)) is not None:
-            os.replace(kept, target)  # or nothing would load while this one is being written
+            os.replace(kept, target)  # so that a checkpoint can be loaded while the new one is written
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
-        shutil.rmtree(beside, ignore_errors=True)
-        (beside / "tables").mkdir(parents=True)
-        writer = _Writer(beside, require_finite=asked.require_finite)
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "tables").mkdir(parents=True)
+        writer = _Writer(temporary, require_finite=asked.require_finite)
         manifest = _write_files(writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes)
         manifest |= {"stoker_version": __version__, "extra": dict(asked.extra or {})}
         if asked.step is not None:
             manifest["step"] = asked.step
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
-        with (beside / _MANIFEST).open("w", encoding="utf-8") as file:
+        with (temporary / _MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
-        for folder in (beside / "tables", beside):
+        for folder in (temporary / "tables", temporary):
             sync_folder(folder)
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             os.replace(target, replaced)
-        os.replace(beside, target)
+        os.replace(temporary, target)
         sync_folder(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {target} could not be written: {error.strerror or error}. Nothing half-written was "
-            "kept; earlier checkpoints are untouched. Free some space, or lower keep_last."
+            f"checkpoint {target} could not be written: {error.strerror or error}. Its files were deleted; earlier "
+            "checkpoints are untouched. Free some space, or lower keep_last."
         ) from error
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
 
 
 def left_by_a_kill(target: Path) -> Path | None:
-    """Return what :func:`save` left of ``target`` when it was killed between its two renames."""
+    """Return the whole copy of ``target`` that exists if :func:`save` was killed between its two renames, else None."""
     for kept in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".tmp-old")):
-        with suppress(CheckpointError):  # cut short: killed while it was written
+        with suppress(CheckpointError):  # incomplete: killed while it was written
             read_manifest(kept)
             return kept
     return None
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint so that no half of it ever carries its name."""
+    """Delete a checkpoint; if the process is killed here, no incomplete directory has its name."""
     gone = path.with_name(path.name + ".tmp-old")
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(path, gone)
@@ -208,9 +207,9 @@ def discard(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Take a damaged checkpoint out of its run, under a name that no run looks for, and return that.
+    """Rename a damaged checkpoint to ``*.damaged``, which runs ignore; return the new path.
 
-    Nobody but its owner knows what can still be saved of it. One set aside earlier under that name is deleted.
+    Its owner may still want files of it. An earlier directory of that name is deleted.
     """
     aside = path.with_name(path.name + ".damaged")
     shutil.rmtree(aside, ignore_errors=True)
@@ -219,16 +218,16 @@ def set_aside(path: Path) -> Path:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint there, a garbled one, or one of a newer format.
+        CheckpointError: the directory is not a checkpoint, the manifest is damaged, or its format is newer.
     """
     path = Path(directory) / _MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} is no checkpoint: it has no {_MANIFEST}.") from error
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no {_MANIFEST}.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Use an earlier checkpoint.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
@@ -242,10 +241,10 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
 
 
 def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> int:
-    """Re-hash every file of a checkpoint and return their number.
+    """Check every file of a checkpoint against its sha256; return the number of files.
 
     Raises:
-        CheckpointError: naming the first file that is missing, cut short or altered.
+        CheckpointError: a file is missing, incomplete or altered; the message names the first.
     """
     directory = Path(directory)
     manifest = read_manifest(directory) if manifest is None else manifest
@@ -255,8 +254,8 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
             raise CheckpointError(f"{path} is missing; the manifest lists it with {expected['bytes']:,} bytes.")
         if path.stat().st_size != expected["bytes"]:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, the manifest says {expected['bytes']:,}: it was "
-                "cut short or altered."
+                f"{path} has {path.stat().st_size:,} bytes, the manifest says {expected['bytes']:,}: it was cut "
+                "short or altered."
             )
         digest = hash_file(path)[1]
         if digest != expected["sha256"]:
@@ -267,21 +266,21 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
 
 
 class _Writer:
-    """Writes files of tensors and notes their sizes and checksums."""
+    """Write files of tensors, and collect their sizes and checksums."""
 
     def __init__(self, folder: Path, *, require_finite: bool) -> None:
         self.folder, self.require_finite = folder, require_finite
         self.files: dict[str, Any] = {}
 
     def write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file; ``what`` is in it, for messages."""
+        """Write one file; ``what`` names its contents in messages."""
         path = self.folder / name
         here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.require_finite:
             _check_finite(what, here)
         try:
             save_file(here, path)
-        except SafetensorError as error:  # it wraps what the operating system said
+        except SafetensorError as error:  # it wraps the error of the operating system
             number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
         with path.open("rb") as file:
@@ -290,7 +289,7 @@ class _Writer:
         self.files[name] = {"bytes": size, "sha256": digest}
 
     def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
-        """Write the rows of a table, ``shard_bytes`` a file; return its entry in the manifest."""
+        """Write the rows of a table, up to ``shard_bytes`` a file; return its entry in the manifest."""
         shards = []
         chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
         for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
@@ -309,7 +308,7 @@ def _write_files(
     extra_state: Mapping[str, Any] | None,
     shard_bytes: int,
 ) -> dict[str, Any]:
-    """Write all files of a checkpoint but the manifest, which is returned."""
+    """Write all files of a checkpoint but the manifest; return the manifest."""
     trained = module_state.trained_in(module)
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
@@ -334,7 +333,7 @@ def _write_files(
     device = module_state.device_of(module)
     if device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(device)
-    # Clones, for tied parameters share memory, which the format refuses.
+    # Clones, because tied parameters share memory, which safetensors refuses.
     writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
         "files": writer.files,
@@ -350,7 +349,7 @@ def _second_format(
     extra_state: Mapping[str, Any] | None,
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Return what the manifest says of a module in format 2; tensors of the dense part go into ``tensors``."""
+    """Return the entries of a module in a manifest of format 2; add tensors of the dense part to ``tensors``."""
     values = {}
     for name, value in module_state.dense_state(module).items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
@@ -387,6 +386,6 @@ def _second_format(
 def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
-            low, high = torch.aminmax(tensor)  # both carry nan; needs no memory
+            low, high = torch.aminmax(tensor)  # both are nan if any value is; needs no memory
             if not (math.isfinite(low.item()) and math.isfinite(high.item())):
                 raise NotFiniteError(f"{what} is no longer finite ({name})")

@@ -1,4 +1,4 @@
-"""Read a checkpoint into a model or a module: all is compared first, then put in place."""
+"""Load a checkpoint into a model or a module: first compare everything, then copy it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SHOWN = 5  # names in a message
 
 
 class Resumable(Protocol):
-    """A stream that can be moved to a position."""
+    """A stream of batches that can continue at a saved position."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
+        """Move to the saved position."""
 
 
 @overload
@@ -77,26 +77,37 @@ def load(
     backend: BackendName = "auto",
     placement: Strategy | Mapping[str, Strategy] | None = None,
 ) -> Checkpoint[Any]:
-    """Read a checkpoint, after checking every file against its sha256.
+    """Load a checkpoint, after a check of every file against its sha256.
 
-    Nothing is changed unless everything given fits what was saved. With ``optimizer`` or ``extra_state`` training is
-    resumed: the state of torch's generators comes back too and, in a module of your own, the row optimizers get the
-    learning rates and other settings that they were saved with.
+    Nothing is changed if the module, an optimizer or extra state does not fit. With ``optimizer`` or ``extra_state``
+    training is resumed: torch's generators get their saved state too, and in a module of your own the row optimizers
+    get their saved learning rates and other settings.
 
     Args:
-        directory: the checkpoint, or a run directory, whose best checkpoint is taken.
-        into: filled in place, wherever its rows are; None builds the :class:`RecModel` that was saved.
-        optimizer: filled in place; as many, under the same names, as were saved.
-        stream: moved behind the last batch that was trained.
-        extra_state: objects with ``load_state_dict()``, by the names they were saved under. Values that are no such
-            objects are in ``extra_state`` of the result.
-        device: where to build the model.
-        backend: kernels of the model that is built.
-        placement: where the rows of the model that is built lie; None means on the device.
+        directory: the checkpoint, or a run directory, whose best checkpoint is loaded.
+        into: the module to load into, wherever its rows are; None builds the saved :class:`RecModel`.
+        optimizer: the optimizers to load into, in the form in which they were saved.
+        stream: the batches; they continue after the last trained batch.
+        extra_state: objects with ``load_state_dict()`` to load into, by their saved names. Other saved values are in
+            ``extra_state`` of the result.
+        device: of a new model.
+        backend: kernels of a new model.
+        placement: of the rows of a new model; None: all on the device.
 
     Raises:
-        CheckpointError: a missing or damaged file, or a module, optimizer or extra state that differs from the saved
-            one. The message names what differs.
+        CheckpointError: a file is missing or damaged, or a module, optimizer or extra state differs from the saved
+            one. The message names the difference.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> result = stoker.train(data, out="run", batch_size=64, steps=10, display="quiet")
+    >>> found = stoker.load("run")
+    >>> found.model.name, found.step
+    ('dlrm', 10)
+    >>> optimizer = torch.optim.Adam(found.model.dense_parameters(), fused=True)
+    >>> stream = data.train.batches(64, seed=0)
+    >>> stoker.load("run", found.model, optimizer, stream).step, stream.step  # to continue in your own loop
+    (10, 10)
     """
     directory = find_checkpoint(directory)
     manifest = read_manifest(directory)
@@ -138,7 +149,7 @@ def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
     """Return the name of the :class:`RecModel` in a checkpoint.
 
     Raises:
-        CheckpointError: it holds a module of another kind, or a model that was not imported.
+        CheckpointError: the module is not a :class:`RecModel`, or its class was not imported.
     """
     if manifest["model"] is None:
         raise CheckpointError(
@@ -152,7 +163,7 @@ def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of an open file, read one by one."""
+    """The tensors of an open file, read when they are needed."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -169,12 +180,12 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading it."""
         return tuple(self.file.get_slice(name).get_shape())
 
 
 class _Saved:
-    """What a checkpoint of either format holds, and the module that is to get it."""
+    """The contents of a checkpoint of either format, and the module to load it into."""
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module) -> None:
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
@@ -188,16 +199,16 @@ class _Saved:
             single = manifest["dense_optimizer"]
             self.optimizers = {} if single is None else {"optimizer": {"prefix": "optimizer", **single}}
         self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
-        self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, what is no tensor
-        self.settings: dict[str, RowOptimizer] = {}  # row optimizers with other settings than the module's
+        self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, all but tensors
+        self.settings: dict[str, RowOptimizer] = {}  # saved row optimizers whose settings differ from the module's
 
     def check(
         self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any] | None, *, resuming: bool
     ) -> None:
-        """Refuse what does not fit the checkpoint, before anything is changed.
+        """Check that the module and all arguments fit the checkpoint, before anything is changed.
 
         Raises:
-            CheckpointError: naming what differs.
+            CheckpointError: they do not; the message names the difference.
         """
         if self.manifest["model"] is not None and isinstance(self.module, RecModel):
             self._check_model(self.module)
@@ -217,7 +228,7 @@ class _Saved:
         if optimizers and set(optimizers) != set(self.optimizers):
             raise CheckpointError(
                 f"{self.directory} holds the state of the optimizers {_names(self.optimizers)}; given are "
-                f"{_names(optimizers)}. Give all of them in the same form, a dict under the names they were saved with."
+                f"{_names(optimizers)}. Give all of them in the form in which they were saved, a dict with these names."
             )
         for name, optimizer in optimizers.items():
             what = f"the state of optimizer {name!r} in {self.directory}"
@@ -226,15 +237,15 @@ class _Saved:
         left = [name for name, entry in self.extras.items() if entry["object"] and name not in (extra_state or {})]
         if left and (extra_state or (optimizers and extra_state is None)):
             raise CheckpointError(
-                f"{self.directory} also holds extra state {_names(left)}, without which training would not go on as "
-                "it did. Give those objects too, or extra_state={} to go on without any."
+                f"{self.directory} also holds extra state {_names(left)}, without which training would continue "
+                "differently. Give those objects too, or extra_state={} to continue without any."
             )
 
     def fill(self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any]) -> None:
-        """Put everything in place, after :meth:`check`.
+        """Copy everything into the module and the arguments, after :meth:`check`.
 
         Raises:
-            CheckpointError: a file that cannot be read, or an object that refuses its state.
+            CheckpointError: a file cannot be read, or an object refuses its state.
         """
         for name, row_optimizer in self.settings.items():
             self.mine[name].optimizer = row_optimizer
@@ -260,8 +271,8 @@ class _Saved:
                 each.load_state_dict(module_state.decode(self.extras[name]["state"], self.tensors))
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"extra_state[{name!r}], a {type(each).__name__}, does not take the state saved in "
-                    f"{self.directory}: {error}. Make it as it was made when it was saved."
+                    f"extra_state[{name!r}], a {type(each).__name__}, refuses the state saved in {self.directory}: "
+                    f"{error}. Make it as it was made when it was saved."
                 ) from error
 
     def _check_model(self, model: RecModel) -> None:
@@ -300,8 +311,8 @@ class _Saved:
             seed, own = self.trained[key[0]].get("seed"), self.tables[key[0]].seed
             if resuming and entry["dtype"] == "bfloat16" and seed not in (None, own):
                 raise CheckpointError(
-                    f"{key[0]!r} was trained with seed={seed}, by which its bfloat16 rows are rounded, the one given "
-                    f"has seed={own}. Build it with seed={seed}."
+                    f"{key[0]!r} was trained with seed={seed}, by which its bfloat16 rows are rounded, but the module "
+                    f"given has seed={own}. Build it with seed={seed}."
                 )
 
     def _check_dense(self) -> None:
@@ -325,7 +336,7 @@ class _Saved:
             parts = [f"{words} {_names(names)}" for words, names in sides if names]
             raise CheckpointError(
                 f"{self.directory} and the module given have different {what}; {'; '.join(parts)}. {_REBUILD} A table "
-                "that was a TensorTrain must be one again."
+                "that was a TensorTrain must be a TensorTrain again."
             )
 
     def _check_extra_state(self, extra_state: Mapping[str, Any]) -> None:
@@ -343,7 +354,7 @@ class _Saved:
             raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
 
     def _other_settings(self) -> Iterator[tuple[str, RowOptimizer]]:
-        """Yield the row optimizers that have other settings in the checkpoint than in the module."""
+        """Yield the saved row optimizers whose settings differ from those of the module."""
         for name, each in self.mine.items():
             saved = self.trained[name]["row_optimizer"]
             if each.optimizer is None or canonical_json(each.optimizer.to_dict()) == canonical_json(saved):
@@ -352,8 +363,8 @@ class _Saved:
                 yield name, RowOptimizer.from_dict(saved)
             except (ConfigError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"the row optimizer of {name!r} had other settings when it was saved, {saved}, and cannot be made "
-                    f"from them ({error}). Build {name!r} with these settings."
+                    f"the row optimizer of {name!r} was saved with other settings, {saved}, and cannot be made from "
+                    f"them ({error}). Build {name!r} with these settings."
                 ) from error
 
     def _load_table(self, entry: Mapping[str, Any]) -> None:
@@ -361,7 +372,7 @@ class _Saved:
         done = 0
         for shard in entry["shards"]:
             if shard["start"] != done:
-                raise CheckpointError(f"{self.directory}: table {name!r} has no rows {done:,} to {shard['start']:,}.")
+                raise CheckpointError(f"{self.directory} lacks rows {done:,} to {shard['start']:,} of table {name!r}.")
             path = self.directory / shard["file"]
             try:
                 found = load_file(path)

@@ -1,4 +1,4 @@
-"""Where the records of a run go: to its metrics.jsonl, to TensorBoard, and to loggers of the caller's own."""
+"""Write the records of a run to its metrics.jsonl, to TensorBoard, and to the caller's loggers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stoker.training.files.rundir import RunDirectory
 
 
 class Logger(Protocol):
-    """What :func:`stoker.train` takes as ``loggers``: any object with these two methods.
+    """A logger for :func:`stoker.train`: any object with these two methods.
 
     >>> import stoker
     >>> class Printer:
@@ -30,24 +30,24 @@ class Logger(Protocol):
     """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the figures of one record, after ``step`` batches; names begin with its kind, as ``train/loss`` does.
+        """Log the figures of one record, after ``step`` batches; names begin with its kind, such as ``train/loss``.
 
-        What it raises ends the run, which can be resumed from its last checkpoint.
+        An error in this method ends the run, which can be resumed from its last checkpoint.
         """
 
     def close(self) -> None:
-        """Send what is left. It is called once, when the run ends or fails."""
+        """Flush and close. Called once, when the run ends or fails."""
 
 
 class RunLog:
-    """Appends records to a run. Records behind ``step``, left by a run that was killed, are dropped first.
+    """Append records to metrics.jsonl. First drop records after ``step``, which a killed run left.
 
     Args:
         run: the run.
-        step: that training begins at.
-        tensorboard: whether to write its events, too; None: where it is installed.
+        step: first step of training.
+        tensorboard: whether to write TensorBoard events; None: if it is installed.
         loggers: get the figures of every record.
-        again: whether the next training record has the steps of one at ``step``, the end of a shorter run: it goes.
+        again: also drop the training record at ``step``, because the next one repeats its steps.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class RunLog:
             _cut(run.metrics, step, again=again)
         self._file: TextIO = run.metrics.open("a", encoding="utf-8")
         self._loggers = list(loggers)
-        self.missed = ""  # what to install for loggers, where there is none
+        self.missed = ""  # a hint to install TensorBoard, if there is no logger
         if tensorboard is not False:
             try:
                 self._loggers.append(_TensorBoard(run.path / "tensorboard", step))
             except ImportError:
                 if not self._loggers:
                     self.missed = (
-                        f"the metrics are in {run.metrics.name} alone; for TensorBoard: {install('tensorboard')}"
+                        f"the metrics are only in {run.metrics.name}; for TensorBoard: {install('tensorboard')}"
                     )
 
     def write(self, values: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class RunLog:
                 logger.log(values["step"], figures)
 
     def close(self) -> None:
-        """Flush to disk."""
+        """Flush metrics.jsonl to disk, and close it and all loggers."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -89,7 +89,7 @@ class RunLog:
 
 
 class _TensorBoard:
-    """Writes TensorBoard events to a folder; those behind ``step`` are no longer shown."""
+    """Write TensorBoard events to a folder; older events after ``step`` are hidden."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -111,6 +111,6 @@ def _cut(path: Path, step: int, *, again: bool) -> None:
                 record = json.loads(line)
                 fits = record["step"] <= step - (again and record.get("kind") == "train")
             except (ValueError, KeyError, TypeError):
-                continue  # the half line of a killed run
+                continue  # an incomplete line of a killed run
             if fits:
                 kept.write(line.encode())

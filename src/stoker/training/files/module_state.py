@@ -1,4 +1,4 @@
-"""The state of a module and of what trains it, as tensors and JSON values: everything in a checkpoint but the rows."""
+"""The state of a module and of its optimizers as tensors and JSON values: everything in a checkpoint but the rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Optimizers: TypeAlias = (
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside ``DistributedDataParallel`` and ``torch.compile``, whose names get a prefix there."""
+    """Return the module inside ``DistributedDataParallel`` and ``torch.compile``, which put a prefix before names."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
@@ -36,17 +36,17 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a name as it is without ``torch.compile`` around any part of the module."""
+    """Return a name without the prefixes of ``torch.compile``."""
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def tables_in(module: nn.Module) -> dict[str, EmbeddingTables]:
-    """Return all tables by their name in ``module``; tables that are shared have the first of their names."""
+    """Return all tables by their name in ``module``; shared tables have the first of their names."""
     return {name: each for name, each in trained_in(module).items() if isinstance(each, EmbeddingTables)}
 
 
 def trained_in(module: nn.Module) -> dict[str, EmbeddingTables | TTEmbeddingBag]:
-    """Return all submodules that have a row optimizer and a count of updates, by name."""
+    """Return all submodules with a row optimizer and a count of updates, by name."""
     return {
         plain_name(name): each
         for name, each in module.named_modules()
@@ -55,7 +55,7 @@ def trained_in(module: nn.Module) -> dict[str, EmbeddingTables | TTEmbeddingBag]
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the GPU that ``module`` is on, else the CPU."""
+    """Return the GPU of ``module``, or the CPU if it uses none."""
     devices = [tables.device for tables in tables_in(module).values()]
     devices += [tensor.device for tensor in (*module.parameters(), *module.buffers())]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
@@ -63,14 +63,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def _without_rows(module: nn.Module) -> Iterator[None]:
-    """Make ``state_dict`` and ``load_state_dict`` pass over rows, which may be more than memory holds."""
+    """Let ``state_dict`` and ``load_state_dict`` skip rows, which may not fit in memory."""
     changed = ("_save_to_state_dict", "_load_from_state_dict")
     found = tables_in(module)
     for name, tables in found.items():
         if any(getattr(type(tables), each) is not getattr(EmbeddingTables, each) for each in changed):
             raise CheckpointError(
-                f"{name!r} is a {type(tables).__name__}, which has a _save_to_state_dict or _load_from_state_dict of "
-                "its own, so its rows cannot be told from the rest. Keep the rest in buffers, or in get_extra_state."
+                f"{name!r} is a {type(tables).__name__}, which overrides _save_to_state_dict or _load_from_state_dict, "
+                "so its rows cannot be skipped. Keep other state in buffers, or in get_extra_state."
             )
     with ExitStack() as undone:
         for tables in found.values():
@@ -89,29 +89,32 @@ def dense_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_dense_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put into ``module`` what :func:`dense_state` returned, under names that were compared before.
+    """Load the result of :func:`dense_state` into ``module``; the caller has compared the names.
 
     Raises:
         CheckpointError: the module refuses a value.
     """
     with _without_rows(module):
-        mine = module.state_dict(keep_vars=True)  # and the parameters that stand for rows, which stay
+        mine = module.state_dict(keep_vars=True)  # also handles of rows, which keep their value
         try:
             module.load_state_dict({name: state.get(plain_name(name), value) for name, value in mine.items()})
         except RuntimeError as error:
-            raise CheckpointError(f"{type(module).__name__} does not take the saved values: {error}") from error
+            raise CheckpointError(f"{type(module).__name__} refuses the saved values: {error}") from error
 
 
 def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return ``value`` for JSON, with its tensors put into ``tensors``. Plain JSON values stay as they are.
+    """Return ``value`` for JSON, and add its tensors to ``tensors``. Plain JSON values do not change.
 
     Args:
-        where: what it is, for messages.
+        where: name of the value, for messages.
         value: of None, bool, int, float, str, list, tuple, dict, ``collections.Counter`` and tensors.
-        tensors: gets the tensors, each under a name of its own.
+        tensors: gets the tensors, each under a new name.
 
     Raises:
-        CheckpointError: a value of another type, which only unpickling, which can run code, would bring back.
+        CheckpointError: a value of another type. It would need pickle, which can run code when it is loaded.
+
+    >>> encode("state", {"lr": 0.1, "betas": (0.9, 0.99)}, {})
+    {'$dict': [['lr', 0.1], ['betas', {'$tuple': [0.9, 0.99]}]]}
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -131,7 +134,7 @@ def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"$tuple": [encode(f"{where}[{place}]", each, tensors) for place, each in enumerate(value)]}
     if isinstance(value, dict):
         simple = not isinstance(value, Counter) and all(isinstance(key, str) and key[:1] != "$" for key in value)
-        if simple and sorted(value) == list(value):  # JSON has its keys sorted
+        if simple and sorted(value) == list(value):  # the manifest sorts keys, so it would lose another order
             return {key: encode(f"{where}[{key!r}]", each, tensors) for key, each in value.items()}
         pairs = [
             [encode(f"a key of {where}", key, tensors), encode(f"{where}[{key!r}]", each, tensors)]
@@ -141,13 +144,13 @@ def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     kind = type(value)
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it holds tensors, JSON "
-        "values, tuples, and objects with state_dict() made of these. Save a tensor or a number in its place "
+        "values, tuples, and objects whose state_dict() is made of these. Save a tensor or a number instead "
         "(torch.from_numpy, .item()), or leave it out."
     )
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of :func:`encode`."""
+    """Invert :func:`encode`."""
     if isinstance(value, list):
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -167,10 +170,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def named_optimizers(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers by name: a single one as "optimizer", those of a list by their place.
+    """Return the optimizers by name: a single one as "optimizer", those of a list by their position.
 
     Raises:
-        CheckpointError: something else among them.
+        CheckpointError: one of them is not a ``torch.optim.Optimizer``.
     """
     if optimizer is None:
         return {}
@@ -188,8 +191,8 @@ def named_optimizers(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
             )
         if not isinstance(given, torch.optim.Optimizer):
             raise CheckpointError(
-                f"optimizer {name!r} is a {type(given).__name__}, not a torch.optim.Optimizer. Give anything else that "
-                "has a state_dict(), such as schedulers and GradScaler, in extra_state."
+                f"optimizer {name!r} is a {type(given).__name__}, not a torch.optim.Optimizer. Give other objects with "
+                "a state_dict(), such as schedulers and GradScaler, in extra_state."
             )
     return named
 
@@ -197,9 +200,9 @@ def named_optimizers(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
 def optimizer_values(
     optimizer: torch.optim.Optimizer, prefix: str, tensors: dict[str, Tensor], module: nn.Module | None = None
 ) -> dict[str, Any]:
-    """Return what of an optimizer is no tensor; its tensors go into ``tensors``, their names after ``prefix``.
+    """Return the state of an optimizer but its tensors; add those to ``tensors``, with names after ``prefix``.
 
-    The names that ``module`` gives the parameters are kept too; None writes format 1, which has none.
+    The result also has the names of the parameters in ``module``; None: format 1, which has no names.
     """
     whole = optimizer.state_dict()
     values: dict[str, Any] = {"kind": type(optimizer).__name__, "param_groups": whole["param_groups"], "state": {}}
@@ -228,16 +231,16 @@ def _plain(value: Any) -> Any:
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[list[str | None]]:
-    """The names of an optimizer's parameters, by group; None for one that is not in ``module``."""
+    """Return the names of an optimizer's parameters, by group; None for a parameter that is not in ``module``."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def check_optimizer(what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that is not like the one that was saved.
+    """Check that an optimizer is like the saved one; ``what`` names the saved state in messages.
 
     Raises:
-        CheckpointError: another class, other parameters, or the same in another order.
+        CheckpointError: its class, its parameters or their order differ.
     """
     if values["kind"] != type(optimizer).__name__:
         raise CheckpointError(f"{what} is of {values['kind']!r}, not {type(optimizer).__name__!r}.")
@@ -245,23 +248,23 @@ def check_optimizer(what: str, values: Mapping[str, Any], optimizer: torch.optim
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != mine:
         raise CheckpointError(
-            f"{what} is of groups of {sizes} parameters, the one given has groups of {mine}. Make it as it was made "
-            "when it was saved."
+            f"{what} has groups of {sizes} parameters, but the optimizer given has groups of {mine}. Make it as it was "
+            "made when it was saved."
         )
-    both = values.get("parameters", []), _parameter_names(optimizer, module)  # the first format has no names
+    both = values.get("parameters", []), _parameter_names(optimizer, module)  # format 1 has no names
     pairs = enumerate(zip(*map(chain.from_iterable, both), strict=False))
     if differing := next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), None):
         place, (saved, given) = differing
         raise CheckpointError(
-            f"{what} has {saved!r} as parameter {place}, the one given has {given!r} there, so each would get the "
-            "state of another. Give the optimizer its parameters in the order they had when it was saved."
+            f"{what} has {saved!r} as parameter {place}, but the optimizer given has {given!r} there and would get the "
+            "state of the other. Give it its parameters in the order in which they were saved."
         )
 
 
 def load_optimizer(
     values: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Put back what :func:`optimizer_values` took, into an optimizer that :func:`check_optimizer` let pass."""
+    """Load the result of :func:`optimizer_values` into an optimizer, after :func:`check_optimizer`."""
     state: dict[int, dict[str, Any]] = {
         int(index): {name: decode(value, tensors) for name, value in entries.items()}
         for index, entries in values["state"].items()

@@ -4,7 +4,7 @@
 
     RUN/config.json           dataset and settings
     RUN/checkpoints/step_000001000/
-    RUN/checkpoints/step_000002000.damaged/   found so when the run went on
+    RUN/checkpoints/step_000002000.damaged/   renamed when the run was resumed
     RUN/metrics.jsonl         one JSON object per line
     RUN/tensorboard/
     RUN/report.json           final metrics, written at the end
@@ -30,20 +30,20 @@ from stoker.models import MODELS
 from stoker.training.files import checkpoint as ckpt
 from stoker.training.scores.metrics import merit
 
-#: What the manifest of a checkpoint says, in ``extra``, that was written between two that are due by the step.
+#: In ``extra`` of the manifest of an interim checkpoint, which was due by the clock and not by the step.
 INTERIM: dict[str, Any] = {"interim": True}
 _STEP = re.compile(r"step_(\d{9,})")
-#: The remedy where no checkpoint of a run is whole.
+#: The remedy if no checkpoint of a run is whole.
 LOST = "Put a checkpoint back from a copy, or train a new run."
 
-Upload: TypeAlias = Callable[[], str | None]  # uploads what is new; returns what went wrong, in words
-_DONE = ".uploaded"  # in the local folder of a run that is whole at its URL
+Upload: TypeAlias = Callable[[], str | None]  # uploads new files; returns the problem in words, else None
+_DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
 
 
 class RunDirectory:
-    """Paths and bookkeeping of one run."""
+    """The paths and checkpoints of a run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -53,23 +53,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
-        """A new run. Of one that cannot be made, for want of room, nothing stays.
+        """Make a new run directory; if that fails, delete what was made of it.
 
         Raises:
             ConfigError: the directory exists and is not empty.
-            DataError: the disk has no room.
+            DataError: the disk is full.
         """
         run = cls(path)
         run.check_new()
         made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run.checkpoints.mkdir()  # of two processes only one can
+            run.checkpoints.mkdir()  # only one of two processes succeeds
             made.insert(0, run.checkpoints)
             run.write("config.json", config)
         except BaseException as error:
             for folder in made:
-                with suppress(OSError):  # not empty: another process's
+                with suppress(OSError):  # not empty: another process uses it
                     folder.rmdir()
             if isinstance(error, FileExistsError):
                 raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
@@ -77,10 +77,10 @@ class RunDirectory:
         return run
 
     def check_new(self) -> None:
-        """Refuse a directory that :meth:`create` could not make.
+        """Check that :meth:`create` can make the directory.
 
         Raises:
-            ConfigError: it exists and is not empty, or its place is not writable.
+            ConfigError: it exists and is not empty, or its parent is not writable.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             known = (self.path / "config.json").exists()
@@ -88,21 +88,21 @@ class RunDirectory:
             raise ConfigError(f"{self.path} exists and is not empty. {hint} another --out.")
         place = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
-            raise ConfigError(f"{self.path} cannot be made: {place} is no writable directory. Choose another --out.")
+            raise ConfigError(f"{self.path} cannot be made: {place} is not a writable directory. Choose another --out.")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out of the run; a killed one lets go by itself.
+        """Lock the run against other processes; the end of the process, even by a kill, releases the lock.
 
         Raises:
-            ConfigError: another process trains here, or nothing may be written.
+            ConfigError: another process trains here, or the directory cannot be written.
         """
         try:
             file = (self.path / ".lock").open("w")
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written to ({error.strerror}), but training puts its checkpoints there. Get "
-                "the right to write, or continue a copy of the directory."
+                f"{self.path} cannot be written to ({error.strerror}), but training puts its checkpoints there. Make "
+                "it writable, or continue a copy of the directory."
             ) from error
         with file:
             if lock_file(file) is False:
@@ -115,10 +115,10 @@ class RunDirectory:
             file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
     def config(self) -> dict[str, Any]:
-        """Return ``config.json``, whose model is known here.
+        """Return ``config.json``, after a check that its model is known.
 
         Raises:
-            ConfigError: there is no run, or its model is one that was not imported.
+            ConfigError: there is no run, or its model was not imported.
         """
         values = self.read("config.json")
         model = values["settings"].get("model")
@@ -127,16 +127,16 @@ class RunDirectory:
         return values
 
     def read(self, name: str) -> dict[str, Any]:
-        """One JSON file of the run.
+        """Return the contents of a JSON file of the run.
 
         Raises:
-            ConfigError: there is no run, or the file is garbled.
+            ConfigError: there is no run, or the file is damaged.
         """
         try:
             values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             found = _what(self.path)
-            is_what = f"is {found}, not a run directory" if found else f"is no run directory: it has no {name}"
+            is_what = f"is {found}, not a run directory" if found else f"is not a run directory: it has no {name}"
             raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error
         except ValueError as error:
             raise ConfigError(
@@ -146,31 +146,31 @@ class RunDirectory:
         return values
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is."""
+        """Return the path of the checkpoint of ``step``."""
         return self.checkpoints / f"step_{step:09d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, whole or damaged, rising."""
+        """Return the steps that have a checkpoint, whole or damaged, in rising order."""
         if not self.checkpoints.is_dir():
             return []
-        # One that lost its manifest counts: a checkpoint has its name only once it is whole, so it is damaged since.
+        # A directory without manifest counts: it got its name when it was whole, so it was damaged later.
         matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
     def _extra(self, step: int) -> dict[str, Any] | None:
-        """What training kept in the manifest of a checkpoint; None where that cannot be read."""
+        """Return ``extra`` of the manifest of a checkpoint; None if it cannot be read."""
         try:
             return dict(ckpt.read_manifest(self.checkpoint(step))["extra"])
         except CheckpointError:
             return None
 
     def newest_extra(self) -> dict[str, Any]:
-        """What training kept in the newest manifest that can be read; empty if none can."""
+        """Return ``extra`` of the newest manifest that can be read; empty if none can."""
         found = (self._extra(step) for step in reversed(self.steps()))
         return next((extra for extra in found if extra is not None), {})
 
     def problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint; None where all its files match their checksums."""
+        """Return what is wrong with a checkpoint; None if all its files match their checksums."""
         try:
             ckpt.verify(self.checkpoint(step))
         except CheckpointError as error:
@@ -178,7 +178,7 @@ class RunDirectory:
         return None
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
+        """Return the newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
         problems: list[str] = []
         for step in reversed(self.steps()):
             problem = self.problem(step)
@@ -188,13 +188,13 @@ class RunDirectory:
         return None, problems
 
     def evaluated(self, metric: str) -> list[dict[str, Any]]:
-        """The evaluations that the run's checkpoints were written after, best first: ``{"step", "valid"}``."""
+        """Return the evaluations of those checkpoints that have one, best first: ``{"step", "valid"}``."""
         latest = {step: (self._extra(step) or {}).get("progress", {}).get("latest") for step in self.steps()}
         found = [record for step, record in latest.items() if record is not None and record["step"] == step]
         return sorted(found, key=lambda record: merit(record["valid"], metric), reverse=True)
 
     def best(self) -> Path | None:
-        """The run's best checkpoint; where that is gone, the best of the others; None without an evaluated one."""
+        """Return the best checkpoint of the run; if it was deleted, the best of the others; None if there is none."""
         extra = self.newest_extra()
         best = extra.get("best")
         if best is not None and best["step"] not in self.steps():
@@ -202,10 +202,10 @@ class RunDirectory:
         return None if best is None else self.checkpoint(int(best["step"]))
 
     def prune(self, keep_last: int, best: int | None) -> None:
-        """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes.
+        """Delete all but the last ``keep_last`` checkpoints and the best, and temporary files.
 
-        An interim checkpoint goes as soon as there is a newer one: a run ends with the same checkpoints whenever it was
-        interrupted.
+        An interim checkpoint is deleted once there is a newer one, so that interruptions do not change which
+        checkpoints a run has at its end.
         """
         steps = self.steps()
         interim = [step for step in steps[:-1] if (self._extra(step) or {}).get("interim")]
@@ -218,10 +218,10 @@ class RunDirectory:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint directory as it is; of a run directory its best checkpoint, else its newest whole one.
+    """Return the path of a checkpoint: of a run its best one, else its newest whole one.
 
     Raises:
-        CheckpointError: neither a checkpoint nor a run with one.
+        CheckpointError: ``path`` is neither a checkpoint nor a run with one.
     """
     path = remote.local_run(path)
     if _what(path) == "a dataset":
@@ -252,7 +252,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def unknown_model(place: Path, name: str) -> str:
-    """Say how to make the model ``name`` of a run or checkpoint known, for the end of a message."""
+    """Return the remedy for an unknown model ``name`` of a run or checkpoint, for the end of a message."""
     run, path = RunDirectory(place), None
     if not (place / "config.json").is_file():
         run = _run_around(place) or run
@@ -270,7 +270,7 @@ def unknown_model(place: Path, name: str) -> str:
 
 
 def whole_checkpoints(checkpoint: Path) -> str:
-    """Say which checkpoints of a run can be taken where one of them is damaged, for the end of a message."""
+    """Name the whole checkpoints of a run that has a damaged one, for the end of a message."""
     run = RunDirectory(checkpoint.parent.parent)
     if checkpoint.parent.name != run.checkpoints.name:
         return "Take another checkpoint."
@@ -283,23 +283,23 @@ def whole_checkpoints(checkpoint: Path) -> str:
 
 
 def find_dataset(checkpoint: Path) -> Path:
-    """The dataset of the run that a checkpoint is in.
+    """Return the path of the dataset on which a checkpoint was trained.
 
     Raises:
-        ConfigError: the checkpoint is in no run.
-        DataError: the dataset is no longer where it was.
+        ConfigError: the checkpoint is not in a run directory.
+        DataError: the dataset was moved.
     """
     run = _run_around(checkpoint)
     if run is None:
-        raise ConfigError(f"{checkpoint} lies in no run directory, so its dataset is not known. Pass --data.")
+        raise ConfigError(f"{checkpoint} is not in a run directory, so its dataset is unknown. Give --data DATASET.")
     return Path(own_dataset(run.read("config.json"), "Name it with --data DATASET."))
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the run that a checkpoint is in; none where it is in no run.
+    """Return the settings with which a checkpoint was trained; empty if it is not in a run directory.
 
     Raises:
-        ConfigError: they are garbled.
+        ConfigError: config.json is damaged.
     """
     run = _run_around(checkpoint)
     return {} if run is None else dict(run.read("config.json")["settings"])
@@ -311,10 +311,10 @@ def _run_around(checkpoint: Path) -> RunDirectory | None:
 
 
 def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
-    """The path of a run's dataset, from its config.json.
+    """Return the path of a run's dataset, from its config.json.
 
     Raises:
-        DataError: nothing is there any more; ``remedy`` says how to name its new place.
+        DataError: the dataset was moved; ``remedy`` tells how to give its new path.
     """
     path = str(config["dataset"])
     if remote.url_of(path) is None and not Path(path).is_dir():
@@ -323,7 +323,7 @@ def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
 
 
 def open_dataset(dataset: Dataset | str | Path) -> Dataset:
-    """A dataset by its path.
+    """Return a dataset by its path.
 
     Raises:
         ConfigError: the path is that of a run.
@@ -343,7 +343,7 @@ def open_dataset(dataset: Dataset | str | Path) -> Dataset:
 
 
 def _what(path: Path) -> str | None:
-    """What lies there, in words; None: nothing of ours."""
+    """Return the kind of a directory in words, such as "a run"; None: not one of Stoker's."""
     if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
         return "a run"
     try:
@@ -355,11 +355,11 @@ def _what(path: Path) -> str | None:
 
 @contextmanager
 def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]]:
-    """Yield local paths for the run to make or to continue, and a function that uploads it; errors name its URL.
+    """Yield local paths for ``out`` and ``resume``, and a function that uploads the run; errors name its URL.
 
     Raises:
-        ConfigError: there is something at the URL of a new run. DataError: the URL cannot be read or written, or has
-            no run to continue.
+        ConfigError: the URL of a new run is not empty.
+        DataError: the URL cannot be read or written, or has no run to continue.
     """
     url = remote.url_of(resume if out is None else out)
     if url is None or (out is not None and resume is not None):
@@ -371,7 +371,7 @@ def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]
             raise ConfigError(
                 f"{url} is not empty. Continue the run there with --resume {url}, or choose another --out."
             )
-        if (folder / _DONE).exists():  # of a run that is no longer at the URL
+        if (folder / _DONE).exists():  # a copy of a run that was deleted at the URL
             shutil.rmtree(folder)
     else:
         _download(url, folder)
@@ -396,7 +396,7 @@ def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]
 
 
 def _download(url: str, folder: Path) -> None:
-    """Copy the run at a URL to its local folder, which may hold an earlier state of it."""
+    """Copy the run at a URL to its local folder, which may have an older copy."""
     if remote.is_empty(url) and (folder / "config.json").is_file():  # killed before its first upload
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
     Args:
         dataset: a dataset or its directory.
         rows: most training rows to fit on, drawn at random.
-        progress: called with (what is being done, done, total).
+        progress: called with (task, done, total).
 
     Raises:
         DataError: there are no training rows, or all labels are equal.
@@ -228,9 +228,9 @@ def _trees(data: Dataset, batches: Sequence[Batch], labels: npt.NDArray[np.float
     train = lightgbm.Dataset(np.concatenate([table(batch) for batch in batches]), labels, **settings)
     watched, stopping = [], []
     if data.valid.labelled:
-        held = list(_drawn(data.valid, ROWS))
-        known = np.concatenate([_labels(batch) for batch in held])
-        rows = np.concatenate([table(batch) for batch in held])[~np.isnan(known)]
+        valid = list(_drawn(data.valid, ROWS))
+        known = np.concatenate([_labels(batch) for batch in valid])
+        rows = np.concatenate([table(batch) for batch in valid])[~np.isnan(known)]
         watched = [lightgbm.Dataset(rows, known[~np.isnan(known)], reference=train)]
         stopping = [lightgbm.early_stopping(20, verbose=False)]
     options = {"objective": "binary", "verbosity": -1, "seed": 0, "deterministic": True}

@@ -209,14 +209,14 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
     if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
         raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
-    if step is None:  # nothing is recorded (any more)
+    if step is None:  # there are no records
         step = 0 if report is None else int(report["step"])
     finished = report is not None and report["step"] >= step
     if report is None:
         notes.append(f"{name} is not finished (step {step:,}): it has no test figures yet")
     elif not finished:
         notes.append(
-            f"{name} goes on (step {step:,}): its test figures are of when it ended before, at step {report['step']:,}"
+            f"{name} was resumed (step {step:,}): its test figures are from its earlier end, at step {report['step']:,}"
         )
     best = max(valid, key=lambda record: merit(record, metric), default=None)
     if finished and report is not None and report["valid"]:
@@ -306,24 +306,24 @@ def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
     known = [(run.name, run.dataset) for run in runs if run.dataset is not None]
     if not known:
         return []
-    (first, base), told = known[0], []
+    (first, base), lines = known[0], []
     for name, data in known[1:]:
         if data.hashes == base.hashes:
             continue
         differences = _between(first, base, name, data)
-        told.append(f"{name} ({_here(data.path)}) against {first} ({_here(base.path)}): {'; '.join(differences)}")
+        lines.append(f"{name} ({_here(data.path)}) against {first} ({_here(base.path)}): {'; '.join(differences)}")
         for split, words in (("valid", "validation"), ("test", "test")):
             rows, others = data.rows.get(split, (0, 0)), base.rows.get(split, (0, 0))
             if rows != others:
                 notes.append(
-                    f"{words} figures of {first} and {name} are not of the same rows: {_rows(others)} and {_rows(rows)}"
+                    f"{words} figures of {first} and {name} are from other rows: {_rows(others)} and {_rows(rows)}"
                 )
             elif data.hashes.get(split) != base.hashes.get(split) and _labels(data, split) != _labels(base, split):
                 notes.append(
-                    f"{words} rows of {first} and {name} are as many, with as many positives, but not in the same "
-                    "order: figures compare if both come from the same lines of the log"
+                    f"{words} rows of {first} and {name} are equal in number and positives, but not in order: compare "
+                    "their figures only if the rows come from the same lines of the log"
                 )
-    return told
+    return lines
 
 
 def _here(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Why each default of a run is what it is, for one dataset."""
+"""``stoker.explain``: the reason for each default of a run, for one dataset."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from stoker.training.settings import DENSE_LR
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """A setting, its value for a dataset, and why."""
+    """A setting, its value for a dataset, and the reason."""
 
     setting: str
     value: Any
     why: str
-    given: bool = False  # not a default
+    given: bool = False  # by the caller, so not a default
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation(Shown):
-    """What :func:`stoker.train` would do with a dataset: ``explanation["batch_size"].why``."""
+    """The reasons for the settings of a run, by name: ``explanation["batch_size"].why``."""
 
     rows: int  # training rows
     reasons: tuple[Reason, ...]
@@ -42,13 +42,13 @@ class Explanation(Shown):
         return next(reason for reason in self.reasons if reason.setting == setting)
 
     def summary(self) -> str:
-        """Return how long a run would train."""
+        """Return the length of the run."""
         names = ("batch_size", "epochs", "steps", "patience")
-        told = [f"{each.setting} {_said(each.value)}" for each in self.reasons if each.setting in names]
-        return f"{self.rows:,} training rows, {', '.join(told)}"
+        shown = [f"{each.setting} {_said(each.value)}" for each in self.reasons if each.setting in names]
+        return f"{self.rows:,} training rows, {', '.join(shown)}"
 
     def grids(self) -> tuple[Grid]:
-        """Return a table with a line for each setting."""
+        """Return a table with one line for each setting."""
         cells = [[each.setting.replace("_", "-"), _said(each.value), each.why] for each in self.reasons]
         return (Grid(["setting", "value", "why"], cells, f"{self.rows:,} training rows", left=(0, 1, 2)),)
 
@@ -68,26 +68,23 @@ class ExplainArguments(TrainConfig):
 
 @with_arguments_of(ExplainArguments)
 def explain(dataset: Dataset | str | Path, config: TrainConfig | None = None, **settings: Any) -> Explanation:
-    """Tell which value :func:`stoker.train` would take for the settings that matter, and why; train nothing.
+    """Return the values that :func:`stoker.train` would use for the main settings, with reasons; train nothing.
 
     Args:
         dataset: what ``stoker prepare`` wrote.
-        config: settings; keyword settings go on top.
+        config: settings; keyword settings override them.
         settings: fields of :class:`TrainConfig`.
 
     Raises:
-        ConfigError: settings that cannot work.
-        DataError: no such dataset.
+        ConfigError: settings cannot work.
+        DataError: the dataset is missing or damaged.
 
-    Example:
-        >>> import tempfile
-        >>> from stoker.testing import make_dataset
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     found = explain(make_dataset(f"{folder}/data", rows=20_000), epochs=3)
-        >>> found["batch_size"].value, found["batch_size"].why
-        (128, 'the largest power of two of which an epoch of 16,000 rows has 80 batches or more')
-        >>> found["epochs"].why
-        'given'
+    >>> from stoker.testing import make_dataset
+    >>> found = stoker.explain(make_dataset("data", rows=20_000), epochs=3)
+    >>> found["batch_size"].value, found["batch_size"].why
+    (128, 'the largest power of two that cuts 16,000 rows into 80 batches or more')
+    >>> found["epochs"].why
+    'given'
     """
     data = open_dataset(dataset)
     asked = (config or TrainConfig()).replace(**settings)
@@ -116,12 +113,12 @@ def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator
     yield "eval_every", every, f"{plural(epoch, 'step')}, which train on every row once"
     yield "metric", config.metric, "it chooses the best checkpoint, and does not depend on the share of positives"
     optimizer = config.make_row_optimizer(Constant())
-    yield "row_optimizer", config.row_optimizer, "one number of state a row; a rate of its own for each row"
+    yield "row_optimizer", config.row_optimizer, "one number of state a row; each row has its own rate"
     yield "row_lr", optimizer.lr, f"the usual one of {config.row_optimizer}; stoker find-lr tries others"
-    yield "dense_optimizer", config.dense_optimizer, "a rate of its own for each weight; little to tune"
+    yield "dense_optimizer", config.dense_optimizer, "each weight has its own rate; little to tune"
     dense_lr = DENSE_LR[config.dense_optimizer] if config.dense_lr is None else config.dense_lr
     yield "dense_lr", dense_lr, f"the usual one of {config.dense_optimizer}; stoker find-lr tries others"
-    yield "schedule", config.schedule, "where patience may end a run, rates cannot follow its length"
+    yield "schedule", config.schedule, "patience may end the run at any step, so no schedule knows its length"
     order = batch_order(config, data)
     why = "stoker classify made hot and cold rows" if order == "hot-cold" else "the dataset is not classified"
     yield "batch_order", order, why
@@ -134,9 +131,9 @@ def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator
 
 def _why_patience(asked: TrainConfig, config: TrainConfig, valid: int) -> str:
     if config.patience is not None:
-        return f"two epochs in which {plural(valid, 'validation row')} saw nothing better; the best epoch is kept"
+        return f"two epochs without a better metric on {plural(valid, 'validation row')}; the best epoch is kept"
     if not valid:
-        return "there are no validation rows to go by"
+        return "it needs validation rows, and there are none"
     given = asked.steps is not None or "epochs" not in defaults.left_out(asked)
     return "epochs or steps are given" if given else "there is one epoch"
 

@@ -252,7 +252,7 @@ def stage_times(
     stalls: dict[str, int] = defaultdict(int)
     for each in (each for found in slices.values() for each in found):
         seconds[each.name] += each.end - each.start
-    beside = sorted(
+    staging = sorted(
         (each for thread, found in slices.items() if threads[thread] == _STAGING for each in found),
         key=lambda each: each.start,
     )
@@ -262,9 +262,9 @@ def stage_times(
             continue
         left = each.end - each.start
         if each.name == "stall":
-            while at < len(beside) and beside[at].end <= each.start:
+            while at < len(staging) and staging[at].end <= each.start:
                 at += 1
-            for other in beside[at:]:
+            for other in staging[at:]:
                 if other.start >= each.end:
                     break
                 both = min(each.end, other.end) - max(each.start, other.start)
