@@ -11,7 +11,7 @@ from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.parse.delimited import TextParser, cut_records
+from stoker.prep.parse.delimited import TextParser, _hex_value, _is_hex, cut_records
 from stoker.prep.parse.frames import Block, Field
 
 FIELDS = [Field(column=name, kind=kind) for name, kind in zip("abcd", ("float", "int", "hex", "string"), strict=True)]
@@ -89,6 +89,18 @@ def test_hexadecimal_numbers_have_up_to_16_digits(text: str) -> None:
         assert found == int(bare, 16)
     else:
         assert found == f"column a: {text!r} is not hexadecimal (up to 16 digits)"
+
+
+@settings(max_examples=scaled(100), deadline=None)
+@given(st.text("0123456789abcdefABCDEF", min_size=8, max_size=8), st.integers(0, 7))
+def test_eight_hexadecimal_digits_are_told_from_all_other_bytes(text: str, place: int) -> None:
+    good = []
+    for byte in range(256):
+        data = np.frombuffer(text[:place].encode() + bytes([byte]) + text[place + 1 :].encode() + b"!", np.uint8)
+        if _is_hex(data, 0):
+            good.append(byte)
+            assert _hex_value(data, 0) == int(data[:8].tobytes(), 16)
+    assert bytes(good) == b"0123456789ABCDEFabcdef"
 
 
 def test_a_line_with_any_fault_costs_itself_only() -> None:

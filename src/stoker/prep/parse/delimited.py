@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import polars as pl
@@ -33,7 +34,9 @@ _DIGITS = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit, 16 
 _DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
 _MOST_DIGITS = np.array([0, 15, 18, 16])  # by kind; values with up to so many digits are exact
 _TENS = 10.0 ** np.arange(16)  # exact
+_ONES = np.uint64(0x0101010101010101)  # a 1 in each of 8 bytes
 _NO_ROOM = np.empty((4, 0), np.int64)
+_part: Any = numba.njit  # Numba does not inline it, or it would infer the types of every copy; LLVM does
 
 
 class TextParser:
@@ -301,6 +304,42 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
     return n, at, True
 
 
+@_part
+def _eight_bytes(data, at):  # type: ignore[no-untyped-def]
+    """Return 8 bytes as a word, the first one lowest; the compiler makes one load of it."""
+    word, first = np.uint64(0), np.uint64(at)
+    for place in range(8):
+        word |= np.uint64(data[first + np.uint64(place)]) << np.uint64(8 * place)
+    return word
+
+
+@_part
+def _nibbles(word):  # type: ignore[no-untyped-def]
+    """Return for each byte 1 if it is a letter, and its value if it is a hexadecimal digit."""
+    letter = (word >> np.uint64(6)) & _ONES
+    return letter, (word & (np.uint64(15) * _ONES)) + np.uint64(9) * letter
+
+
+@_part
+def _is_hex(data, at):  # type: ignore[no-untyped-def]
+    """Return True if 8 bytes are hexadecimal digits."""
+    word = _eight_bytes(data, at)
+    letter, value = _nibbles(word)
+    # Digits are 0x30 + 0 to 9; letters, made small by 0x20, are 0x60 + 1 to 6, so their value is 10 to 15.
+    high = ((word & (np.uint64(0xF0) * _ONES)) | (letter << np.uint64(5))) == np.uint64(0x30) * (_ONES + letter)
+    six = value + np.uint64(6) * _ONES
+    return high and (six >> np.uint64(4)) & _ONES == letter and value & (np.uint64(0xF0) * _ONES) == 0
+
+
+@_part
+def _hex_value(data, at):  # type: ignore[no-untyped-def]
+    """Return the number that 8 hexadecimal digits write."""
+    _, x = _nibbles(_eight_bytes(data, at))
+    x = ((x & np.uint64(0x00FF00FF00FF00FF)) << np.uint64(4)) | ((x >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
+    x = ((x & np.uint64(0x0000FFFF0000FFFF)) << np.uint64(8)) | ((x >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
+    return ((x & np.uint64(0xFFFFFFFF)) << np.uint64(16)) | (x >> np.uint64(32))
+
+
 @jit
 def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, odd):  # type: ignore[no-untyped-def]
     """Read the plain numbers of whole records: [-]digits, [-]digits.digits for a float, or hexadecimal digits.
@@ -336,6 +375,9 @@ def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, od
             elif slot >= 0 and (at >= end or data[at] == sep):
                 valid[slot, row >> 3] &= ~np.uint8(1 << (row & 7))
                 values[slot, row] = 0
+            elif kind == _HEX and at + 8 <= end and (data[at + 8] == sep or at + 8 == end) and _is_hex(data, at):
+                values[slot, row] = np.int64(_hex_value(data, at))
+                at += 8
             elif slot >= 0:  # digits end at the separator or the line end, which are not digits
                 negative = data[at] == 45 and kind != _HEX
                 at += negative

@@ -111,8 +111,13 @@ class Encoder:
             (``absent``), and ``unknown`` [2, F], the number of ids that are 0 and of all ids by feature.
         """
         zeros = np.zeros(len(self.layout.features), np.int64)
-        made = [self._tensors(part, self.splits.rows(part, split)[begin:end], zeros) for part, begin, end in slices]
+        chosen = [(part, self.splits.rows(part, split)[begin:end]) for part, begin, end in slices]
+        sizes = [len(rows) for _, rows in chosen]
+        ids = np.empty((sum(sizes), 0 if self.layout.sequences else len(zeros)), self._id_type)
+        places = np.split(ids, np.cumsum(sizes)[:-1])
+        made = [self._tensors(part, rows, zeros, place) for (part, rows), place in zip(chosen, places, strict=True)]
         out = {name: np.concatenate([some.pop(name) for some in made]) for name in list(made[0])}
+        out.setdefault("ids", ids)
         total = np.full_like(zeros, len(out["labels"]))
         if self.layout.sequences:
             out["row_offsets"] = _offsets(out["lengths"].sum(axis=1))
@@ -123,9 +128,11 @@ class Encoder:
             "unknown": [zeros.tolist(), total.tolist()],
         }
 
-    def _tensors(self, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
-        """Return the tensors of some rows of a part; add the number of ids that are 0 by feature to ``zeros``."""
-        n, width = len(rows), len(self.layout.features)
+    def _tensors(self, part: Part, rows: Array, zeros: Array, ids: Array) -> dict[str, Array]:
+        """Return the tensors of some rows of a part; add the number of ids that are 0 by feature to ``zeros``.
+
+        Without sequences, the ids are written to ``ids`` [rows, F].
+        """
         with part.open() as arrays:
             raw = raw_columns(arrays, self.layout)
             out = {
@@ -134,9 +141,8 @@ class Encoder:
             }
             if self.layout.sequences:
                 return out | self._bags(arrays, part, rows, zeros)
-            ids = out["ids"] = np.empty((n, width), self._id_type)
-            codes = [arrays[f"codes.{index}"] for index in range(width)]
-            for begin, chosen in blocks(n, rows):
+            codes = [arrays[f"codes.{index}"] for index in range(len(self.layout.features))]
+            for begin, chosen in blocks(len(rows), rows):
                 for index, column in enumerate(codes):
                     found = self._ids_of(part, index, column[chosen])
                     ids[begin : begin + len(chosen), index] = found
