@@ -128,11 +128,16 @@ def test_a_log_goes_to_a_file_that_can_be_written(
 
 def test_a_dataset_that_is_there_needs_overwrite(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (log / "shop.toml", log / "log.csv", "--out", log / "out")
-    assert run(*given).exit_code == 0
+    first = run(*given)
+    assert first.exit_code == 0
     again = run(*given)
     assert again.exit_code == 0
+    rows = [[line for line in done.output.splitlines() if line.startswith("│")] for done in (first, again)]
+    assert rows[0] == rows[1] != []
     assert "already prepared from the same files and settings: nothing was done" in " ".join(again.output.split())
-    assert json.loads(run(*given, "--json").output)["already"]
+    shown = json.loads(run(*given, "--json").output)
+    assert shown["already"]
+    assert list(shown["rows"]) == ["train", "valid", "test"]
     code, text = told(capsys, "prepare", *given, "--min-count", "2")
     assert code == 2
     assert text.endswith("Choose another directory, or pass --overwrite to replace it.")

@@ -61,6 +61,11 @@ def test_device_memory(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(out)["slots"] == 16_384 // 68
 
 
+def test_batches_are_as_large_as_in_training(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output(capsys, "replay", data.path, "--fraction", "60%", "--json")
+    assert json.loads(out)["batch_size"] == 64
+
+
 def test_slow_work_shows_a_bar(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
     say(f"with all rows on the device: {format_duration(step.resident)}")
 
 
-@takes(ReplaySettings)
+@takes(ReplaySettings, "batch_size")
 def replay(
     dataset: DataArgument,
     *,
@@ -177,13 +177,17 @@ def replay(
         windows = [f"lookahead-{int(part)}" for part in lookahead.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"--lookahead {lookahead!r} is not a list of numbers. Write for example 16,64.") from error
+    from stoker.dataset.dataset import Dataset
     from stoker.placement.replay import replay as run_replay
+    from stoker.training.defaults import batch_for
 
+    data = Dataset(dataset)
+    settings.setdefault("batch_size", batch_for(len(data.train)))  # as stoker train
     if order == "file":
         settings["seed"] = None
     strategies = ["lru", "lfu", *windows, "hot-cold", "host-pipelined", "belady"]
     with Bars(quiet=as_json) as bars:
-        found = run_replay(dataset, strategies=strategies, progress=bars, **settings)
+        found = run_replay(data, strategies=strategies, progress=bars, **settings)
     if not printed({"dataset": str(dataset), "order": order, **found.to_dict()}, as_json):
         _show_replay(dataset, order, found)
 

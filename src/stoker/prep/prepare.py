@@ -23,7 +23,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import REQUEST, note_request
+from stoker.dataset.manifest import REQUEST, SPLITS, note_request
 from stoker.dataset.memory import Home
 from stoker.dataset.rebuild import (
     UnusableInput,
@@ -437,7 +437,7 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
     """Make the report of a prepared dataset from its manifest."""
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
-    splits = manifest["splits"].items()
+    splits = [(name, manifest["splits"][name]) for name in SPLITS if name in manifest["splits"]]  # files sort names
     return PrepareReport(
         path=path, reasons=found.counts, remedies=found.remedies,
         rows={name: entry["rows"] for name, entry in splits},
@@ -470,9 +470,11 @@ def _kept(task: Task, *, resume: bool) -> str:
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the rows of every table, and the share of its held-out ids that are 0."""
     summary: dict[str, dict[str, float]] = {}
-    for table, rows in manifest["features"]["num_embeddings"].items():
-        names = [feature["name"] for feature in manifest["features"]["features"] if feature["table"] == table]
+    features = manifest["features"]["features"]
+    for table in dict.fromkeys(feature["table"] for feature in features):
+        names = [feature["name"] for feature in features if feature["table"] == table]
         pairs = [manifest["unknown"][split][name] for split in ("valid", "test") for name in names]
         zeros, ids = map(sum, zip(*pairs, strict=True))
+        rows = manifest["features"]["num_embeddings"][table]
         summary[table] = {"rows": rows, "unknown": zeros / ids if ids else 0.0}
     return summary
