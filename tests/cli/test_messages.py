@@ -184,6 +184,7 @@ def test_an_early_end_is_said(data: Dataset, tmp_path: Path, say: Any) -> None:
         report = json.loads((tmp_path / "run" / "report.json").read_text())
         assert f"stopped early at step {report['step']:,} of 9,000: log loss on the validation rows" in err
         assert f"has not improved for 3 evaluations (patience); best at step {report['best_step']:,}" in err
+        assert ("A larger patience trains on" in err) == ("--resume" in arguments)
 
 
 def test_an_empty_split_is_an_error(run: Path, tmp_path: Path, say: Any) -> None:

@@ -184,6 +184,9 @@ def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "no curves of auc: each run has at most one evaluation" in shown.output
     assert "epoch  " not in shown.output
+    asked = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--metric", "mrr"]
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": "140"})
+    assert "no curves: no run has mrr of validation rows" in shown.output
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     losses, metric = draw_comparison(stoker.compare(tmp_path / "a", tmp_path / "b")).axes
     assert "no records" in losses.texts[0].get_text()

@@ -327,7 +327,7 @@ def _show_curves(found: Comparison) -> None:
 
     points = curves(found)
     if not points:
-        say("no curves: no run was evaluated on validation rows")
+        say(f"no curves: no run has {found.metric} of validation rows")
         return
     if max(map(len, points.values())) < 2:
         say(f"no curves of {found.metric}: each run has at most one evaluation. Use --eval-every or more --epochs")

@@ -111,6 +111,7 @@ def ending(progress: Progress, config: TrainConfig, total: int, *, trained: bool
         return (
             f"stopped early at step {progress.step:,} of {total:,}: {name} on the validation rows has not improved for "
             f"{plural(progress.stale, 'evaluation')} (patience){best}"
+            + ("" if trained else ". A larger patience trains on")
         )
     return None if trained else f"nothing is left to do: {plural(progress.step, 'step')} of {total:,} are done"
 
