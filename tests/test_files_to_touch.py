@@ -1,6 +1,5 @@
-"""What is new stands in one file: a row optimizer, a model and a recipe, each from a folder that Stoker does not know.
-
-Stores are in tests/tables/test_store_contract.py.
+"""What is new stands in one file: a row optimizer, a model, a backing store and a recipe, each from a folder that
+Stoker does not know.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from stoker.base.errors import ConfigError
 from stoker.models import MODELS, import_model
 from stoker.ops.rule import RULES
 from stoker.optim import ROW_OPTIMIZERS, register_row_optimizer
-from stoker.testing import make_dataset
+from stoker.tables.stores.registry import _STORES
+from stoker.testing import check_store, make_dataset
 
 SMALL = {"embedding_dim": 4, "batch_size": 64, "steps": 30, "display": "quiet", "tensorboard": False}
 
@@ -28,7 +28,7 @@ SMALL = {"embedding_dim": 4, "batch_size": 64, "steps": 30, "display": "quiet", 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for one new file, from which Python imports; what it registers is forgotten afterwards."""
-    registries = (ROW_OPTIMIZERS, MODELS, RULES)
+    registries = (ROW_OPTIMIZERS, MODELS, RULES, _STORES)
     before = [dict(each) for each in registries]
     known = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
@@ -41,12 +41,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
+DOCS = Path(__file__).parents[1] / "docs"
+in_checkout = pytest.mark.skipif(not DOCS.exists(), reason="there is no docs folder beside these tests: not a checkout")
 
 
-@pytest.mark.skipif(not PAGE.exists(), reason="there is no docs folder beside these tests: not a checkout")
+def code_of(page: str, words: str) -> str:
+    """The block of Python of a page that has ``words``."""
+    blocks = (DOCS / page).read_text(encoding="utf-8").split("```python\n")[1:]
+    (found,) = [block.split("```")[0] for block in blocks if words in block.split("```")[0]]
+    return found
+
+
+@in_checkout
 def test_a_row_optimizer_is_one_file(folder: Path) -> None:
-    (folder / "lion_of_tests.py").write_text(PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0])
+    (folder / "lion_of_tests.py").write_text(code_of("backends.md", "(RowOptimizer)"))
     import lion_of_tests
 
     # Rows as in the paper, worked out by PyTorch for rows 1 and 2, of which row 2 is looked up in every second step.
@@ -162,6 +170,28 @@ def test_a_model_is_one_file(folder: Path) -> None:
     for name, bag in zip(data.schema.num_embeddings, own, strict=True):
         torch.testing.assert_close(resident.model.embeddings.rows(name), bag.weight.detach(), rtol=1e-4, atol=1e-5)
     assert stoker.load(folder / "placed").model.scale == 0.5
+
+
+@in_checkout
+def test_a_backing_store_is_one_file(folder: Path) -> None:
+    (folder / "folder_of_tests.py").write_text(code_of("placement.md", "register_store"))
+    import folder_of_tests
+
+    check_store(lambda initial, state: folder_of_tests.Folder(initial, state, folder / "contract"))
+    assert not list((folder / "contract").iterdir())
+    data = make_dataset(folder / "data", rows=3000, num_embeddings=(20_000, 200))
+    limits = {"device_memory": "60KiB", "host_memory": "100KiB", "home_path": f"folder://{folder}/rows"}
+    resident = stoker.train(data, out=folder / "resident", **SMALL)
+    placed = stoker.train(data, out=folder / "placed", **limits, **SMALL)
+    found = [group.storage.home for group in placed.model.embeddings.groups if hasattr(group.storage, "home")]
+    assert [home.kind for home in found] == ["memory over folder"]
+    assert len(list((folder / "rows").glob("*/*"))) > 10
+    for name in data.schema.num_embeddings:
+        assert torch.equal(resident.model.embeddings.rows(name), placed.model.embeddings.rows(name))
+    placed.model.embeddings.close()
+    placement = stoker.plan(placed.model, **limits)
+    assert f"at folder://{folder}/rows behind 100.0 KiB of memory" in placement.summary()
+    assert stoker.verify(folder / "placed", steps=5).identical
 
 
 RECIPE = '''

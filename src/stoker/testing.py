@@ -1,11 +1,11 @@
-"""Small valid datasets for tests and examples; they need only torch, numpy and safetensors.
+"""Small valid datasets for tests and examples, and what every backing store promises, as a check of your own.
 
 Legend: n rows, F features, L ids in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ from stoker.base.settings import with_arguments_of
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
+    from stoker.tables.stores.home import Home
 
-__all__ = ["make_dataset"]
+__all__ = ["check_store", "make_dataset"]
 
 _SPLITS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # shares of the rows
 
@@ -127,6 +128,63 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
         },
     )
     return Dataset(path)
+
+
+def check_store(make: Callable[..., Home], *, rounds: int = 60, seed: int = 0) -> None:
+    """Check that a backing store of your own gives rows back as they were stored, to the bit.
+
+    Random fetches, stores, reads and writes go to the store and to a plain table; then to the store behind a RAM tier
+    of three blocks.
+
+    Args:
+        make: called with the initial rows and the state tensors, as the class of a store is; returns a new store.
+        rounds: calls of each store.
+        seed: of the random calls.
+
+    Raises:
+        AssertionError: rows differ.
+
+    >>> from stoker.tables.stores.home import MemoryHome
+    >>> check_store(MemoryHome)
+    """
+    from stoker.tables.config import TableConfig
+    from stoker.tables.stores.home import Initial, tier_bytes
+    from stoker.tables.stores.ram_tier import RamTier
+
+    wide = 5  # columns
+    cases: Any = ((3, "float32", {}), (16, "bfloat16", {"a": "row", "b": "scalar"}), (0, "float32", {}))
+    for dim, dtype, state in cases:
+        dim = dim or wide
+        tables = [TableConfig(name=str(rows), num_embeddings=rows, embedding_dim=dim, dtype=dtype) for rows in (1, 99)]
+        initial, random = Initial.of(tables, seed), np.random.default_rng(seed)
+        for tier in (False, True):
+            home = make(initial, state)
+            wide = max(wide, getattr(home, "block_bytes", 0) // 20)  # in the last round a block has five rows
+            if tier:
+                home = RamTier(home, memory=tier_bytes(home.num_rows, home.row_bytes, home.block_rows, frames=3))
+            plain = home.empty(home.num_rows).map(torch.Tensor.zero_)
+            plain.weight[:] = initial.rows(np.arange(home.num_rows))
+            for number in range(rounds if dim < 20 else rounds // 3):
+                rows = random.permutation(home.num_rows)[: random.integers(0, 30)]
+                begin, end = np.sort(random.integers(0, home.num_rows + 1, 2)).tolist()
+                places, side = random.permutation(40)[: len(rows)], home.empty(40)
+                for tensor in side.tensors:
+                    tensor.copy_(torch.from_numpy(random.standard_normal(tuple(tensor.shape))))
+                if number % 4 == 0:
+                    home.store(rows, side, places)
+                    plain[torch.from_numpy(rows)] = side[torch.from_numpy(places)]
+                elif number % 4 == 1:
+                    home.write(begin, side[: min(40, end - begin)])
+                    plain[begin : min(begin + 40, end)] = side[: min(40, end - begin)]
+                else:
+                    home.fetch(rows, side, places)
+                    pairs = [(side[torch.from_numpy(places)], plain[torch.from_numpy(rows)])]
+                    pairs.append((home.read(begin, end), plain[begin:end]))
+                    for got, wanted in pairs:
+                        same = all(map(torch.equal, got.tensors, wanted.tensors))
+                        assert same, f"rows of {home!r} differ from those stored, in call {number} of seed {seed}"
+            home.flush()
+            home.close()
 
 
 def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -> dict[str, Any]:

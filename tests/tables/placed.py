@@ -22,8 +22,30 @@ from stoker.tables.links.transfer import QueuedLink
 from stoker.tables.slots.residency import LANDED
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
+from stoker.tables.stores.block_home import BlockHome
+from stoker.tables.stores.registry import register_store
 
 __all__ = ["Case", "Found", "SlowLink", "Watch", "bag_run", "difference", "draw", "placed_run", "resident_run", "same"]
+
+
+class Pairs(BlockHome):
+    """A store of one's own: blocks of a few rows in a dictionary."""
+
+    kind = "pairs"
+    block_bytes = 700
+
+    def __init__(self, initial, state):
+        super().__init__(initial, state)
+        self.known: dict[int, bytes] = {}
+
+    def load(self, blocks):
+        return [self.known[block] for block in blocks]
+
+    def save(self, blocks):
+        self.known.update(blocks)
+
+
+register_store("pairs", Pairs)
 
 
 class SlowLink(QueuedLink):
@@ -195,6 +217,7 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     options["writes"] = "append" if random.random() < 0.5 else "in-place"
     if options["home"] == "file" and seed % 2:  # behind a RAM tier of some blocks; no draw, so that seeds keep theirs
         options["host_memory"] = 9_000 + 4096 * (seed % 5)
+        options["home"] = "file" if seed % 3 else "pairs"
     if kind is HotCold:
         # Hot rows leave room for an example in transit; some tables have none, others only hot ones.
         most = max(0, slots - 3 * features) // len(tables)

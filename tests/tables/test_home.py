@@ -23,6 +23,7 @@ import torch
 from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placed import Pairs
 from processes import run_python
 
 import stoker.tables.stores.home as home_module
@@ -31,13 +32,17 @@ from stoker.base.device import resident_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import PAGE, FileHome, Layout, _sweep
-from stoker.tables.stores.home import Home, Initial, MemoryHome
+from stoker.tables.stores.home import Home, Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.log_home import LogHome
 from stoker.tables.stores.ram_tier import RamTier
+from stoker.tables.stores.remote_home import RemoteHome
 
 KINDS = ["memory", "file", "direct", "log", "direct log", "plain memory", "plain file", "plain direct", "plain log"]
 FILES = [kind for kind in KINDS if "memory" not in kind]
-KINDS += ["ram, memory", "ram, file", "ram, log", "ram, ram, direct", "plain ram, file"]
+KINDS += [
+    "blocks", "remote", "ram, memory", "ram, file", "ram, log", "ram, blocks", "ram, remote", "ram, ram, direct",
+    "plain ram, file", "plain ram, blocks",
+]  # fmt: skip
 ADAGRAD = {"sum": "scalar"}
 BOTH = {"exp_avg": "row", "sum": "scalar"}
 ADAM = {"exp_avg": "row", "exp_avg_sq": "row"}
@@ -66,6 +71,12 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
             return
         if "memory" in kind:
             home: Home = MemoryHome(initial, state)
+        elif "blocks" in kind:
+            home = Pairs(initial, state)
+        elif "remote" in kind:
+            pytest.importorskip("fsspec", reason="stores at URLs need fsspec")
+            patch.setattr(RemoteHome, "block_bytes", 3000)
+            home = RemoteHome(initial, state, url="memory://bucket/rows")
         else:
             try:
                 make = LogHome if "log" in kind else FileHome
@@ -84,8 +95,7 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
 def ram_over(inner: Home, frames: int, block_rows: int | None = None) -> RamTier:
     """A RAM tier of so many frames at most."""
     inner.block_rows = block_rows or inner.block_rows
-    blocks = -(-inner.num_rows // inner.block_rows)
-    return RamTier(inner, memory=4 * blocks + frames * (inner.block_rows * inner.row_bytes + 11))
+    return RamTier(inner, memory=tier_bytes(inner.num_rows, inner.row_bytes, inner.block_rows, frames))
 
 
 def tables_of(rows: list[int], dim: int, dtype: str) -> list[TableConfig]:
@@ -324,7 +334,8 @@ def test_a_closed_home_says_so(kind):
 def test_a_home_shows_its_size(kind):
     with home_of(kind, one_table(1_000_000, 64), ADAGRAD) as home:
         assert "1,000,000 rows x 64 float32 + sum, 248.0 MiB" in repr(home)
-        kinds = ["memory" if part.endswith(("ram", "memory")) else "file" for part in kind.split(", ")]
+        names = {"ram": "memory", "memory": "memory", "blocks": "pairs", "remote": "remote"}
+        kinds = [names.get(part.removeprefix("plain "), "file") for part in kind.split(", ")]
         assert home.kind == " over ".join(kinds)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from placed import Pairs
 
 from stoker import TableConfig
 from stoker.base.errors import ConfigError
@@ -43,6 +44,7 @@ STORAGES = {
     "SlottedRows, log": slotted(LogHome, QueuedLink),
     "SlottedRows, RAM tier, file": slotted(lambda *of: RamTier(FileHome(*of), memory=3 * 4096), QueuedLink),
     "SlottedRows, RAM tier, log": slotted(lambda *of: RamTier(LogHome(*of), memory=5500), QueuedLink),
+    "SlottedRows, RAM tier, blocks": slotted(lambda *of: RamTier(Pairs(*of), memory=2500), QueuedLink),
     "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
     "SlottedRows, hot and cold": slotted(MemoryHome, QueuedLink, transient=True, hot=0.15),
     "SlottedRows, hot, file": slotted(FileHome, DirectLink, hot=0.1),

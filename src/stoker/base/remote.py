@@ -287,16 +287,16 @@ def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
     except FileNotFoundError as error:
         cause = error.__cause__
         if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # from a web server
-            raise _failure(url, cause) from error
+            raise failure_at(url, cause) from error
         raise DataError(f"there is nothing at {url}. Check the URL.") from error
     except Exception as error:
-        raise _failure(url, error) from error
+        raise failure_at(url, error) from error
 
 
 class _Files:
     def __init__(self, url: str, quiet: bool) -> None:
         self.url, self._quiet = url, quiet  # quiet: show no progress
-        self.fs, self.root = _file_system(url)
+        self.fs, self.root = file_system(url)
         self.fs.invalidate_cache()
 
     def _path(self, name: str) -> str:
@@ -353,7 +353,7 @@ class _Files:
 
         def copy(file: tuple[str, Path], counter: Any) -> None:
             name, source = file
-            if self.fs.protocol[0] in _MAKES_FOLDERS or self.fs.protocol in _MAKES_FOLDERS:
+            if has_folders(self.fs):
                 self.fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(source), self._path(name), callback=counter)
 
@@ -398,7 +398,7 @@ class _Files:
         self.upload([(_MARK, folder / _MARK)])
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
     fsspec = require("fsspec", f"{url} needs")
     scheme = url.split("://", 1)[0].split("::")[-1]
@@ -417,7 +417,12 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, str(root).rstrip("/")
 
 
-def _failure(url: str, error: Exception) -> Exception:
+def has_folders(fs: Any) -> bool:
+    """Return whether a file system has folders, which are made before a file in them."""
+    return fs.protocol[0] in _MAKES_FOLDERS or fs.protocol in _MAKES_FOLDERS
+
+
+def failure_at(url: str, error: Exception) -> Exception:
     """Return the error for a failure of a file system, with a remedy."""
     text = f"{type(error).__name__} {error}"
     scheme = url.split("://", 1)[0]

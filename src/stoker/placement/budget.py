@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stoker.base.errors import ConfigError
+from stoker.base.files import url_of
 from stoker.base.settings import Settings, Useless, setting
 from stoker.optim import ROW_OPTIMIZERS
 
@@ -34,12 +35,16 @@ class MemoryBudget(Settings, panel="Memory"):
     )
     host_memory: str | int | None = setting(
         None,
-        "Main memory for rows that do not fit on the device. Other rows are in a file.",
+        "Main memory for rows that do not fit on the device. If it does not hold all, it caches them.",
         unset="80% of what is available",
         size=True,
     )
     home_path: str | os.PathLike[str] | None = setting(
-        None, "Directory of that file.", unset="the temporary directory", options=("--home",)
+        None,
+        "Directory of a file, or URL such as s3://bucket/folder, for the rows that host memory does not hold. "
+        "Checkpoints do not need it.",
+        unset="the temporary directory",
+        options=("--home",),
     )
     strategy: Choice = setting(
         "auto", "Strategy of tables that do not fit. auto takes the one that moves the fewest bytes."
@@ -59,7 +64,7 @@ class MemoryBudget(Settings, panel="Memory"):
         if self.device_memory == "all":
             self._set("device_memory", None)
         if self.home_path is not None:
-            self._set("home_path", os.fspath(self.home_path))
+            self._set("home_path", url_of(self.home_path) or os.fspath(self.home_path))
         super().__post_init__()
 
     def useless(self) -> Useless:

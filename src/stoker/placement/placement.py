@@ -341,7 +341,8 @@ class _Bundle:
         self.bytes = self.fast_bytes = self.rows * self.row_bytes  # of all rows; of those in fast memory
         if isinstance(strategy, Slotted):
             self.slots, self.home = strategy.count_slots(self.rows, self.row_bytes), strategy.home
-            self.cache_bytes = int(strategy.host_memory or 0)
+            size = strategy.host_memory or store_class(strategy.home).cache_bytes or 0
+            self.cache_bytes = min(int(size), self.bytes)
             self.fast_bytes = self.slots * self.row_bytes
         if isinstance(strategy, HotCold):
             self.hot = strategy.count_hot(tables)

@@ -161,7 +161,8 @@ def plan(
     if not store_class(found.home).in_memory:
         options |= {"path": settings.home_path, "writes": "in-place"}
         # The page cache of the system uses memory for a file anyway and frees it. A RAM tier keeps what it is given.
-        room = found.room if settings.host_memory is not None else 0.0
+        needs_tier = store_class(found.home).cache_bytes is not None
+        room = found.room if settings.host_memory is not None or needs_tier else 0.0
         # A log-structured file is worth a little memory for its index.
         index = store_class(found.home).index_bytes(sum(table.num_embeddings for table in tables))
         if index and index * _INDEX_SHARE <= (limit if on_cpu else found.room):
@@ -173,12 +174,10 @@ def plan(
     _check_device(needs.taken(division) + cores, chosen)
     resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
     kinds = by_kind(rest)
-    homes = {kind: sum(needs.bytes(table) for table in members) for kind, members in kinds.items()}
+    tiers = _tiers(kinds, room, found, settings, needs)
     of_kind = {
         kind: division.of(
-            memory=slots[kind] * row_bytes(members[0], state),
-            host_memory=_tier(room * homes[kind] / sum(homes.values()), members, row_bytes(members[0], state)),
-            **options,
+            memory=slots[kind] * row_bytes(members[0], state), host_memory=tiers[kind], **options,
         )
         for kind, members in kinds.items()
     }  # fmt: skip
@@ -434,10 +433,35 @@ def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) 
     return home, room - beside, why
 
 
-def _tier(room: float, members: Sequence[TableConfig], row_bytes: int) -> int | None:
-    """Return the bytes for a RAM tier over the store of tables of one kind; None if ``room`` is a few blocks only."""
-    table = 8 * sum(each.num_embeddings for each in members)  # of pages, at most, and as much again
-    return int(room) if room >= _LEAST_TIER + table + 16 * row_bytes else None
+def _tiers(
+    kinds: Mapping[Kind, Sequence[TableConfig]], room: float, found: _Placed, settings: MemoryBudget, needs: _Needs
+) -> dict[Kind, int | None]:
+    """Return the bytes of the RAM tier of each kind; None for a store that needs none, if there are a few blocks only.
+
+    Raises:
+        ConfigError: the store needs a tier, and ``room`` does not hold the smallest one.
+    """
+    store, homes = store_class(found.home), {kind: sum(map(needs.bytes, members)) for kind, members in kinds.items()}
+    rows = {kind: sum(table.num_embeddings for table in members) for kind, members in kinds.items()}
+    least = {kind: store.least_cache(rows[kind], homes[kind] // rows[kind]) for kind in kinds}
+    spare = room - sum(least.values())
+    if spare < 0 and any(least.values()):
+        given = "80 % of the available memory" if settings.host_memory is None else "host_memory"
+        asked = found.room if settings.host_memory is None else float(parse_size(settings.host_memory))
+        needed = math.ceil(asked - spare)
+        raise ConfigError(
+            f"{given}, {format_size(asked)}, is too little: rows {store.place(str(settings.home_path))} move in "
+            f"blocks, and the smallest cache of blocks and its bookkeeping take {format_size(needed)}. Give at least "
+            f"{_at_least(needed)} (--host-memory).",
+            settings=("host_memory",),
+        )
+    tiers: dict[Kind, int | None] = {}
+    for kind, size in homes.items():
+        share = least[kind] + spare * size / sum(homes.values())
+        # The page table of a tier over a file takes at most 4 bytes a row, and its blocks as much again.
+        enough = least[kind] or _LEAST_TIER + 8 * rows[kind] + 16 * size // rows[kind]
+        tiers[kind] = int(share) if share >= enough else None
+    return tiers
 
 
 def _check_device(needed: int, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stoker.base.device import device_memory, kept_memory, resolve_device
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.files import url_of
 from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.base.units import parse_size
@@ -43,7 +44,8 @@ def process_settings(config: TrainConfig) -> Iterator[list[RecModel]]:
     that it appended to the list are closed, and empty directories that were made for them are deleted.
     """
     device = resolve_device(config.device)
-    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
+    local = config.home_path is not None and url_of(config.home_path) is None and config.device_memory is not None
+    folder = Path(config.home_path or "") if local else None
     missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
     models: list[RecModel] = []
     threads = torch.get_num_threads()

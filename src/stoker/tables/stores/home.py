@@ -35,7 +35,7 @@ from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import DTYPES, Slotted, TableConfig
 from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
 
-__all__ = ["Held", "Home", "Initial", "MemoryHome"]
+__all__ = ["Held", "Home", "Initial", "MemoryHome", "tier_bytes"]
 
 _LINE = 64  # bytes of a cache line
 _PAGE = mmap.PAGESIZE  # page-locking takes whole pages
@@ -44,6 +44,13 @@ _CHUNK = 2**20  # elements of a chunk in Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels support; more take the plain path
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
+_ENTRY = 4  # bytes of the page table of a RAM tier a block
+_FRAME = 11  # bytes of bookkeeping of a RAM tier a frame
+
+
+def tier_bytes(num_rows: int, row_bytes: int, block_rows: int, frames: int = 1) -> int:
+    """Return the bytes of a RAM tier over N rows: the page table, and frames of a block each with their bookkeeping."""
+    return _ENTRY * -(-num_rows // block_rows) + frames * (block_rows * row_bytes + _FRAME)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +137,7 @@ class Home(ABC):
 
     kind: str  # what it is, such as "memory" or "file", for messages
     is_blocking = False  # whether a fetch or store waits for a device
+    cache_bytes: int | None = None  # of the RAM tier over it where a strategy names no size; None: it needs no tier
     in_memory = False  # whether all rows are in main memory, which a GPU may read and no RAM tier would help
     in_files = False  # whether rows are in files of a local directory, which the planner may measure
     block_rows = 1  # consecutive rows that it moves at the cost of one: blocks of a RAM tier over it
@@ -169,6 +177,11 @@ class Home(ABC):
     @staticmethod
     def index_bytes(num_rows: int) -> int:
         """Return the bytes of main memory for the index of a store of N rows."""
+        return 0
+
+    @classmethod
+    def least_cache(cls, num_rows: int, row_bytes: int) -> int:
+        """Return the bytes of the smallest RAM tier that a store of N rows works behind; 0: it needs none."""
         return 0
 
     @property

@@ -18,24 +18,23 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
 from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
-from stoker.tables.stores.home import Home, Initial, MemoryHome
+from stoker.tables.stores.home import Home, Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.registry import store_of
 
 __all__ = ["RamTier", "make_home"]
 
-_ENTRY = 4  # bytes of the page table a block
-_FRAME = 11  # bytes of bookkeeping a frame
 _STEP = 64  # frames that the hand of the clock checks first
-_WRITTEN = 2**20  # rows of a chunk written to the inner store
+_MOVED = 2**20  # rows of a chunk moved from or to the inner store
 
 
 def make_home(strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> Home:
     """Make the backing store of a group under ``strategy``, with any RAM tier; ``gpu``: its slots are on a GPU."""
     home: Home = store_of(strategy, initial.num_rows).of(strategy, initial, state, gpu=gpu)
-    if strategy.host_memory is None:
+    memory = home.cache_bytes if strategy.host_memory is None else int(strategy.host_memory)
+    if memory is None:
         return home
     try:
-        return RamTier(home, memory=int(strategy.host_memory))
+        return RamTier(home, memory=memory)
     except BaseException:
         home.close()
         raise
@@ -66,12 +65,13 @@ class RamTier(Home):
         self.inner, self.block_rows = inner, inner.block_rows
         self.kind = f"memory over {inner.kind}"
         self.is_blocking, self.directory = inner.is_blocking, inner.directory
-        blocks, frame = -(-self.num_rows // self.block_rows), self.block_rows * self.row_bytes + _FRAME
-        self.num_frames = min(blocks, (memory - _ENTRY * blocks) // frame)
+        blocks = -(-self.num_rows // self.block_rows)
+        table, least = (tier_bytes(self.num_rows, self.row_bytes, self.block_rows, frames) for frames in (0, 1))
+        self.num_frames = min(blocks, (memory - table) // (least - table))
         if self.num_frames < 1:
             raise ConfigError(
                 f"host_memory {format_size(memory)} is too little for a RAM tier over {inner!r}: its page table and "
-                f"one block of {self.block_rows:,} rows take {format_size(_ENTRY * blocks + frame)}. Give at least "
+                f"one block of {self.block_rows:,} rows take {format_size(least)}. Give at least "
                 "that much, or leave host_memory out."
             )
         rows = self.num_frames * self.block_rows
@@ -153,11 +153,12 @@ class RamTier(Home):
             self._busy[frames[frames >= 0]] = True
             if len(new):
                 frames[missing] = self._free(len(new))
-                wanted, at = self._rows_of(new, frames[missing])
-                if storing:
-                    rest = ~np.isin(wanted, rows)  # the others are overwritten
-                    wanted, at = wanted[rest], at[rest]
-                self.inner.fetch(wanted, self.frames.arrays, at)
+                for some in self._chunks(len(new)):
+                    wanted, at = self._rows_of(new[some], frames[missing][some])
+                    if storing:
+                        rest = ~np.isin(wanted, rows)  # the others are overwritten
+                        wanted, at = wanted[rest], at[rest]
+                    self.inner.fetch(wanted, self.frames.arrays, at)
             at = frames[which] * self.block_rows + rows % self.block_rows
             if storing:
                 self._dirty[frames[frames >= 0]] = True  # before the rows change, in case of an interrupt
@@ -196,13 +197,17 @@ class RamTier(Home):
 
     def _write_back(self, frames: np.ndarray) -> None:
         """Store the blocks of changed ``frames`` in the inner store."""
-        step = max(1, _WRITTEN // self.block_rows)
-        for begin in range(0, len(frames), step):
-            some = frames[begin : begin + step]
+        for chunk in self._chunks(len(frames)):
+            some = frames[chunk]
             own = some[self._owned(some)]
             rows, at = self._rows_of(self._block_in[own], own)
             self.inner.store(rows, self.frames.arrays, at)
             self._dirty[some] = False
+
+    def _chunks(self, blocks: int) -> Iterator[slice]:
+        """Yield slices of a number of blocks: rows that move at once have indices in main memory."""
+        step = max(1, _MOVED // self.block_rows)
+        return (slice(begin, begin + step) for begin in range(0, blocks, step))
 
     def _rows_of(self, blocks: np.ndarray, frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of ``blocks`` [m], and the rows of the frames where they are."""

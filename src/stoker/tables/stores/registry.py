@@ -17,6 +17,7 @@ __all__ = ["register_store", "store_class", "store_for", "store_names", "store_o
 _STORES: dict[str, Any] = {
     "memory": "stoker.tables.stores.home:MemoryHome",
     "file": "stoker.tables.stores.log_home:LogHome",
+    "remote": "stoker.tables.stores.remote_home:RemoteHome",
 }
 _BUILT_IN = tuple(_STORES)
 
@@ -63,6 +64,8 @@ def store_of(strategy: Any, num_rows: int) -> type[Any]:
 
 
 def store_for(path: str | None) -> str:
-    """Return the name of the store for rows at ``path``: a directory, None for a temporary one, or a URL."""
-    scheme = (url_of(path) or "file").partition("://")[0]
-    return scheme if scheme in _STORES and scheme not in _BUILT_IN else "file"
+    """Return the name of the store that keeps rows at ``path``: a directory, None for a temporary one, or a URL."""
+    if (url := url_of(path)) is None:
+        return "file"
+    scheme = url.partition("://")[0]
+    return scheme if scheme in _STORES and scheme not in _BUILT_IN else "remote"
