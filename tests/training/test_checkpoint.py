@@ -258,6 +258,12 @@ def test_stream_position_travels(tmp_path: Path) -> None:
     again = data.train.batches(32, seed=1)
     stoker.load(tmp_path / "a", model, stream=again)
     assert [torch.equal(b.dense, want) for b, want in zip(again, rest, strict=True)] == [True] * len(rest)
+    other = build()
+    for parameter in other.dense_parameters():
+        torch.nn.init.ones_(parameter)
+    with pytest.raises(CheckpointError, match="belongs to seed 1"):
+        stoker.load(tmp_path / "a", other, stream=data.train.batches(32, seed=2))
+    assert all((parameter == 1).all() for parameter in other.dense_parameters())
     stoker.save(tmp_path / "b", model)
     with pytest.raises(CheckpointError, match="without a stream"):
         stoker.load(tmp_path / "b", model, stream=again)

@@ -79,9 +79,9 @@ def load(
 ) -> Checkpoint[Any]:
     """Load a checkpoint, after a check of every file against its sha256.
 
-    Nothing is changed if the module, an optimizer or extra state does not fit. With ``optimizer`` or ``extra_state``
-    training is resumed: torch's generators get their saved state too, and in a module of your own the row optimizers
-    get their saved learning rates and other settings.
+    Nothing is changed if the module, an optimizer, the stream or extra state does not fit. With ``optimizer`` or
+    ``extra_state`` training is resumed: torch's generators get their saved state too, and in a module of your own the
+    row optimizers get their saved learning rates and other settings.
 
     Args:
         directory: the checkpoint, or a run directory, whose best checkpoint is loaded.
@@ -95,8 +95,8 @@ def load(
         placement: of the rows of a new model; None: all on the device.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a module, optimizer or extra state differs from the saved
-            one. The message names the difference.
+        CheckpointError: a file is missing or damaged, or a module, optimizer, stream or extra state differs from the
+            saved one. The message names the difference.
 
     >>> from stoker.testing import make_dataset
     >>> data = make_dataset("data", rows=1000)
@@ -132,16 +132,16 @@ def load(
         tensors = _Tensors(file)
         saved = _Saved(directory, manifest, tensors, module)
         saved.check(optimizers, extra_state, resuming=resuming)
-        if stream is not None and manifest["stream"] is None:
-            raise CheckpointError(f"{directory} was saved without a stream, so it has no data position.")
+        if stream is not None:  # first: it may refuse its position
+            if manifest["stream"] is None:
+                raise CheckpointError(f"{directory} was saved without a stream, so it has no data position.")
+            stream.load_state_dict(manifest["stream"])
         saved.fill(optimizers, extra_state or {})
         if resuming:
             torch.set_rng_state(tensors["generator.cpu"])
             if (on := module_state.device_of(module)).type == "cuda" and "generator.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["generator.cuda"], on)
         kept = {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
-    if stream is not None:
-        stream.load_state_dict(manifest["stream"])
     return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
 
 
