@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +31,6 @@ KERNELS = Path(__file__).parent / "ops"
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(ALL_THREADS if KERNELS in item.path.parents else 1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_waiting_for_disks() -> Iterator[None]:
-    """Let files stay in the system's cache, which a killed process leaves whole; only a power cut would lose it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # a closed or wrong descriptor is still an error
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,7 +28,7 @@ __all__ = ["Python", "context", "fork_contestants", "run_python", "start_process
 
 PRELOADED = [
     "pytest", "hypothesis", "torch", "torch._dynamo", "torch.distributed.fsdp", "stoker", "stoker.training",
-    "stoker.prep.prepare", "stoker.cli",
+    "stoker.prep.prepare", "stoker.prep.features.groups", "stoker.cli", "pandas",
 ]  # fmt: skip
 
 
