@@ -213,6 +213,17 @@ def test_separators_and_headers(tmp_path: Path, separator: str, header: bool) ->
     assert schema.label.column == ("clicked" if header else "c1")
 
 
+@pytest.mark.parametrize("header", ["clicked;Preis (€);Neu?", "clicked;# Käufe & Co.;'shop'", "clicked;;;shop;"])
+def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -> None:
+    names = header.split(";")
+    rows = [";".join([str(i % 2), *(f"v{i * place % 9}" for place in range(1, len(names)))]) for i in range(ROWS)]
+    (tmp_path / "log.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    found = draft_log(tmp_path / "log.csv")
+    assert [column.name for column in found.columns] == [name for name in names if name]
+    assert found.label == "clicked"
+    assert prepared(tmp_path, tmp_path / "log.csv", found).train
+
+
 def frames(path: Path) -> list[Path]:
     columns = {**table(price=numbers(0.25, 97)), "seen": [[i % 7, i % 5] for i in range(ROWS)]}
     frame = pl.DataFrame(columns)

@@ -28,7 +28,7 @@ _SEPARATORS = ("\t", ",", ";", "|", "::", "\x01")
 _ALIKE = 0.8  # a separator needs this share of lines with the same number of fields
 _CONTROL = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\x7f]")  # not \x01, which Hive writes between fields
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
-_WORD = re.compile(r"[^\W\d][\w .\-/#%()\[\]:]{0,63}")
+_WORD = re.compile(r"([#%$€£] ?)?[^\W\d][\w .\-/#%()\[\]:?!&+'*°$€£]{0,63}")  # a name of a column
 
 
 @dataclass(kw_only=True)
@@ -228,7 +228,7 @@ def _is_header(first: list[str], rows: Sequence[list[str]]) -> tuple[bool, bool]
     named = [text.strip().strip('"') for text in first]
     if any(_NUMBER.fullmatch(text) for text in named):
         return False, True
-    if not all(_WORD.fullmatch(text) for text in named if text) or sum(not text for text in named) > 1:
+    if not all(_WORD.fullmatch(text) for text in named if text) or 2 * named.count("") > len(named):
         return False, len(rows) > 1
     if rows and len(first) != len(rows[0]):
         return True, False
