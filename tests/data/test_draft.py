@@ -224,6 +224,13 @@ def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -
     assert prepared(tmp_path, tmp_path / "log.csv", found).train
 
 
+def test_numbers_with_a_decimal_comma_are_no_lists(tmp_path: Path) -> None:
+    columns = table(Preis=[f"{i % 9}.{i % 90 + 100},{i % 7}5" for i in range(ROWS)], item_ids=["3,5", "7,9"] * (ROWS // 2))
+    found = draft_log(write(tmp_path / "log.csv", columns, ";"))
+    assert kinds(found) == {"clicked": "label", "shop": "categorical", "Preis": "left out", "item_ids": "sequence"}
+    assert "numbers with a decimal comma" in found.text
+
+
 def frames(path: Path) -> list[Path]:
     columns = {**table(price=numbers(0.25, 97)), "seen": [[i % 7, i % 5] for i in range(ROWS)]}
     frame = pl.DataFrame(columns)

@@ -29,6 +29,7 @@ _ALIKE = 0.8  # a separator needs this share of lines with the same number of fi
 _CONTROL = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\x7f]")  # not \x01, which Hive writes between fields
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
 _WORD = re.compile(r"([#%$€£] ?)?[^\W\d][\w .\-/#%()\[\]:?!&+'*°$€£]{0,63}")  # a name of a column
+_COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?\s*$"  # 3,5 or 1.234,56
 
 
 @dataclass(kw_only=True)
@@ -490,6 +491,9 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
         return
     if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
         return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
+    commas = values.str.contains(_COMMA_NUMBER).all() and values.str.contains(",", literal=True).any()
+    if commas and not _CODE_NAME.search(name):
+        return guess.leave_out("numbers with a decimal comma, or lists of two: write 3,5 as 3.5 to use them as numbers")
     if _list_text(guess, values):
         return
     lengths = values.str.len_chars()
