@@ -231,6 +231,26 @@ def test_numbers_with_a_decimal_comma_are_no_lists(tmp_path: Path) -> None:
     assert "numbers with a decimal comma" in found.text
 
 
+@pytest.mark.parametrize("found", ["order", "status", "paid"])
+def test_columns_that_tell_the_label_are_left_out(tmp_path: Path, found: str) -> None:
+    clicked = table()["clicked"]
+    values = {
+        "order": [f"o{i}" if bought else "" for i, bought in enumerate(clicked)],
+        "status": ["done" if bought else "open" if i % 3 else "new" for i, bought in enumerate(clicked)],
+        "paid": [i + 0.5 if bought else 0 for i, bought in enumerate(clicked)],
+    }[found]
+    drawn = draft(tmp_path, **{found: values, "nearly": [values[1], *values[1:]]})
+    assert kinds(drawn)[found] == "left out"
+    assert kinds(drawn)["nearly"] != "left out"
+    assert "in no others: it tells the label" in drawn.text
+
+
+def test_a_label_with_one_value_is_not_offered_as_a_feature(tmp_path: Path) -> None:
+    found = draft_log(write(tmp_path / "log.csv", table(clicked=[0] * ROWS)))
+    assert found.label == "clicked"
+    assert "Left out" not in found.text
+
+
 def frames(path: Path) -> list[Path]:
     columns = {**table(price=numbers(0.25, 97)), "seen": [[i % 7, i % 5] for i in range(ROWS)]}
     frame = pl.DataFrame(columns)

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any
 
+import polars as pl
+
 from stoker.base.errors import ConfigError, SchemaError
 from stoker.base.units import listed, plural
 from stoker.prep.features.base import Derivation
 from stoker.prep.guess import Guess, Sample, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
+from stoker.prep.parse.layout import COMPARE
 from stoker.prep.parse.sources import FRAME, expand, source_kind
-from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
+from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Label, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
 ROWS = 100_000  # that a draft reads by default
@@ -29,6 +32,7 @@ _GROUP_NAME = re.compile(
 _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
 _STRONG = 3  # candidates for the label up to this order have the name of an outcome
 _MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
+_CLASS_ROWS = 10  # rows of each class from which a value that only one class has is no chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,8 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | N
     label = min(outcomes, key=lambda one: one.outcome.order if one.outcome else 0, default=None)
     time = _choose_time(columns, label)
     _leave_out_others(columns, label, time)
+    if label is not None:
+        _leave_out_tells(columns, label, sample.frame)
     if tables:
         stem, names = "log", ", ".join(tables)
         usual = 'stoker.prepare("schema.toml", frame, out="data")'
@@ -145,7 +151,7 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | N
         _timestamp(time),
         _split(columns, label, time),
         *_columns(features, height),
-        _left_out([column for column in columns if column.kind == "left out"]),
+        _left_out([column for column in columns if column is not label and column.kind == "left out"]),
     ]
     text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
     unsure = sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines())
@@ -171,6 +177,24 @@ def _leave_out_others(columns: Sequence[Guess], label: Guess | None, time: Guess
         elif column.outcome is not None and column.outcome.order <= _STRONG:
             column.kind = "left out"
             column.reason = "another outcome? As a feature it could tell the label"
+
+
+def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame) -> None:
+    """Leave out columns that tell the label: they have one value, or none, in all rows of a class and in no others."""
+    rule = Label(column=label.name, rule=label.outcome.rule if label.outcome else None).parsed() or ("==", 1.0)
+    texts = frame[label.name].cast(pl.String)
+    values = texts if isinstance(rule[1], str) else texts.str.strip_chars().cast(pl.Float64, strict=False)
+    positive = COMPARE[rule[0]](values, rule[1])
+    for column in columns:
+        if column is label or column.kind == "left out" or frame[column.name].dtype.is_nested():
+            continue
+        classes = [frame[column.name].filter(one) for one in (positive, ~positive)]
+        for name, one, other in (("1", *classes), ("0", *reversed(classes))):
+            alike = min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1
+            if alike and not other.eq_missing(one[:1]).any():
+                what = "empty" if one[0] is None else f"{str(one[0])[:30]!r}"
+                column.kind = "left out"
+                column.reason = f"{what} in all rows with label {name} and in no others: it tells the label"
 
 
 def _comment(text: str) -> str:

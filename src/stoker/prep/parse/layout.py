@@ -19,11 +19,11 @@ from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
-__all__ = ["Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", "share_of_hash", "time_value"]
+__all__ = ["COMPARE", "Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", "share_of_hash", "time_value"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
-_COMPARE: dict[str, Any] = {
+COMPARE: dict[str, Any] = {
     ">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ class Layout:
 
     def _labels(self, column: pl.Series) -> npt.NDArray[np.float32]:
         if (rule := self.schema.label.parsed()) is not None:
-            compare, operand = _COMPARE[rule[0]], rule[1]
+            compare, operand = COMPARE[rule[0]], rule[1]
             column = compare(column, operand)
         return column.cast(pl.Float32).to_numpy()  # NaN where it is null
 
