@@ -69,6 +69,16 @@ def test_three_commands_from_a_log_to_scores(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir() if "data" in path.name) == ["clicks-data"]
 
 
+def test_a_drafted_schema_says_its_doubts_and_what_it_leaves_out(folder: Path) -> None:
+    log = [f"{i % 2},u{i % 9},{i % 4 // 2},{'x' * (i % 4 // 2)}" for i in range(400)]
+    Path("log.csv").write_text("\n".join(["is_member,user_id,foo,order_id", *log]) + "\n")
+    shown = " ".join(call("prepare", "auto", "log.csv", "--out", "data").output.split())
+    assert 'unsure: column "is_member": chosen because its values are 0 and 1' in shown
+    Path("leak.csv").write_text("\n".join(["other,user_id,clicked,order_id", *log]) + "\n")
+    shown = " ".join(call("prepare", "auto", "leak.csv", "--out", "leak").output.split())
+    assert "left out: order_id: 'x' in all rows with label 1 and in no others" in shown
+
+
 def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     manifest = Path("clicks-data/manifest.json").stat().st_mtime_ns

@@ -295,6 +295,11 @@ def _drafted(files: list[str], *, quiet: bool) -> Schema:
         names = " ".join(map(quoted, files))
         doubts = f" It has {plural(draft.unsure, 'doubt')}." if draft.unsure else ""
         say(f"label: {draft.label}.{doubts} To change what a column is: stoker init {names}")
+        for question in draft.questions:
+            say(f"  unsure: {question}", "yellow")
+        for column in draft.columns:
+            if column.kind == "left out" and column.name != draft.label:
+                say(f"  left out: {column.name}: {column.reason}", "yellow")
     return found
 
 

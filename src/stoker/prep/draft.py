@@ -51,6 +51,15 @@ class Draft:
         return "label" if column.name == self.label else column.kind
 
     @property
+    def questions(self) -> Iterator[str]:
+        """Yield each doubt with the column that it is about, but not the proposal of another split."""
+        for part in self.text.split("\n\n"):
+            name = re.search(r"^(?:name|column) = (.*)", part, re.MULTILINE)
+            if not part.startswith("[split]"):
+                for doubt in re.findall(r"^# unsure: (.*)", part, re.MULTILINE):
+                    yield f"column {name[1]}: {doubt}" if name else doubt
+
+    @property
     def doubts(self) -> str:
         """A warning for a user who has not read the draft, or an empty text if there is no doubt."""
         if not self.unsure:
