@@ -595,6 +595,7 @@ def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
     event = next((lower[one] for one in _EVENTS if one in lower), None)
     if len(found) > 1 and event:
         return Outcome(1 if strong else 5, f"== '{event}'", "say which of the events count as 1")
-    if strong and len(found) == 2 and "'" not in found[1]:
-        return Outcome(2, f"== '{found[1]}'", f"say which of {found} counts as 1")
+    rarer = min(reversed(found), key=lambda text: (values == text).sum(), default="'")  # clicks are rarer than views
+    if strong and len(found) == 2 and "'" not in rarer:
+        return Outcome(2, f"== '{rarer}'", f"say which of {found} counts as 1")
     return None
