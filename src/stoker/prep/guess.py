@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 from stoker.base.errors import DataError
+from stoker.base.units import plural
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
@@ -64,9 +65,14 @@ def look(files: Sequence[Path], rows: int) -> Sample:
         frame = pl.concat([one.frame for one in samples], how="diagonal_relaxed")
     except pl.exceptions.PolarsError as error:
         raise DataError(f"columns have other types in some files than in {files[0]}: {error}.") from error
+    whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
+    if not frame.height and bad:
+        raise DataError(
+            f"{files[0]}: none of the {plural(bad, 'line')} read has as many fields as its header. A line break within "
+            "quotes cuts a row in two. Write each row on one line, or the log as Parquet."
+        )
     if not frame.height:
         raise DataError(f"{files[0]} has a header but no rows. Name a file with rows.")
-    whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
     return replace(samples[0], frame=frame, whole=whole, bad=bad)
 
 
