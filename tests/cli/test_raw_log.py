@@ -79,6 +79,16 @@ def test_a_drafted_schema_says_its_doubts_and_what_it_leaves_out(folder: Path) -
     assert "left out: order_id: 'x' in all rows with label 1 and in no others" in shown
 
 
+def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path) -> None:
+    assert call(*TRAIN).exit_code == 0
+    rows = lines(400, 420)
+    rows[3] = rows[3].rsplit(",", 1)[0] + ",cheap"
+    Path("bad.csv").write_text("\n".join([HEADER, *rows]) + "\n")
+    shown = call("predict", "run", "--data", "bad.csv", "--keep", "user_id", "--out", "scores.csv").output
+    assert "1 bad line of bad.csv left out, the first: bad.csv:5: column price: 'cheap'" in shown
+    assert pl.read_csv("scores.csv").height == 19
+
+
 def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     manifest = Path("clicks-data/manifest.json").stat().st_mtime_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import time
@@ -281,7 +282,13 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
         out = Path(folder) / "data"
         report = _prepare(None, [str(log)], out, quiet=quiet, like=dataset, keep=keep)
         if report.bad and not quiet:
-            say(f"{plural(report.bad, 'bad line')} of {log} left out: stoker prepare shows why", "bold yellow")
+            with (out / "quarantine.jsonl").open(encoding="utf-8") as lines:
+                first = json.loads(next(lines))
+            say(
+                f"{plural(report.bad, 'bad line')} of {log} left out, the first: {first['file']}:{first['line']}: "
+                f"{first['reason']}. The column row counts the other rows only: to find yours again, --keep a column.",
+                "bold yellow",
+            )
         yield out
 
 
