@@ -214,7 +214,7 @@ def test_separators_and_headers(tmp_path: Path, separator: str, header: bool) ->
     assert schema.label.column == ("clicked" if header else "c1")
 
 
-@pytest.mark.parametrize("header", ["clicked;Preis (€);Neu?", "clicked;# Käufe & Co.;'shop'", "clicked;;;shop;"])
+@pytest.mark.parametrize("header", ["clicked;Preis (€);Neu?", "clicked;# Käufe & Co.;shop", "clicked;;;shop"])
 def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -> None:
     names = header.split(";")
     rows = [";".join([str(i % 2), *(f"v{i * place % 9}" for place in range(1, len(names)))]) for i in range(ROWS)]
@@ -226,7 +226,9 @@ def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -
 
 
 def test_numbers_with_a_decimal_comma_are_no_lists(tmp_path: Path) -> None:
-    columns = table(Preis=[f"{i % 9}.{i % 90 + 100},{i % 7}5" for i in range(ROWS)], item_ids=["3,5", "7,9"] * (ROWS // 2))
+    columns = table(
+        Preis=[f"{i % 9}.{i % 90 + 100},{i % 7}5" for i in range(ROWS)], item_ids=["3,5", "7,9"] * (ROWS // 2)
+    )
     found = draft_log(write(tmp_path / "log.csv", columns, ";"))
     assert kinds(found) == {"clicked": "label", "shop": "categorical", "Preis": "left out", "item_ids": "sequence"}
     assert "numbers with a decimal comma" in found.text

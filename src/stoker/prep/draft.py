@@ -197,8 +197,8 @@ def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame
     for column in columns:
         if column is label or column.kind == "left out" or frame[column.name].dtype.is_nested():
             continue
-        classes = [frame[column.name].filter(one) for one in (positive, ~positive)]
-        for name, one, other in (("1", *classes), ("0", *reversed(classes))):
+        yes, no = (frame[column.name].filter(one) for one in (positive, ~positive))
+        for name, one, other in (("0", no, yes), ("1", yes, no)):
             alike = min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1
             if alike and not other.eq_missing(one[:1]).any():
                 what = "empty" if one[0] is None else f"{str(one[0])[:30]!r}"
