@@ -391,7 +391,7 @@ def output(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> s
         ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
         ("a.csv", "x,y\n1,2\n".encode("utf-16"), "UTF-16"),
         ("a.csv", b"one\ntwo\nthree\n", "no separator"),
-        ("a.csv", b'user,note,click\nu1,"one\ntwo",1\nu2,"three\nfour",0\n', "A line break within quotes"),
+        ("a.csv", b'user,note,click\nu1,"one\ntwo",1\nu2,"three\nfour",0\n', "4 lines with other fields"),
         ("a.parquet", b"PAR1 and nothing more", "cannot be read as Parquet"),
         ("a.jsonl", b"no json\n", "no JSON object"),
     ],

@@ -282,8 +282,7 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
         out = Path(folder) / "data"
         report = _prepare(None, [str(log)], out, quiet=quiet, like=dataset, keep=keep)
         if report.bad and not quiet:
-            with (out / "quarantine.jsonl").open(encoding="utf-8") as lines:
-                first = json.loads(next(lines))
+            first = json.loads((out / "quarantine.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])
             say(
                 f"{plural(report.bad, 'bad line')} of {log} left out, the first: {first['file']}:{first['line']}: "
                 f"{first['reason']}. The column row counts the other rows only: to find yours again, --keep a column.",
@@ -302,11 +301,8 @@ def _drafted(files: list[str], *, quiet: bool) -> Schema:
         names = " ".join(map(quoted, files))
         doubts = f" It has {plural(draft.unsure, 'doubt')}." if draft.unsure else ""
         say(f"label: {draft.label}.{doubts} To change what a column is: stoker init {names}")
-        for question in draft.questions:
-            say(f"  unsure: {question}", "yellow")
-        for column in draft.columns:
-            if column.kind == "left out" and column.name != draft.label:
-                say(f"  left out: {column.name}: {column.reason}", "yellow")
+        for note in draft.notes:
+            say(f"  {note}", "yellow")
     return found
 
 

@@ -51,13 +51,13 @@ class Draft:
         return "label" if column.name == self.label else column.kind
 
     @property
-    def questions(self) -> Iterator[str]:
-        """Yield each doubt with the column that it is about, but not the proposal of another split."""
+    def notes(self) -> Iterator[str]:
+        """Yield each doubt, but not the proposal of another split, and each column that is left out."""
         for part in self.text.split("\n\n"):
             name = re.search(r"^(?:name|column) = (.*)", part, re.MULTILINE)
-            if not part.startswith("[split]"):
-                for doubt in re.findall(r"^# unsure: (.*)", part, re.MULTILINE):
-                    yield f"column {name[1]}: {doubt}" if name else doubt
+            doubts = [] if part.startswith("[split]") else re.findall(r"^# unsure: (.*)", part, re.MULTILINE)
+            yield from (f"unsure: column {name[1]}: {doubt}" if name else f"unsure: {doubt}" for doubt in doubts)
+        yield from (f"left out: {one.name}: {one.reason}" for one in self.columns if self.role(one) == "left out")
 
     @property
     def doubts(self) -> str:
@@ -199,11 +199,9 @@ def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame
             continue
         yes, no = (frame[column.name].filter(one) for one in (positive, ~positive))
         for name, one, other in (("0", no, yes), ("1", yes, no)):
-            alike = min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1
-            if alike and not other.eq_missing(one[:1]).any():
+            if min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1 and not other.eq_missing(one[:1]).any():
                 what = "empty" if one[0] is None else f"{str(one[0])[:30]!r}"
-                column.kind = "left out"
-                column.reason = f"{what} in all rows with label {name} and in no others: it tells the label"
+                column.leave_out(f"{what} in all rows with label {name} and in no others: it tells the label")
 
 
 def _comment(text: str) -> str:

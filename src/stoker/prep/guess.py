@@ -66,13 +66,9 @@ def look(files: Sequence[Path], rows: int) -> Sample:
     except pl.exceptions.PolarsError as error:
         raise DataError(f"columns have other types in some files than in {files[0]}: {error}.") from error
     whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
-    if not frame.height and bad:
-        raise DataError(
-            f"{files[0]}: none of the {plural(bad, 'line')} read has as many fields as its header. A line break within "
-            "quotes cuts a row in two. Write each row on one line, or the log as Parquet."
-        )
     if not frame.height:
-        raise DataError(f"{files[0]} has a header but no rows. Name a file with rows.")
+        broken = f"only {plural(bad, 'line')} with other fields. Write each row on one line, no break within quotes."
+        raise DataError(f"{files[0]} has a header but {broken if bad else 'no rows. Name a file with rows.'}")
     return replace(samples[0], frame=frame, whole=whole, bad=bad)
 
 
