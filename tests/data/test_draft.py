@@ -118,6 +118,8 @@ def test_columns_that_are_left_out(tmp_path: Path, values: Sequence[Any], reason
         ("label", ["no", "yes"], "== 'yes'"),
         ("label", ["false", "true"], "== 'true'"),
         ("label", [-1, 1], "== 1"),
+        ("Geklickt?", ["nein", "ja"], "== 'ja'"),
+        ("Clicked?", [1, 2], "== 2"),
         ("label", ["bought", "ignored", "ignored", "ignored"], "== 'bought'"),
         ("rating", [1, 2, 3, 4, 5], ">= 4"),
         ("rating", [i / 2 for i in range(1, 11)], ">= 4"),

@@ -264,13 +264,13 @@ _NUMBER_NAME = re.compile(
 _OUTCOME_NAME = re.compile(
     r"^(label|labels|click|clicks|clicked|is_?click(ed)?|clk|target|y|outcome|conversion|converted|conv|is_?conv\w*|"
     r"purchase|purchased|bought|buy|is_?buy|is_?purchased?|liked|like|is_?like[d]?|is_?label|response|booked|installed|"
-    r"subscribed|churn(ed)?|engaged|watched)$", re.I,
+    r"subscribed|churn(ed)?|engaged|watched)\??$", re.I,
 )  # fmt: skip
 _IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
 _RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
 _EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
-_YES = ("true", "yes", "y", "t")
-_NO = ("false", "no", "n", "f")
+_YES = ("true", "yes", "y", "t", "ja", "oui", "sí", "si")
+_NO = ("false", "no", "n", "f", "nein", "non")
 _EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 _FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
 
