@@ -87,6 +87,9 @@ def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path)
     shown = call("predict", "run", "--data", "bad.csv", "--keep", "user_id", "--out", "scores.csv").output
     assert "1 bad line of bad.csv left out, the first: bad.csv:5: column price: 'cheap'" in shown
     assert pl.read_csv("scores.csv").height == 19
+    Path("clicks-data").rename("moved")
+    said = refused("predict", "run", "--data", "bad.csv", "--out", "other.csv")
+    assert "If it was moved: stoker prepare --like DATASET bad.csv --out NEW" in said
 
 
 def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:

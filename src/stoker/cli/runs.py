@@ -134,7 +134,8 @@ def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: 
     from stoker.training.files.rundir import find_checkpoint, find_dataset
 
     if data is not None and is_log(data):
-        with prepared_like(data, find_dataset(find_checkpoint(run)), keep, quiet=quiet) as made:
+        remedy = f"stoker prepare --like DATASET {quoted(data)} --out NEW, and score NEW with --data NEW"
+        with prepared_like(data, find_dataset(find_checkpoint(run), remedy), keep, quiet=quiet) as made:
             yield made
     elif keep:
         raise ConfigError("--keep takes columns of raw rows along. Of a dataset: stoker prepare --keep COLUMN")

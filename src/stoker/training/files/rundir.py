@@ -282,8 +282,8 @@ def whole_checkpoints(checkpoint: Path) -> str:
     return f"Other checkpoints of the run are whole: give one of {', '.join(whole)} in place of the run."
 
 
-def find_dataset(checkpoint: Path) -> Path:
-    """Return the path of the dataset on which a checkpoint was trained.
+def find_dataset(checkpoint: Path, remedy: str = "Name it with --data DATASET.") -> Path:
+    """Return the path of the dataset on which a checkpoint was trained; ``remedy`` is for one that was moved.
 
     Raises:
         ConfigError: the checkpoint is not in a run directory.
@@ -292,7 +292,7 @@ def find_dataset(checkpoint: Path) -> Path:
     run = _run_around(checkpoint)
     if run is None:
         raise ConfigError(f"{checkpoint} is not in a run directory, so its dataset is unknown. Give --data DATASET.")
-    return Path(own_dataset(run.read("config.json"), "Name it with --data DATASET."))
+    return Path(own_dataset(run.read("config.json"), remedy))
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:
