@@ -376,7 +376,7 @@ def test_frozen_rows_stay() -> None:
         tables.requires_grad_(True).unfreeze()
         head(tables(batches(1)[0]).flatten(1)).sum().backward()
         assert not torch.equal(tables.rows("t"), start())
-    with pytest.raises(stoker.ConfigError, match="no tables"):
+    with pytest.raises(stoker.ConfigError, match="are not tables; there are t"):
         tables.freeze("nothing")
 
 

@@ -7,6 +7,7 @@ deleted when the manifest is written.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -410,13 +411,24 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         remove_empty(made)
     if task.out != target:
         exchange(task.out, target)
-    shutil.rmtree(target / task.work.name)  # last: until the dataset is in its place, it marks the directory as ours
+    _remove(target / task.work.name)  # last: until the dataset is in its place, it marks the directory as ours
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
     report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest)]
     return report
+
+
+def _remove(work: Path) -> None:
+    """Remove the directory of unfinished work; an executor that does jobs twice may still write there for a moment."""
+    for left in reversed(range(100)):
+        try:
+            return shutil.rmtree(work)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not left:
+                raise
+            time.sleep(0.02)
 
 
 def _read(task: Task) -> Rows:
