@@ -22,7 +22,8 @@ import stoker
 from stoker.base.errors import ConfigError, DependencyError, HomeError
 from stoker.base.units import parse_size
 from stoker.cli import main
-from stoker.tables.stores.home import Initial, MemoryHome
+from stoker.tables.stores import block_home
+from stoker.tables.stores.home import Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.ram_tier import RamTier
 from stoker.tables.stores.remote_home import RemoteHome, _machine
 from stoker.testing import check_store, make_dataset
@@ -336,6 +337,24 @@ def test_a_store_that_failed_is_safe_to_repeat(memory: Any, monkeypatch: pytest.
     assert torch.equal(got[::2], old.weight[::2])
     assert torch.equal(got[1::2], new.weight[1::2])
     home.close()
+
+
+def test_few_blocks_move_at_once(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in flight is no part of the memory of a cache, so it has a bound."""
+    monkeypatch.setattr(block_home, "_AT_ONCE", 3 * BLOCK)
+    home, moved = RemoteHome(initial_of(), {}, url="memory://bucket/rows"), []
+    for name in ("load", "save"):
+        real = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda blocks, real=real: [moved.append(len(blocks)), real(blocks)][1])
+    tier = RamTier(home, memory=tier_bytes(1000, home.row_bytes, home.block_rows, frames=20))
+    rows = tier.empty(1000)
+    tier.write(0, rows)
+    tier.fetch(np.arange(1000), rows)
+    tier.store(np.arange(0, 1000, 2), rows)
+    tier.flush()
+    assert max(moved) == 3
+    assert sum(moved) >= 4 * 17, "17 blocks are written, read, read again and written again"
+    tier.close()
 
 
 def test_whole_blocks_are_stored_without_loading_them(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
