@@ -332,7 +332,7 @@ def test_rows_keep_their_dtype_and_say_so(dtype: str):
     before = tables.rows("t")
     tables.to("cpu").to(getattr(torch, dtype))  # what they are already: nothing to say
     for convert in (model.half, model.double, lambda: tables.to(torch.float16)):
-        with pytest.warns(UserWarning, match=f"stay {dtype}: half"):
+        with pytest.warns(UserWarning, match=f"remain {dtype}: half"):
             convert()
     assert model[1].weight.dtype == torch.float64
     assert torch.equal(before, tables.rows("t"))

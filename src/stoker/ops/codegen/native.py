@@ -194,7 +194,7 @@ class Kernel:
         ``following`` are the arguments of the kernel that this one calls.
         """
         entry = self.entry(*values)
-        size = torch.get_num_threads() if threads is None else threads
+        size = torch.get_num_threads() if threads is None else max(1, threads)
         if size == 1:
             _launch(0, entry, 1, 0, values, following)
         elif gomp := _gomp_parallel():
