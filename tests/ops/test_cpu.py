@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from campaigns import scaled
@@ -216,3 +217,12 @@ def test_without_torchs_openmp_the_team_gives_the_same(monkeypatch):
     assert torch.equal(results[1], results[3])
     with pytest.raises(IndexError, match="holds the ids 0 to 49"):
         CPU.lookup(start, space, Bags(torch.tensor([[50, 0]])))
+    arguments = native.arguments
+
+    def mark(p):
+        (seen,) = arguments(p)
+        seen[0] += 1
+
+    seen = np.zeros(1, np.int64)
+    native.Kernel(mark).run(seen, threads=0)  # what callers get for no rows
+    assert seen[0] == 1
