@@ -11,7 +11,7 @@ from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.parse.delimited import TextParser, _hex_value, _is_hex, cut_records
+from stoker.prep.parse.delimited import TextParser, _eight_hex, cut_records
 from stoker.prep.parse.frames import Block, Field
 
 FIELDS = [Field(column=name, kind=kind) for name, kind in zip("abcd", ("float", "int", "hex", "string"), strict=True)]
@@ -97,9 +97,10 @@ def test_eight_hexadecimal_digits_are_told_from_all_other_bytes(text: str, place
     good = []
     for byte in range(256):
         data = np.frombuffer(text[:place].encode() + bytes([byte]) + text[place + 1 :].encode() + b"!", np.uint8)
-        if _is_hex(data, 0):
+        is_hex, value = _eight_hex(data, 0)
+        if is_hex:
             good.append(byte)
-            assert _hex_value(data, 0) == int(data[:8].tobytes(), 16)
+            assert value == int(data[:8].tobytes(), 16)
     assert bytes(good) == b"0123456789ABCDEFabcdef"
 
 

@@ -305,39 +305,20 @@ def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-unty
 
 
 @_part
-def _eight_bytes(data, at):  # type: ignore[no-untyped-def]
-    """Return 8 bytes as a word, the first one lowest; the compiler makes one load of it."""
+def _eight_hex(data, at):  # type: ignore[no-untyped-def]
+    """Return whether 8 bytes are hexadecimal digits, and the number that they write."""
     word, first = np.uint64(0), np.uint64(at)
-    for place in range(8):
+    for place in range(8):  # the compiler makes one load of these
         word |= np.uint64(data[first + np.uint64(place)]) << np.uint64(8 * place)
-    return word
-
-
-@_part
-def _nibbles(word):  # type: ignore[no-untyped-def]
-    """Return for each byte 1 if it is a letter, and its value if it is a hexadecimal digit."""
-    letter = (word >> np.uint64(6)) & _ONES
-    return letter, (word & (np.uint64(15) * _ONES)) + np.uint64(9) * letter
-
-
-@_part
-def _is_hex(data, at):  # type: ignore[no-untyped-def]
-    """Return True if 8 bytes are hexadecimal digits."""
-    word = _eight_bytes(data, at)
-    letter, value = _nibbles(word)
     # Digits are 0x30 + 0 to 9; letters, made small by 0x20, are 0x60 + 1 to 6, so their value is 10 to 15.
+    letter = (word >> np.uint64(6)) & _ONES
     high = ((word & (np.uint64(0xF0) * _ONES)) | (letter << np.uint64(5))) == np.uint64(0x30) * (_ONES + letter)
-    six = value + np.uint64(6) * _ONES
-    return high and (six >> np.uint64(4)) & _ONES == letter and value & (np.uint64(0xF0) * _ONES) == 0
-
-
-@_part
-def _hex_value(data, at):  # type: ignore[no-untyped-def]
-    """Return the number that 8 hexadecimal digits write."""
-    _, x = _nibbles(_eight_bytes(data, at))
+    x = (word & (np.uint64(15) * _ONES)) + np.uint64(9) * letter
+    six = x + np.uint64(6) * _ONES
+    good = high and (six >> np.uint64(4)) & _ONES == letter and x & (np.uint64(0xF0) * _ONES) == 0
     x = ((x & np.uint64(0x00FF00FF00FF00FF)) << np.uint64(4)) | ((x >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF))
     x = ((x & np.uint64(0x0000FFFF0000FFFF)) << np.uint64(8)) | ((x >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
-    return ((x & np.uint64(0xFFFFFFFF)) << np.uint64(16)) | (x >> np.uint64(32))
+    return good, ((x & np.uint64(0xFFFFFFFF)) << np.uint64(16)) | (x >> np.uint64(32))
 
 
 @jit
@@ -375,8 +356,8 @@ def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, od
             elif slot >= 0 and (at >= end or data[at] == sep):
                 valid[slot, row >> 3] &= ~np.uint8(1 << (row & 7))
                 values[slot, row] = 0
-            elif kind == _HEX and at + 8 <= end and (data[at + 8] == sep or at + 8 == end) and _is_hex(data, at):
-                values[slot, row] = np.int64(_hex_value(data, at))
+            elif kind == _HEX and at + 8 <= end and (data[at + 8] == sep or at + 8 == end) and _eight_hex(data, at)[0]:
+                values[slot, row] = np.int64(_eight_hex(data, at)[1])
                 at += 8
             elif slot >= 0:  # digits end at the separator or the line end, which are not digits
                 negative = data[at] == 45 and kind != _HEX
