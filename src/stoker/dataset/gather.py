@@ -168,6 +168,11 @@ class ResidentRows:
 
     def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
         self._device, self._row = device, _packed_row(shards[0])
+        # Of each tensor of a row: its name, its first word, its words (None: one, no dimension), and its type.
+        self._columns = [
+            (name, offset // _WORD, kind.itemsize // _WORD if kind.shape else None, _torch_type(kind.base))
+            for name, (kind, offset, *_) in (self._row.fields or {}).items()
+        ]
         self._matrix = torch.empty((rows, self._row.itemsize // _WORD), dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
         left = np.maximum(rows - np.cumsum([0, *(shard.rows for shard in shards[:-1])]), 0).tolist()
@@ -211,11 +216,10 @@ class ResidentRows:
         else:
             chosen = chosen.pin_memory().to(self._device, non_blocking=True)
             packed = self._matrix.index_select(0, chosen)
-        found = {}
-        for name, (kind, offset, *_) in (self._row.fields or {}).items():
-            words = packed[:, offset // _WORD : (offset + kind.itemsize) // _WORD]
-            found[name] = words.view(_torch_type(kind.base))
-        found["labels"] = found["labels"].squeeze(1)
+        found = {
+            name: (packed.select(1, place) if size is None else packed.narrow(1, place, size)).view(kind)
+            for name, place, size, kind in self._columns
+        }
         if self._ids is None:
             return found
         lengths = found.pop("lengths").to(torch.int64)  # [B, F]
