@@ -1,8 +1,10 @@
 """What all tests share."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +41,27 @@ def one_epoch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defaults, "EPOCHS", 1)
         yield
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of a local S3 server."""
+    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
+    server = pytest.importorskip("moto.server", reason="the local S3 server is moto's").ThreadedMotoServer(
+        port=0, verbose=False
+    )
+    server.start()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}"), ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    import fsspec
+
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    with contextlib.suppress(FileNotFoundError):  # moto keeps buckets of earlier servers
+        fs.rm("bucket", recursive=True)
+    fs.mkdir("bucket")
+    yield fs
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()

@@ -275,3 +275,15 @@ def test_more_shards_than_open_files_allowed() -> None:
 def test_a_split_can_be_sent_to_a_worker(path: Path) -> None:
     split = Dataset(path).train
     assert torch.equal(pickle.loads(pickle.dumps(split))[7]["dense"], split[7]["dense"])
+
+
+def test_a_log_in_place_of_a_dataset_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    log = tmp_path / "clicks.csv"
+    remedy = r"Make one of a log with: stoker prepare auto .*clicks\.csv --out DATASET"
+    with pytest.raises(DataError, match=rf"clicks\.csv: it does not exist\. {remedy}"):
+        Dataset(log)
+    log.write_text("a,b\n")
+    with pytest.raises(DataError, match=rf"clicks\.csv: it is a file, not a dataset\. {remedy}"):
+        Dataset(log)
+    with pytest.raises(DataError, match=r"data: it does not exist\. Make one with: stoker prepare RECIPE"):
+        Dataset(tmp_path / "data")

@@ -300,27 +300,6 @@ def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], caps
     assert (code, error.strip()) == (2, f"error: there is nothing at {address}/none.csv. Check the URL.")
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A bucket of a local S3 server."""
-    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
-    server = pytest.importorskip("moto.server", reason="the local S3 server is moto's").ThreadedMotoServer(
-        port=0, verbose=False
-    )
-    server.start()
-    _, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}"), ("AWS_ACCESS_KEY_ID", "key"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    fs.mkdir("bucket")
-    yield fs
-    fsspec.filesystem("s3").clear_instance_cache()
-    server.stop()
-
-
 def test_s3_buckets_are_inputs_and_outputs(tmp_path: Path, s3: Any, cache: Path) -> None:
     local_days(tmp_path / "logs")
     s3.put(str(tmp_path / "logs"), "bucket/logs", recursive=True)

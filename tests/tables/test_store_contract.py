@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -96,29 +95,6 @@ def test_a_name_of_stoker_is_refused_and_an_unknown_one_named() -> None:
         stoker.Cached(slots=3, home="cloud")
     with pytest.raises(ConfigError, match="needs a URL such as s3://bucket/folder as path, not '/tmp'"):
         RemoteHome.of(stoker.Cached(slots=3, home="remote", path="/tmp"), initial_of(), {}, gpu=False)
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A bucket of a local S3 server."""
-    pytest.importorskip("s3fs", reason="s3:// needs s3fs")
-    server = pytest.importorskip("moto.server", reason="the local S3 server is moto's").ThreadedMotoServer(
-        port=0, verbose=False
-    )
-    server.start()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}"), ("AWS_ACCESS_KEY_ID", "key"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    import fsspec
-
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    with contextlib.suppress(FileExistsError):  # moto keeps buckets of earlier servers
-        fs.mkdir("bucket")
-    yield fs
-    fsspec.filesystem("s3").clear_instance_cache()
-    server.stop()
 
 
 @pytest.mark.parametrize("place", ["memory", "s3"])

@@ -51,9 +51,9 @@ class SchemaError(StokerError):
 class DataError(StokerError):
     """An input file or dataset directory that does not hold what it should.
 
-    >>> stoker.Dataset("gone")
+    >>> stoker.Dataset("gone")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    stoker.base.errors.DataError: there is no dataset at gone. Make one with: stoker prepare RECIPE FILES --out gone
+    stoker.base.errors.DataError: there is no dataset at gone: it does not exist. Make one with: ...
     """
 
 

@@ -83,9 +83,11 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     directory = Path(directory)
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise DataError(
-            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {quoted(directory)}"
-        )
+        remedy = f"Make one with: stoker prepare RECIPE FILES --out {quoted(directory)}"
+        if directory.suffix:  # the name of a log rather than of a dataset
+            remedy = f"Make one of a log with: stoker prepare auto {quoted(directory)} --out DATASET"
+        what = "is a file, not a dataset" if directory.is_file() else "does not exist"
+        raise DataError(f"there is no dataset at {directory}: it {what}. {remedy}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
