@@ -64,56 +64,59 @@ class NumpyGather:
         Raises:
             DataError: a shard whose lengths and offsets disagree.
         """
-        if self._even:
-            shard = rows // self._even
-            row = rows - shard * self._even
-        else:
-            shard = np.searchsorted(self._starts, rows, side="right") - 1
-            row = rows - self._starts[shard]
+        shard = rows // self._even if self._even else np.searchsorted(self._starts, rows, side="right") - 1
         tensors = {name: allocate(name, (len(rows), *rest), kind) for name, (rest, kind) in self._tensors.items()}
-        self._copy_rows(shard, row, tensors)
-        return tensors | self._bags(shard, row, allocate) if self._features else tensors
+        self._copy_rows(shard, rows, tensors)
+        return tensors | self._bags(shard, rows, allocate) if self._features else tensors
 
-    def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
+    def _bags(self, shard: Int64, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
         """Return the ids of sequences and their offsets, after a check that lengths and offsets of the rows agree."""
         found = (
-            torch.empty((len(row), self._features), dtype=torch.int32),
-            *torch.empty((2, len(row)), dtype=torch.int64),
+            torch.empty((len(rows), self._features), dtype=torch.int32),
+            *torch.empty((2, len(rows)), dtype=torch.int64),
         )
-        self._copy_rows(shard, row, {"lengths": found[0], "row_offsets": found[1]})
-        self._copy_rows(shard, row + 1, {"row_offsets": found[2]})
+        self._copy_rows(shard, rows, {"lengths": found[0], "row_offsets": found[1]})
+        self._copy_rows(shard, rows + 1, {"row_offsets": found[2]})
         lengths, begin, end = (tensor.numpy() for tensor in found)
         sizes = end - begin
         good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= self._ids[shard])
         good &= sizes == lengths.sum(axis=1, dtype=np.int64)
         if not good.all():
             bad = int(np.argmin(good))
+            number = int(shard[bad])
             raise DataError(
-                f"{self._shards[shard[bad]].path}, row {row[bad]:,}: lengths and row_offsets disagree; the file was "
-                "damaged. Run stoker inspect --verify on the dataset."
+                f"{self._shards[number].path}, row {rows[bad] - self._starts[number]:,}: lengths and row_offsets "
+                "disagree; the file was damaged. Run stoker inspect --verify on the dataset."
             )
         offsets = allocate("offsets", (lengths.size + 1,), torch.int64)
         offsets[0] = 0
         np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
         ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids.dtype))
-        self._copy(shard, begin, sizes, offsets.numpy()[: -1 : self._features], {"ids": ids})
+        self._copy(
+            shard, begin, sizes, offsets.numpy()[: -1 : self._features], {"ids": ids}, np.zeros_like(self._starts)
+        )
         return {"ids": ids, "offsets": offsets}
 
-    def _copy_rows(self, shard: Int64, row: Int64, out: dict[str, Tensor]) -> None:
-        """Copy rows [B] of shards [B]."""
-        if len(self._line) < len(row):
-            self._line, self._ones = np.arange(len(row)), np.ones(len(row), np.int64)
-        self._copy(shard, row, self._ones[: len(row)], self._line[: len(row)], out)
+    def _copy_rows(self, shard: Int64, rows: Int64, out: dict[str, Tensor]) -> None:
+        """Copy rows of the split [B], which are in shards [B]."""
+        if len(self._line) < len(rows):
+            self._line, self._ones = np.arange(len(rows)), np.ones(len(rows), np.int64)
+        self._copy(shard, rows, self._ones[: len(rows)], self._line[: len(rows)], out, self._starts)
 
-    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor]) -> None:
-        """Copy ``sizes`` [B] rows of the tensors of shards [B], from ``first`` [B] on, to ``places`` [B] of ``out``."""
+    def _copy(
+        self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor], starts: Int64
+    ) -> None:
+        """Copy ``sizes`` [B] rows of the tensors of shards [B], from ``first`` [B] on, to ``places`` [B] of ``out``.
+
+        ``starts`` [S]: the number of the first row of each shard.
+        """
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         source, target = (np.repeat(begin, sizes) + within for begin in (first, places))
         shard = np.repeat(shard, sizes)
         for number in np.unique(shard):
             where = np.flatnonzero(shard == number)
             for name, tensor in out.items():
-                tensor.numpy()[target[where]] = getattr(self._shards[number], name)[source[where]]
+                tensor.numpy()[target[where]] = getattr(self._shards[number], name)[source[where] - starts[number]]
 
 
 class NumbaGather(NumpyGather):
@@ -124,17 +127,18 @@ class NumbaGather(NumpyGather):
 
         super().__init__(shards, starts, ids_only=ids_only)
         self._kernel, self._threads = copy_rows, threads
-        # By the names of the tensors to copy: their addresses in each shard, and the bytes of their rows.
+        # By the names of the tensors to copy: where their rows are in each shard, and the bytes of a row.
         self._sources: dict[tuple[str, ...], tuple[Int64, Int64]] = {}
 
-    def _copy(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor]) -> None:
+    def _copy(
+        self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, Tensor], starts: Int64
+    ) -> None:
         names = tuple(out)
         if (found := self._sources.get(names)) is None:
             arrays = [[each.arrays[name] for each in self._shards] for name in names]
-            addresses = [array.ctypes.data for row in arrays for array in row]
-            widths = [row[0].itemsize * prod(row[0].shape[1:]) for row in arrays]
-            sources = np.array(addresses, np.int64).reshape(len(names), len(self._shards))
-            found = self._sources[names] = sources, np.array(widths, np.int64)
+            widths = np.array([row[0].itemsize * prod(row[0].shape[1:]) for row in arrays], np.int64)
+            addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.int64)
+            found = self._sources[names] = addresses - widths[:, None] * starts[: len(self._shards)], widths
         slices = (shard, first, sizes, places if places.flags.c_contiguous else places.copy())
         targets = np.array([tensor.data_ptr() for tensor in out.values()], np.int64)
         self._kernel(slices, *found, targets, threads=self._threads)

@@ -14,32 +14,35 @@ import numba
 import numpy as np
 
 from stoker.ops.codegen.jit import jit
-from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_bytes, row_move
+from stoker.ops.codegen.llvm_memory import bytes_move, fetch_add, prefetch_bytes
 from stoker.ops.codegen.native import Kernel, arguments
 
 _AHEAD = 8  # rows to prefetch ahead of the copy
-_BLOCK = 1024  # rows of a work item
+_BLOCK = 2048  # rows of a work item: fewer are not worth a second thread
 # Numba does not inline it, or it would infer the types of every copy. LLVM inlines them, in half the time.
 _part: Any = numba.njit
 
 
 def _copy_rows(p):
-    origin, shard, first, sizes, places, sources, widths, targets, cursor, block = arguments(p)
+    origin, shard, first, sizes, places, sources, widths, targets, at, cursor, block = arguments(p)
     while True:
         begin = fetch_add(cursor, block)
         if begin >= len(shard):
             return
         stop = min(begin + block, len(shard))
+        for kind in range(len(widths)):
+            for i in range(begin, stop):
+                at[kind, i] = sources[kind, np.uint64(shard[i])] + first[i] * widths[kind]
         for i in range(begin, stop):
             if i + _AHEAD < stop:  # so that the cache misses of random rows overlap
                 for kind in range(len(widths)):
-                    source = sources[kind, shard[i + _AHEAD]] + first[i + _AHEAD] * widths[kind]
                     size = sizes[i + _AHEAD] * widths[kind]
-                    prefetch_bytes(size, origin, source)
-                    prefetch_bytes(1, origin, source + size - 1)
+                    prefetch_bytes(size, origin, at[kind, i + _AHEAD])
+                    prefetch_bytes(1, origin, at[kind, i + _AHEAD] + size - 1)
             for kind in range(len(widths)):
-                source = sources[kind, shard[i]] + first[i] * widths[kind]
-                row_move(sizes[i] * widths[kind], origin, targets[kind] + places[i] * widths[kind], origin, source)
+                bytes_move(
+                    sizes[i] * widths[kind], origin, targets[kind] + places[i] * widths[kind], origin, at[kind, i]
+                )
 
 
 _kernel = Kernel(_copy_rows)
@@ -51,15 +54,15 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
     """Copy B slices of each of K tensors; ``threads`` above 1 are torch's.
 
     Args:
-        slices: [B] shard of each slice, its first row there, its rows, and its first row in the target, int64.
-        sources: [K, S] address of each tensor in each shard, int64.
-        widths: [K] bytes of a row, an even number, int64.
+        slices: [B] shard of each slice, its first row, its rows, and its first row in the target, int64.
+        sources: [K, S] address of row 0 of each tensor, by the numbers of the rows of each shard, int64.
+        widths: [K] bytes of a row, int64.
         targets: [K] addresses to fill, int64.
         threads: at most; no more than there is work for.
     """
     threads = max(1, min(threads, len(slices[0]) // _BLOCK))
-    cursor = np.zeros(1, np.int64)
-    _kernel.run(_origin, *slices, sources - _zero, widths, targets - _zero, cursor, _BLOCK, threads=threads)
+    at, cursor = np.empty((len(widths), len(slices[0])), np.int64), np.zeros(1, np.int64)
+    _kernel.run(_origin, *slices, sources - _zero, widths, targets - _zero, at, cursor, _BLOCK, threads=threads)
 
 
 @_part
