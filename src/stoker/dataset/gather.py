@@ -137,8 +137,9 @@ class NumbaGather(NumpyGather):
         if (found := self._sources.get(names)) is None:
             arrays = [[each.arrays[name] for each in self._shards] for name in names]
             widths = np.array([row[0].itemsize * prod(row[0].shape[1:]) for row in arrays], np.int64)
-            addresses = np.array([[array.ctypes.data for array in row] for row in arrays], np.int64)
-            found = self._sources[names] = addresses - widths[:, None] * starts[: len(self._shards)], widths
+            addresses = np.array([array.ctypes.data for row in arrays for array in row], np.int64)
+            origin = addresses.reshape(len(names), len(self._shards)) - widths[:, None] * starts[: len(self._shards)]
+            found = self._sources[names] = origin, widths
         slices = (shard, first, sizes, places if places.flags.c_contiguous else places.copy())
         targets = np.array([tensor.data_ptr() for tensor in out.values()], np.int64)
         self._kernel(slices, *found, targets, threads=self._threads)
