@@ -113,7 +113,7 @@ def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path
         (["--sample", "-1e-3"], "--sample: share '-1e-3' is not a number from 0 to 100 %"),
         (["--sample", "5%", "--confidence", "1.5"], "--confidence: share '1.5' is outside 0 to 100 %"),
         (["--sample", "5%", "--confidence", "100%"], "below 100 %"),
-        (["--seed", "-1"], "give 0 or more"),
+        (["--seed", "-1"], "must not be negative"),
         (["--plot", "curve.jpg"], "does not end in .png"),
     ],
 )

@@ -92,7 +92,7 @@ def test_mistakes_are_one_paragraph_without_traceback(
         "either --out": ["train", data.path],
         "not empty. Continue it with --resume": ["train", data.path, "--out", run],
         "'wide' is unknown": ["train", data.path, "--out", tmp_path / "x", "--model", "wide"],
-        "are not numbers": ["train", data.path, "--out", tmp_path / "x", "--top", "8-big"],
+        "is not a list of layer sizes": ["train", data.path, "--out", tmp_path / "x", "--top", "8-big"],
         "lacks a value": ["train", data.path, "--out", tmp_path / "x", "--model-option", "rank"],
         "is not a run directory": ["train", "--resume", tmp_path / "x"],
         "neither a checkpoint nor a run": ["evaluate", data.path.parent],

@@ -160,9 +160,9 @@ def test_tiers_are_powers_of_the_spread() -> None:
         ({"hot": -0.1}, "share of the accesses"),
         ({"spread": 0.5}, "at least 1"),
         ({"spread": float("nan")}, "at least 1"),
-        ({"window": 1}, "no neighbours"),
-        ({"edges": 3}, "Give some million"),
-        ({"seed": -1}, "give 0 or more"),
+        ({"window": 1}, "at least 2"),
+        ({"edges": 3}, "at least 1000"),
+        ({"seed": -1}, "must not be negative"),
     ],
 )
 def test_settings_out_of_range_are_refused(given: dict[str, Any], said: str) -> None:

@@ -353,7 +353,7 @@ def test_too_few_slots_are_refused_with_the_number_that_works(data: Dataset) -> 
         ({"in_flight": 0}, "in_flight is 0; it must be at least 1"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"dim": 0}, "at least 1 column"),
+        ({"dim": 0}, "at least 1"),
         ({"dtype": "float16"}, "'float16' is unknown"),
         ({"optimizer": "lion"}, "'lion' is unknown"),
     ],

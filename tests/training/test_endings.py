@@ -28,7 +28,7 @@ SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    out = tmp_path / "runs" / "a"
+    out, config = tmp_path / "runs" / "a", {"settings": {}, "dataset": "data"}
     if there:
         out.mkdir(parents=True)
 
@@ -38,9 +38,9 @@ def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(DataError, match="no room left"):
-            RunDirectory.create(out, {"a": 1})
+            RunDirectory.create(out, config)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["runs", "runs/a"] if there else [])
-    assert RunDirectory.create(out, {"a": 1}).read("config.json") == {"a": 1}
+    assert RunDirectory.create(out, config).read("config.json") == config
 
 
 def test_of_two_processes_one_makes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ from typing import (
 
 from stoker.base.checks import near
 from stoker.base.errors import ArgumentError, ConfigError
-from stoker.base.units import parse_size
+from stoker.base.units import parse_setting
 
 #: names of settings, and why they have no effect
+_LARGEST = 2**63 - 1  # kernels count in 64 bits
 Useless = Iterator[tuple[tuple[str, ...], str]]
 
 _P = ParamSpec("_P")
@@ -42,14 +43,14 @@ class _Notes(TypedDict, total=False):
     unset: str  # what a default of None stands for, in words
     least: float | None  # least number, finite
     most: float | None  # largest number
-    size: bool  # it is a size in bytes such as "4GiB", or the default
+    parse: Callable[[Any], float] | None  # reads a text such as "4GiB"; limits are of the number
     resumable: bool  # a resumed run may change it
     options: tuple[str, ...]  # names of its option; empty: its name with hyphens
     panel: str  # of the command line's help; empty: that of the class
     choices: Callable[[], Iterable[str]]  # names of a registry; other values are not looked up
 
 
-_NOTHING = _Notes(unset="", least=None, most=None, size=False, resumable=False, options=(), panel="", choices=tuple)
+_NOTHING = _Notes(unset="", least=None, most=None, parse=None, resumable=False, options=(), panel="", choices=tuple)
 
 
 def setting(default: Any, help: str, **notes: Unpack[_Notes]) -> Any:
@@ -58,7 +59,7 @@ def setting(default: Any, help: str, **notes: Unpack[_Notes]) -> Any:
     Args:
         default: its default, or a function without arguments that makes it.
         help: its meaning; the values of a ``Literal`` are added to the first sentence.
-        notes: ``unset``, ``least``, ``most``, ``size``, ``resumable``, ``options``, ``panel`` and ``choices``.
+        notes: ``unset``, ``least``, ``most``, ``parse``, ``resumable``, ``options``, ``panel`` and ``choices``.
     """
     metadata = {"help": help, **_NOTHING, **notes}
     assert len(metadata) == len(_NOTHING) + 1, f"setting has no argument {sorted(set(notes) - set(_NOTHING))}"
@@ -169,18 +170,16 @@ class Settings:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
         if value is None or value == default_of(item):
             return
-        least, most = limits["least"], limits["most"]
+        least, most, parse = limits["least"], limits["most"], limits["parse"]
+        number = value if parse is None else parse_setting(name, parse, value)
+        if isinstance(number, int) and abs(number) > _LARGEST:
+            self._refuse(f"{name} is {value}; it must be at most {_LARGEST}.", name)
         if most is not None and not least <= value <= most:
             self._refuse(f"{name} is {value:g}; it must be {least:g} to {most:g}.", name)
-        if least is not None and not least <= value < math.inf:
+        if least is not None and not least <= number < math.inf:
             zero = "be finite and not negative" if isinstance(value, float) else "not be negative"
             must = (f"be at least {least:g}" + (", or left out" if default_of(item) is None else "")) if least else zero
             self._refuse(f"{name} is {value}; it must {must}.", name)
-        if limits["size"]:
-            try:
-                parse_size(value)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}", settings=(name,)) from error
 
     def _refuse(self, message: str, *names: str) -> NoReturn:
         raise ConfigError(message, settings=names)

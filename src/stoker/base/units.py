@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from typing import Any, TypeVar
 
 from stoker.base.errors import ConfigError
 
+_T = TypeVar("_T")
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9}
 _UNITS = {
     "size": {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, **_DECIMAL,
@@ -61,6 +63,14 @@ def parse_share(text: str | float) -> float:
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"share {text!r} is outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
     return value
+
+
+def parse_setting(name: str, parse: Callable[[Any], _T], value: object) -> _T:
+    """Return the parsed value of a setting; an error names the setting."""
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", settings=(name,)) from None
 
 
 def format_size(num_bytes: float) -> str:

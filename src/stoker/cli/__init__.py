@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from stoker.base.errors import DependencyError, StokerError
+from stoker.base.errors import ConfigError, DependencyError, StokerError
 from stoker.base.progress import listening
 from stoker.cli.options import interruption, message_of, say
 
@@ -72,10 +72,23 @@ class _LazyGroup(TyperGroup):
             raise _Stopped from stop
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        typed = list(ctx.args)
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            raise _with_value(error, typed) from error
         except KeyboardInterrupt as stop:
             raise _Stopped from stop
+
+
+def _with_value(error: typer.BadParameter, typed: list[str]) -> Exception:
+    """Return the error of an option with the value that the user typed, which Typer leaves out."""
+    for place, argument in enumerate(typed):
+        name, equals, value = argument.partition("=")
+        if name in getattr(error.param, "opts", ()):
+            value = value if equals else "".join(typed[place + 1 : place + 2])
+            return ConfigError(f"{name} is {value!r}. {error.message.rstrip('.')}.")
+    return error
 
 
 class _Stopped(Exception):
@@ -187,13 +200,18 @@ def _noting_interrupts() -> Iterator[list[int]]:
 
 
 def _options(arguments: list[str]) -> dict[str, str]:
-    """Return the option for each parameter of the called command."""
+    """Return the option for each parameter of the called command, by the name that the user typed."""
     name = next((argument for argument in arguments if argument in COMMANDS), None)
     if name is None:
         return {}
     group: Any = typer.main.get_command(app)
     command = group.get_command(typer.Context(group, info_name="stoker"), name)
-    return {p.name: p.opts[0] for p in command.params if p.param_type_name == "option"}
+    typed = {argument.partition("=")[0] for argument in arguments}
+    return {
+        p.name: next((name for name in p.opts if name in typed), p.opts[0])
+        for p in command.params
+        if p.param_type_name == "option"
+    }
 
 
 def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:

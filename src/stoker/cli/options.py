@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -189,8 +190,8 @@ def own_options(
 ) -> dict[str, Any]:
     """Return ``model_options`` from the options of the command line."""
     sizes = {"bottom": bottom, "top": top, "hidden": hidden}
-    chosen: dict[str, Any] = {name: _sizes(text) for name, text in sizes.items() if isinstance(text, str)}
-    return chosen | dict(map(_name_value, model_option if isinstance(model_option, list) else []))
+    chosen: dict[str, Any] = {name: _sizes(name, text) for name, text in sizes.items() if isinstance(text, str)}
+    return chosen | _name_values("--model-option", model_option if isinstance(model_option, list) else [])
 
 
 def own_numbers(texts: list[str]) -> dict[str, int]:
@@ -204,8 +205,8 @@ def own_numbers(texts: list[str]) -> dict[str, int]:
     return found
 
 
-def _name_values(texts: list[str]) -> dict[str, Any]:
-    return dict(map(_name_value, texts))
+def _name_values(option: str, texts: list[str]) -> dict[str, Any]:
+    return dict(_name_value(option, text) for text in texts)
 
 
 def _ratio_and_floor(text: str) -> tuple[float, float]:
@@ -219,22 +220,22 @@ def _ratio_and_floor(text: str) -> tuple[float, float]:
 _READ: dict[str, Callable[[Any], Any]] = {
     "tt_own": own_numbers,
     "row_cow_clip": _ratio_and_floor,
-    "row_options": _name_values,
+    "row_options": partial(_name_values, "--row-option"),
 }
 _METAVARS = {"row_cow_clip": "R,ZETA", "row_options": "NAME=VALUE", "tt_own": "TABLE=K"}
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(name: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", "-").split("-")]
     except ValueError as error:
-        raise ConfigError(f"layer sizes {text!r} are not numbers. Write for example 512-256-64.") from error
+        raise ConfigError(f"--{name} {text!r} is not a list of layer sizes. Write for example 512-256-64.") from error
 
 
-def _name_value(text: str) -> tuple[str, Any]:
+def _name_value(option: str, text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--model-option {text!r} lacks a value. Write for example --model-option rank=32.")
+        raise ConfigError(f"{option} {text!r} lacks a value. Write for example {option} rank=32.")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -349,9 +350,12 @@ def message_of(error: StokerError, options: Mapping[str, str]) -> str:
 
     A file may have a column of the same name. So an error about a file is changed only for the settings it carries.
     """
+    settings = error.settings
     if isinstance(error, DataError | SchemaError):
-        options = {name: option for name, option in options.items() if name in error.settings}
-    return with_options(str(error), options, error.settings)
+        options = {name: option for name, option in options.items() if name in settings}
+    elif first := re.match(r"(?:\w+: )?(\w+)(?= is |: | ')", str(error)):  # the subject, as in "steps is 0"
+        settings = (*settings, first[1])
+    return with_options(str(error), options, settings)
 
 
 def interruption(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,8 @@ def plan(
     """
     import torch
 
+    from stoker.base.device import check_threads, resolve_device
     from stoker.base.device import device_memory as memory_of
-    from stoker.base.device import resolve_device
     from stoker.optim import Constant
     from stoker.training import TrainConfig
     from stoker.training.defaults import complete
@@ -72,7 +73,7 @@ def plan(
     from stoker.training.step_time import measure_step
 
     if "threads" in settings:
-        torch.set_num_threads(settings["threads"])
+        torch.set_num_threads(check_threads(settings["threads"]))
     if device_memory is None:
         device_memory = str(int(_FREE_SHARE * memory_of(resolve_device(settings.get("device")))[0]))
     limit = str(2**62) if device_memory == "all" else device_memory
@@ -173,15 +174,16 @@ def replay(
     """
     if order not in ("shuffled", "file"):
         raise ConfigError(f"--order {order!r} is unknown. Choose shuffled or file.")
-    try:
-        windows = [f"lookahead-{int(part)}" for part in lookahead.split(",") if part.strip()]
-    except ValueError as error:
-        raise ConfigError(f"--lookahead {lookahead!r} is not a list of numbers. Write for example 16,64.") from error
-    from stoker.dataset.dataset import Dataset
+    if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", lookahead := lookahead.replace(" ", "")):
+        raise ConfigError(
+            f"--lookahead {lookahead!r} is not a list of numbers, each at least 1. Write for example 16,64."
+        )
+    windows = [f"lookahead-{int(part)}" for part in lookahead.split(",")]
     from stoker.placement.replay import replay as run_replay
     from stoker.training.defaults import batch_for
+    from stoker.training.files.rundir import open_dataset
 
-    data = Dataset(dataset)
+    data = open_dataset(dataset)
     settings.setdefault("batch_size", batch_for(len(data.train)))  # as stoker train
     if order == "file":
         settings["seed"] = None

@@ -17,7 +17,7 @@ import typer
 
 from stoker.base import remote
 from stoker.base.errors import ConfigError, DataError
-from stoker.base.files import atomic_file, refuse_url
+from stoker.base.files import atomic_file, check_target
 from stoker.base.progress import Bars
 from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
@@ -57,13 +57,13 @@ def init(
     stoker init log.csv
     stoker init 'logs/*.parquet' --out shop.toml --rows 1000000
     """
-    refuse_url(out, "a schema")
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out} does not end in .toml, and the draft is written in TOML. Use {out.stem}.toml.")
     if out.is_dir():
         raise ConfigError(f"--out {out} is a directory. Name a file, for example {out / 'schema.toml'}.")
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} is there already. Add --overwrite to replace it, or choose another --out.")
+    check_target(out)
     from stoker.prep.draft import draft_log
 
     names = " ".join(map(quoted, log))
@@ -88,6 +88,9 @@ def _show_columns(draft: Draft) -> None:
 
 def _show_draft(draft: Draft, out: Path, command: str) -> None:
     _show_columns(draft)
+    for note in draft.notes:
+        if note.startswith("unsure"):
+            say(f"  {note}", "yellow")
     doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")
     if draft.label is None:
@@ -276,8 +279,8 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
 
 
 @contextmanager
-def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool) -> Iterator[Path]:
-    """Prepare raw rows like those of a dataset, with columns to keep; delete the result at the end of the block."""
+def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool) -> Iterator[tuple[Path, int]]:
+    """Prepare raw rows like a dataset's; yield the result, deleted at the end of the block, and its bad lines."""
     with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
         out = Path(folder) / "data"
         report = _prepare(None, [str(log)], out, quiet=quiet, like=dataset, keep=keep)
@@ -288,7 +291,7 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
                 f"{first['reason']}. The column row counts the other rows only: to find yours again, --keep a column.",
                 "bold yellow",
             )
-        yield out
+        yield out, report.bad
 
 
 def _drafted(files: list[str], *, quiet: bool) -> Schema:

@@ -63,10 +63,10 @@ def profile(
     if "sample" not in settings and "confidence" in settings:
         raise ConfigError("--confidence needs an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
-    from stoker.dataset.dataset import Dataset
     from stoker.rewrite import popularity
+    from stoker.training.files.rundir import open_dataset
 
-    data = Dataset(dataset)
+    data = open_dataset(dataset)
     with Bars(quiet=as_json) as bars:
         found = popularity.profile(data, progress=bars, **settings)
     if out is not None:
@@ -187,12 +187,12 @@ def classify(
             "--profile has its own budget, --dim, --dtype and --optimizer. Leave these out, or make another profile "
             "with stoker profile."
         )
-    from stoker.dataset.dataset import Dataset
     from stoker.rewrite.classified import run_classify
     from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.popularity import profile as run_profile
+    from stoker.training.files.rundir import open_dataset
 
-    data = Dataset(dataset)
+    data = open_dataset(dataset)
     with Bars(quiet=as_json) as bars:
         found = run_profile(data, progress=bars, **settings) if profile is None else HotProfile.load(profile)
         report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
@@ -233,10 +233,11 @@ def reorder(
     stoker reorder data/criteo --method communities --spread inf --out data/el-rec
     """
     from stoker.rewrite.reorder import BLOCK_IDS, run_reorder
+    from stoker.training.files.rundir import open_dataset
 
     how = Reordering.from_dict(settings)
     with Bars(quiet=as_json) as bars:
-        report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
+        report = run_reorder(open_dataset(dataset), out, how=how, tables=tables, overwrite=overwrite, progress=bars)
     if printed({**asdict(report), "path": str(report.path)}, as_json):
         return
     what = "already reordered" if report.reused else f"reordered in {format_duration(report.seconds)}"

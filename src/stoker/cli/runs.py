@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import ConfigError, DataError
-from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
 from stoker.base.settings import Settings, setting
-from stoker.base.units import format_count, parse_count, plural, quoted
+from stoker.base.units import format_count, parse_count, parse_setting, plural, quoted
 from stoker.cli.options import (
     Data,
     DataArgument,
@@ -23,6 +22,7 @@ from stoker.cli.options import (
     RunArgument,
     Start,
     begin_at,
+    check_new_files,
     option,
     printed,
     say,
@@ -120,17 +120,20 @@ def predict(
     from stoker.training.scores.evaluation import check_scores_file, write_scores
 
     check_scores_file(out)
-    with _data_to_score(run, data, keep or (), quiet=as_json) as data:
+    with _data_to_score(run, data, keep or (), quiet=as_json) as (data, bad):
         wanted = _Scored.taken_from(settings)
         loaded, chosen, size = _open(run, data, wanted, settings)
         count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=_LOOKAHEAD)
-    if not printed({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}, as_json):
+    found = {"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count, "bad_lines": bad}
+    if not printed(found, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
 
 
 @contextmanager
-def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool) -> Iterator[Path | None]:
-    """Yield the dataset to score; raw rows are prepared like those of the run, to a temporary directory."""
+def _data_to_score(
+    run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool
+) -> Iterator[tuple[Path | None, int]]:
+    """Yield the dataset to score and its bad lines; raw rows are prepared like the run's, to a temporary directory."""
     from stoker.training.files.rundir import find_checkpoint, find_dataset
 
     if data is not None and is_log(data):
@@ -140,7 +143,7 @@ def _data_to_score(run: Path, data: Path | None, keep: Sequence[str], *, quiet: 
     elif keep:
         raise ConfigError("--keep takes columns of raw rows along. Of a dataset: stoker prepare --keep COLUMN")
     else:
-        yield data
+        yield data, 0
 
 
 def _open(
@@ -150,7 +153,7 @@ def _open(
     settings: dict[str, Any],
 ) -> tuple[Any, Split, int]:
     """Load the model, placed as in the run or as the options say; return it, the split and the batch size."""
-    from stoker.base.device import resolve_device
+    from stoker.base.device import check_threads, resolve_device
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.loading import load, saved_model
     from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
@@ -160,7 +163,7 @@ def _open(
     if "threads" in settings:
         import torch
 
-        torch.set_num_threads(settings["threads"])
+        torch.set_num_threads(check_threads(settings["threads"]))
     checkpoint = find_checkpoint(run)
     manifest = read_manifest(checkpoint)
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
@@ -302,8 +305,7 @@ def compare(
     """
     from stoker.training.tools.compare import compare as run_comparison
 
-    if plot is not None:
-        check_plot(plot)
+    check_new_files(plot=plot)
     found = run_comparison(*runs, metric=metric)
     if plot is not None:
         found.plot(plot)
@@ -355,10 +357,11 @@ def baseline(
     stoker baseline data/criteo
     stoker baseline data/criteo --rows 2M --json
     """
+    from stoker.training.files.rundir import open_dataset
     from stoker.training.tools.baseline import baseline as fit
 
     with Bars(quiet=as_json) as bars:
-        found = fit(dataset, rows=parse_count(rows), progress=bars)
+        found = fit(open_dataset(dataset), rows=parse_setting("rows", parse_count, rows), progress=bars)
     if printed({"dataset": str(dataset), **found.to_dict()}, as_json):
         return
     show_grids(found.grids())

@@ -70,7 +70,7 @@ def train(
         settings["batch_size"] = _size(batch_size)
 
     if is_log(dataset):
-        dataset = _prepared(cast(Path, dataset), out, quiet=json_lines)
+        dataset = _prepared(cast(Path, dataset), out, resume, settings, quiet=json_lines)
     if why:
         _explain(dataset, settings, json_lines)
         return
@@ -96,13 +96,18 @@ def _explain(dataset: Path | None, settings: dict[str, Any], as_json: bool) -> N
         show_grids(found.grids())
 
 
-def _prepared(log: Path, out: Path | None, *, quiet: bool) -> Path:
+def _prepared(log: Path, out: Path | None, resume: Path | None, settings: dict[str, Any], *, quiet: bool) -> Path:
     """Prepare a raw log to a directory next to the new run."""
+    if resume is not None:
+        raise ConfigError(f"--resume continues a run on its own dataset. Leave out {log}, or give --out for a new run.")
     if out is None or url_of(out) is not None:
         raise ConfigError(f"{log} is a raw log, which is prepared next to the run. Add --out RUN, a local directory.")
+    from stoker.training.ends import check_settings
     from stoker.training.files.rundir import RunDirectory
 
-    RunDirectory(out).check_new()  # before the work, not after it
+    # Before the work, not after it.
+    check_settings(None, {name: value for name, value in settings.items() if (name, value) != ("batch_size", "auto")})
+    RunDirectory(out).check_new()
     return prepare_log(log, out.parent, quiet=quiet)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from stoker.base.errors import ConfigError
 from stoker.base.files import url_of
 from stoker.base.settings import Settings, Useless, setting
+from stoker.base.units import parse_count, parse_share, parse_size
 from stoker.optim import ROW_OPTIMIZERS
 
 Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
@@ -31,13 +32,14 @@ class MemoryBudget(Settings, panel="Memory"):
         None,
         "Memory for rows and their optimizer state, such as 4GiB. Other rows are in main memory.",
         unset="all",
-        size=True,
+        parse=parse_size,
+        least=1,
     )
     host_memory: str | int | None = setting(
         None,
         "Main memory for rows that do not fit on the device. If it does not hold all, it caches them.",
         unset="80% of what is available",
-        size=True,
+        parse=parse_size,
     )
     home_path: str | os.PathLike[str] | None = setting(
         None,
@@ -78,16 +80,20 @@ class MemoryBudget(Settings, panel="Memory"):
 class ReplaySettings(Settings, panel="Batches"):
     """The fast memory and the batches that :func:`stoker.replay` replays."""
 
-    slots: int | str | None = setting(None, "Slots, such as 50k. Each holds one row.", panel=_SLOTS)
-    fraction: float | str | None = setting(None, "Slots as a share of all rows, 0.1 or 10%.", unset="10%", panel=_SLOTS)
+    slots: int | str | None = setting(
+        None, "Slots, such as 50k. Each holds one row.", parse=parse_count, least=1, panel=_SLOTS
+    )
+    fraction: float | str | None = setting(
+        None, "Slots as a share of all rows, 0.1 or 10%.", unset="10%", parse=parse_share, panel=_SLOTS
+    )
     device_memory: int | str | None = setting(
-        None, "Memory for rows and their optimizer state, such as 1GiB.", panel=_SLOTS
+        None, "Memory for rows and their optimizer state, such as 1GiB.", parse=parse_size, least=1, panel=_SLOTS
     )
     in_flight: int = setting(1, "Batches in flight, whose rows may not be evicted.", least=1)
     batch_size: int = setting(2048, "Examples per batch.")
     steps: int | None = setting(None, "Batches to replay.", unset="one epoch", least=1)
     seed: int | None = setting(0, "Seed of the shuffled order.")
-    dim: int = setting(16, "Columns of every table.", options=("--dim", "--embedding-dim"), panel="Rows")
+    dim: int = setting(16, "Columns of every table.", least=1, options=("--dim", "--embedding-dim"), panel="Rows")
     dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.", panel="Rows")
     optimizer: str = setting(
         "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS, panel="Rows"
@@ -96,4 +102,7 @@ class ReplaySettings(Settings, panel="Batches"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if sum(value is not None for value in (self.slots, self.fraction, self.device_memory)) > 1:
-            raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
+            raise ConfigError(
+                "slots, fraction and device_memory each size the fast memory. Give one of them.",
+                settings=("slots", "fraction"),
+            )

@@ -276,10 +276,8 @@ def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "
     """Return the bytes of one row with its optimizer state.
 
     Raises:
-        ConfigError: an unknown type or optimizer, or a dim under 1.
+        ConfigError: an unknown type or optimizer.
     """
-    if dim < 1:
-        raise ConfigError(f"dim is {dim}; a row has at least 1 column.")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(sorted(DTYPES))}.")
     kind = optimizer if isinstance(optimizer, str) else optimizer.kind

@@ -110,7 +110,8 @@ class Preparation(PrepareSettings):
             )
         if self.split is not None:
             raise ConfigError(
-                "with like, all rows go to the split test, so that a split rule has no effect. Leave it out."
+                "with like, all rows go to the split test, so that a split rule has no effect. Leave it out.",
+                settings=("like",),
             )
 
     def task(

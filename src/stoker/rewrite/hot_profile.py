@@ -17,7 +17,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
 from stoker.base.settings import Settings, setting
-from stoker.base.units import format_size, quoted
+from stoker.base.units import format_size, parse_share, parse_size, quoted
 from stoker.dataset.manifest import canonical_json
 from stoker.optim import ROW_OPTIMIZERS
 
@@ -33,19 +33,25 @@ class ProfileOptions(Settings, panel="Rows"):
     """The arguments of :func:`stoker.profile`, which the command line shares."""
 
     budget: int | str = setting(
-        "512MiB", "Memory for hot rows and their optimizer state.", options=("--device-memory",), panel="Memory"
+        "512MiB",
+        "Memory for hot rows and their optimizer state.",
+        options=("--device-memory",),
+        parse=parse_size,
+        panel="Memory",
     )
-    embedding_dim: int = setting(16, "Columns of every table.", options=("--dim", "--embedding-dim"))
+    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--dim", "--embedding-dim"))
     dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.")
     optimizer: str = setting(
         "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS
     )
     sample: float | str | None = setting(
         None, "Estimate from this share of the training rows (5% in the paper), and compare with the counts.",
-        panel="Sample",
+        parse=parse_share, panel="Sample",
     )  # fmt: skip
-    confidence: float | str = setting(0.999, "Confidence of the intervals, such as 99.9%.", panel="Sample")
-    seed: int = setting(0, "Seed of the sample, 0 or more.", panel="Sample")
+    confidence: float | str = setting(
+        0.999, "Confidence of the intervals, such as 99.9%.", parse=parse_share, panel="Sample"
+    )
+    seed: int = setting(0, "Seed of the sample, 0 or more.", least=0, panel="Sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +85,6 @@ class ProfileSettings:
             raise ConfigError(
                 f"chunks={self.chunks} and chunk_rows={self.chunk_rows} must be at least 2 and 1.", settings=("chunks",)
             )
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; give 0 or more.", settings=("seed",))
 
 
 @dataclass(frozen=True, kw_only=True)

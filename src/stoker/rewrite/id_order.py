@@ -53,9 +53,9 @@ class Reordering(Settings, panel="Order"):
     spread: float = setting(
         2.0, "Other ids change places if their counts differ by less than this factor; inf: always."
     )
-    window: int = setting(4096, "Neighbouring training rows that count as one batch.")
-    edges: int = setting(8_000_000, "Most pairs of an id and a window, or of two ids, per table.")
-    seed: int = setting(0, "Seed of the draw if there are more pairs.")
+    window: int = setting(4096, "Neighbouring training rows that count as one batch.", least=2)
+    edges: int = setting(8_000_000, "Most pairs of an id and a window, or of two ids, per table.", least=1000)
+    seed: int = setting(0, "Seed of the draw if there are more pairs.", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,12 +63,6 @@ class Reordering(Settings, panel="Order"):
             raise ConfigError(f"hot is {self.hot}; give a share of the accesses below 1, or a number of ids.")
         if not self.spread >= 1:
             raise ConfigError(f"spread is {self.spread}; a factor between counts is at least 1.")
-        if self.window < 2:
-            raise ConfigError(f"a window of {self.window} rows has no neighbours. Give the size of a batch.")
-        if self.edges < 1000:
-            raise ConfigError(f"edges is {self.edges}, too few for any table. Give some millions.")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; give 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)

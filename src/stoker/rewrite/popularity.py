@@ -107,8 +107,8 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     settings = ProfileSettings(
         budget=parse_size(asked.budget), embedding_dim=asked.embedding_dim, dtype=asked.dtype,
         optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind,
-        sample=None if sample is None else _share("sample", sample), method="exact" if sample is None else "chunks",
-        confidence=_share("confidence", asked.confidence), chunks=asked.chunks, chunk_rows=asked.chunk_rows, seed=seed,
+        sample=None if sample is None else parse_share(sample), method="exact" if sample is None else "chunks",
+        confidence=parse_share(asked.confidence), chunks=asked.chunks, chunk_rows=asked.chunk_rows, seed=seed,
     )  # fmt: skip
     size = row_size(settings.embedding_dim, settings.dtype, optimizer)
     if settings.budget < size:
@@ -184,13 +184,6 @@ def true_hot_rows(dataset: Dataset, found: HotProfile) -> dict[str, int]:
     """Count the rows of each table that reach the threshold of a profile, from the counts of all training rows."""
     tables = {table.name: ExactRows(dataset.counts[table.name].numpy()) for table in found.tables}
     return {name: table.interval(found.threshold * max(table.accesses, 1))[0] for name, table in tables.items()}
-
-
-def _share(setting: str, value: float | str) -> float:
-    try:
-        return parse_share(value)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}", settings=(setting,)) from error
 
 
 def _error(hot: npt.NDArray[np.bool_], inputs: Sample) -> float:

@@ -253,12 +253,6 @@ class Options(LogSettings):
         super().__post_init__()
         if isinstance(self.curve, str | Path):
             object.__setattr__(self, "curve", Curve.load(self.curve))
-        for name, value, most in (("alpha", self.alpha, 10), ("drift", self.drift, 1), ("signal", self.signal, 5)):
-            if not 0 <= value <= most:
-                raise ConfigError(f"{name} is {value:g}. Give 0 to {most}.", settings=(name,))
-        for name, seed in (("seed", self.seed), ("universe", self.universe or 0)):
-            if seed < 0:
-                raise ConfigError(f"{name} is {seed}. Give 0 or more.", settings=(name,))
         if not 0 < self.scale <= 100:
             raise ConfigError(f"scale is {self.scale:g}. Give more than 0 and at most 100.", settings=("scale",))
         if self.base_rate is not None and not 0 < self.base_rate < 1:

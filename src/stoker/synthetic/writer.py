@@ -9,12 +9,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.settings import with_arguments_of
-from stoker.base.units import parse_count, parse_share
+from stoker.base.units import format_size, parse_count, parse_setting, parse_share
 from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
@@ -32,7 +33,6 @@ from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
 from stoker.synthetic.settings import TextSettings
 
 BLOCK = 65_536
-T = TypeVar("T")
 _SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
 
 
@@ -103,7 +103,7 @@ def write(
     >>> print(f"{truth.examples:,} rows, best AUC {truth.best_auc:.2f}")
     5,000 rows, best AUC 0.80
     """
-    total, share = _parsed("rows", parse_count, rows), _parsed("bad", parse_share, settings.pop("bad", 0.0))
+    total, share = parse_setting("rows", parse_count, rows), parse_setting("bad", parse_share, settings.pop("bad", 0.0))
     if total < 1:
         raise ConfigError(f"rows is {total}. Give at least 1.", settings=("rows",))
     options = Options(rows=total, **settings)
@@ -122,6 +122,8 @@ def write(
         paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file))
         files[METADATA] = source.metadata
     _check_place(out, [*paths.values(), truth_file], source, overwrite)
+    if total > (free := shutil.disk_usage(next(each for each in out.absolute().parents if each.exists())).free):
+        raise ConfigError(f"rows is {rows}, but {format_size(free)} of disk are free at {out}. Give fewer rows.")
     made = [folder for path in paths.values() for folder in absent_folders(path.parent)]
     meter, spoiled = TruthMeter(), 0
     try:
@@ -143,13 +145,6 @@ def write(
     )
     truth.save(truth_file)
     return truth
-
-
-def _parsed(name: str, parse: Callable[[Any], T], value: object) -> T:
-    try:
-        return parse(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}", settings=(name,)) from None
 
 
 def _metadata_path(path: Path, taken: tuple[Path, ...]) -> Path:
@@ -243,7 +238,7 @@ def _spoil(part: Part, start: int, *, kinds: Mapping[str, int], share: float, se
 
 @contextmanager
 def _text(path: Path, header: str) -> Iterator[Callable[[bytes], object]]:
-    if path.suffix == ".parquet":
+    if path.suffix in (".parquet", ".zip", ".bz2", ".xz"):
         raise ConfigError(f"{path.name}: this log is text. Name it .tsv, .csv or .txt, with .gz or .zst to compress.")
     with ExitStack() as stack:
         out: Any = stack.enter_context(atomic_file(path))

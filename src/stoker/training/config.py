@@ -255,7 +255,8 @@ class TrainConfig(  # the fields of the last base come first
                 raise ConfigError(
                     f"model {self.model!r} has no option {name!r}. It has: {', '.join(own_options(kind))}."
                 ) from error
-            raise ConfigError(f"model {self.model!r} cannot be built with {options}: {error}.") from error
+            reason = str(error).partition("\n")[0]  # torch adds a trace of C++
+            raise ConfigError(f"model {self.model!r} cannot be built with {options}: {reason}.") from error
 
 
 @contextmanager

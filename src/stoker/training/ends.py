@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -94,6 +94,17 @@ class Outputs(NamedTuple):
     upload: Upload
 
 
+def check_settings(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a new run; ConfigError for those that cannot work with any dataset."""
+    _refuse_both_lengths(settings)
+    return (config or TrainConfig()).replace(**settings)
+
+
+def _refuse_both_lengths(settings: Mapping[str, Any]) -> None:
+    if settings.get("epochs") is not None and settings.get("steps") is not None:
+        raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
+
+
 def open_run(
     dataset: Dataset | str | Path | None,
     config: TrainConfig | None,
@@ -109,18 +120,17 @@ def open_run(
     auto = settings.get("batch_size") == "auto"
     if auto:  # a resumed run keeps the size that it chose
         del settings["batch_size"]
-    if settings.get("epochs") is not None and settings.get("steps") is not None:
-        raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
     if settings.get("tensorboard", config is not None and config.tensorboard):
         require("tensorboard", "writing TensorBoard events needs")
     if resume is None:
         if dataset is None:
             raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
-        config = (config or TrainConfig()).replace(**settings)
+        config = check_settings(config, settings)
         RunDirectory(str(out)).check_new()
         data = open_dataset(dataset)
         config = config.replace(batch_order=batch_order(config, data))
     else:
+        _refuse_both_lengths(settings)
         data, config = _reopen(resume, dataset, config, settings)
     data.check_labelled("trained on")
     if not len(data.train):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from stoker.base.settings import Settings, Useless, setting
+from stoker.base.units import parse_size
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
 from stoker.placement.budget import MemoryBudget
 
@@ -76,7 +77,7 @@ class OrderConfig(Settings, panel="Optimization"):
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
     )
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
-    shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", size=True)
+    shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", parse=parse_size)
     seed: int = setting(0, "Seed of initial weights, rounding and the order of rows.", least=0)
     batch_order: Literal["auto", "shuffled", "hot-cold"] = setting(
         "auto", "Order of batches. auto takes hot-cold on a classified dataset, else shuffled."
@@ -222,7 +223,7 @@ class RunConfig(Settings, panel="Run"):
     tensorboard: bool | None = setting(None, "Write TensorBoard events.", unset="if it is installed", resumable=True)
     data_memory: str = setting(
         "auto", "Memory for a copy of the training rows, such as 2GiB; 0: no copy; auto: half of the free memory of "
-        "a GPU whose tables are resident, else no copy.", size=True, resumable=True,
+        "a GPU whose tables are resident, else no copy.", parse=parse_size, resumable=True,
     )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ class MachineConfig(Settings, panel="Machine"):
 class RangeTest(Settings, panel="Range test"):
     """The range test of :func:`stoker.find_lr`."""
 
-    lr_steps: int = setting(200, "Batches of the range test.")
+    lr_steps: int = setting(200, "Batches of the range test.", least=20)
     low: float = setting(1e-3, "First factor of the learning rates.")
     high: float = setting(1e3, "Last factor.")
     which: Literal["both", "rows", "dense"] = setting("both", "Rates that rise.")
@@ -250,10 +251,6 @@ class RangeTest(Settings, panel="Range test"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lr_steps < 20:
-            self._refuse(
-                f"lr_steps is {self.lr_steps}: too few to see a loss fall and rise. Give at least 20.", "lr_steps"
-            )
         if not 0 < self.low < self.high < math.inf:
             self._refuse(
                 f"low is {self.low:g} and high is {self.high:g}; rates rise from low to high. Give 0 < low < high.",

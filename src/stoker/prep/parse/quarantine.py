@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
-from stoker.base.units import parse_share
+from stoker.base.units import parse_setting, parse_share
 from stoker.prep.parse.frames import BadLine
 from stoker.prep.stages.parts import Part, atomic_path
 
@@ -118,16 +118,15 @@ class BadLineLimit:
         remedy: what the error of ``strict`` advises; None: to fix the line or to leave ``strict`` out.
 
     Raises:
-        ConfigError: ``max_bad`` is not a share.
+        ConfigError: ``max_bad`` is not a share, or is given with ``strict``.
     """
 
     def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
         self.strict = strict
         self.remedy = remedy or "Fix the line, or leave strict out to set bad lines aside."
-        try:
-            self.share = None if max_bad is None else parse_share(max_bad)
-        except ConfigError as error:
-            raise ConfigError(f"max_bad: {error}") from None
+        if strict and max_bad is not None:
+            raise ConfigError("strict allows no bad line, max_bad a share. Give one of them.", settings=("strict",))
+        self.share = None if max_bad is None else parse_setting("max_bad", parse_share, max_bad)
         self.lines = self.bad = self.labels = 0
         self.first = ""
         self.broken: list[str] = []  # a message for each file that breaks off

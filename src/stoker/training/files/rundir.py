@@ -134,7 +134,9 @@ class RunDirectory:
         """
         try:
             values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+            if name == "config.json" and not {"settings", "dataset"} <= set(values):
+                raise ValueError("it lacks the settings and the dataset")
+        except (FileNotFoundError, NotADirectoryError) as error:
             found = _what(self.path)
             is_what = f"is {found}, not a run directory" if found else f"is not a run directory: it has no {name}"
             raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error

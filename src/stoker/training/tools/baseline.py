@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stoker.base.errors import DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
@@ -93,6 +93,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
         progress: called with (task, done, total).
 
     Raises:
+        ConfigError: rows under 1.
         DataError: there are no training rows, or all labels are equal.
 
     Example:
@@ -103,6 +104,8 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
         >>> found.figures["average"]["valid"]["auc"]
         0.5
     """
+    if rows < 1:
+        raise ConfigError(f"rows is {rows}; give at least 1.")
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     batches = list(_drawn(data.train, rows))
     labels = np.concatenate([_labels(batch) for batch in batches]) if batches else np.empty(0)
