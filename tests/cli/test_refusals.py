@@ -70,6 +70,8 @@ def files(folder: Path) -> set[Path]:
         ("synthetic criteo --out new.tsv --rows 1e30", "--rows is 1e30, but"),
         ("train data --out new --bottom x", "--bottom 'x' is not a list"),
         (f"train data --out new --top {LARGE}", "cannot be built with"),
+        ("train data --out new --row-momentum nan", "--row-momentum is nan; it must be finite"),
+        ("train data --out new --row-clip-norm -1", "--row-clip-norm is -1.0; it must be finite"),
         ("train data --out new --row-option x", "--row-option 'x' lacks a value"),
         ("synthetic criteo --out new.tsv --rows 5 --alpha 11", "--alpha is 11; it must be 0 to 10"),
         ("synthetic criteo --out new.tsv.zip --rows 5", "with .gz or .zst to compress"),

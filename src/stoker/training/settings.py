@@ -115,13 +115,13 @@ class RowConfig(Settings, panel="Optimization"):
         unset=_by_kind({kind: each.default_lr for kind, each in ROW_OPTIMIZERS.items()}),
     )  # fmt: skip
     row_weight_decay: float = setting(0.0, "L2 penalty of touched rows. adamw and lamb decouple it.", least=0)
-    row_momentum: float = setting(0.9, "Momentum of momentum_sgd.")
+    row_momentum: float = setting(0.9, "Momentum of momentum_sgd.", least=0)
     row_nesterov: bool = setting(False, "Nesterov momentum, for momentum_sgd.")
     row_beta: float = setting(1.0, "beta of ftrl. It smooths the first steps.", least=0)
     row_l1: float = setting(0.0, "L1 penalty of ftrl. A larger one makes more weights exactly 0.", least=0)
     row_l2: float = setting(0.0, "L2 penalty of ftrl, or of lamb, where it enters the moments.", least=0)
-    row_clip_value: float | None = setting(None, "Clip each value of a row's gradient to this size.")
-    row_clip_norm: float | None = setting(None, "Clip the gradient of each row to this norm.")
+    row_clip_value: float | None = setting(None, "Clip each value of a row's gradient to this size.", least=0)
+    row_clip_norm: float | None = setting(None, "Clip the gradient of each row to this norm.", least=0)
     row_options: Mapping[str, Any] = setting(
         dict, "Other option of the row optimizer, as name=value.", options=("--row-option",)
     )
