@@ -175,9 +175,7 @@ def replay(
     if order not in ("shuffled", "file"):
         raise ConfigError(f"--order {order!r} is unknown. Choose shuffled or file.")
     if not re.fullmatch(r"0*[1-9]\d*(,0*[1-9]\d*)*", lookahead := lookahead.replace(" ", "")):
-        raise ConfigError(
-            f"--lookahead {lookahead!r} is not a list of numbers, each at least 1. Write for example 16,64."
-        )
+        raise ConfigError(f"--lookahead {lookahead!r} is not a list of numbers, at least 1. Write for example 16,64.")
     windows = [f"lookahead-{int(part)}" for part in lookahead.split(",")]
     from stoker.placement.replay import replay as run_replay
     from stoker.training.defaults import batch_for
