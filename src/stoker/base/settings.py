@@ -175,7 +175,7 @@ class Settings:
         if isinstance(number, int) and abs(number) > _LARGEST:
             self._refuse(f"{name} is {value}; it must be at most {_LARGEST}.", name)
         if most is not None and not least <= value <= most:
-            self._refuse(f"{name} is {value:g}; it must be {least:g} to {most:g}.", name)
+            self._refuse(f"{name} is {value:.9g}; it must be {least:g} to {most:g}.", name)
         if least is not None and not least <= number < math.inf:
             zero = "be finite and not negative" if isinstance(value, float) else "not be negative"
             must = (f"be at least {least:g}" + (", or left out" if default_of(item) is None else "")) if least else zero

@@ -226,10 +226,9 @@ _METAVARS = {"row_cow_clip": "R,ZETA", "row_options": "NAME=VALUE", "tt_own": "T
 
 
 def _sizes(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", "-").split("-")]
-    except ValueError as error:
-        raise ConfigError(f"--{name} {text!r} is not a list of layer sizes. Write for example 512-256-64.") from error
+    if not re.fullmatch(r"[1-9]\d*([-,][1-9]\d*)*", text):
+        raise ConfigError(f"--{name} {text!r} is not a list of layer sizes. Write for example 512-256-64.")
+    return [int(part) for part in re.split("[-,]", text)]
 
 
 def _name_value(option: str, text: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from stoker.base.device import resolve_device
 from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import plural, quoted
@@ -97,7 +98,9 @@ class Outputs(NamedTuple):
 def check_settings(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
     """Return the settings of a new run; ConfigError for those that cannot work with any dataset."""
     _refuse_both_lengths(settings)
-    return (config or TrainConfig()).replace(**settings)
+    whole = (config or TrainConfig()).replace(**settings)
+    resolve_device(whole.device)
+    return whole
 
 
 def _refuse_both_lengths(settings: Mapping[str, Any]) -> None:

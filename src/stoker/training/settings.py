@@ -45,7 +45,7 @@ class ModelConfig(Settings, panel="Model"):
     tt_rows: int = setting(
         1_000_000, "Tables with this many rows become tensor trains, if that makes them smaller.", least=1
     )
-    tt_cores: int = setting(3, "Cores of a tensor train, 2 to 4.")
+    tt_cores: int = setting(3, "Cores of a tensor train, 2 to 4.", least=2, most=4)
     tt_own: Mapping[str, int] = setting(
         dict, "TABLE=K: each row of this table has K numbers of its own, and all rows share one core."
     )
@@ -233,7 +233,7 @@ class MachineConfig(Settings, panel="Machine"):
 
     device: str = setting("auto", "auto, cpu or cuda. auto takes the GPU if there is one.")
     backend: Literal["auto", "reference", "cpu", "triton"] = setting("auto", "Kernels of the tables.")
-    threads: int | None = setting(None, "CPU threads.", unset="as many as torch uses", least=1)
+    threads: int | None = setting(None, "CPU threads.", unset="as many as torch uses", least=1, most=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
