@@ -129,6 +129,17 @@ def test_a_path_of_another_kind_is_named(
     assert files(here) == before
 
 
+@pytest.mark.parametrize("command", ["evaluate run", "predict run --out new.csv"])
+def test_another_dataset_is_refused_before_the_model_is_loaded(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    make_dataset(here / "other", rows=1000, num_dense=7)
+    monkeypatch.setattr("stoker.training.files.loading.load", None)
+    code, out, err = output(capsys, *command.split(), "--data", "other")
+    assert (code, out) == (2, "")
+    assert "other does not fit the model: its dense are" in err
+
+
 def test_columns_of_one_name_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [f"{i % 3 // 2},u{i % 17},v{i % 5},{i % 7}.5" for i in range(400)]
     Path("twice.csv").write_text("\n".join(["clicked,user,user,price", *lines]) + "\n")

@@ -154,6 +154,7 @@ def _open(
 ) -> tuple[Any, Split, int]:
     """Load the model, placed as in the run or as the options say; return it, the split and the batch size."""
     from stoker.base.device import check_threads, resolve_device
+    from stoker.dataset.spec import FeatureSpec
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.loading import load, saved_model
     from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
@@ -168,6 +169,7 @@ def _open(
     manifest = read_manifest(checkpoint)
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
+    check_dataset(dataset, FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset"))
     chosen = _with_rows(dataset, wanted.split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
@@ -175,7 +177,6 @@ def _open(
     budget = MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given})
     placement, size = place_scoring(manifest, dataset, budget, batch_size=wanted.batch_size, device=on)
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
-    check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, chosen, size
 
 

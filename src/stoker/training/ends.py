@@ -209,7 +209,7 @@ def restore(
     for problem in problems:
         shown.note(f"warning: {problem} Its steps are trained again.")
     manifest = checkpoint.read_manifest(newest)
-    check_dataset(data, model, manifest["extra"].get("dataset"))
+    check_dataset(data, model.spec, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
     loaded = loading.load(newest, model, replica.dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")

@@ -282,7 +282,7 @@ class Rerun(Replica):
         self.data = data
         if section.checkpoint is not None:
             manifest = checkpoint.read_manifest(section.checkpoint)
-            check_dataset(data, self.model, manifest["extra"].get("dataset"))
+            check_dataset(data, self.model.spec, manifest["extra"].get("dataset"))
             loading.load(section.checkpoint, self.model, self.dense, stream)
         end = section.total + (config.lookahead + 1 if endless else 0)
         # Next uses are recorded for these steps only: for a whole epoch it could take longer than the steps.

@@ -23,6 +23,7 @@ from stoker.base.units import plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
@@ -54,13 +55,13 @@ def dataset_identity(dataset: Dataset) -> dict[str, str]:
     }
 
 
-def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] | None) -> None:
+def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str] | None) -> None:
     """Refuse a dataset whose ids mean something else than those of the training data.
 
     Raises:
         ConfigError: the dataset differs; the message names what differs.
     """
-    mine, theirs = model.spec.to_dict(), dataset.schema.to_dict()
+    mine, theirs = spec.to_dict(), dataset.schema.to_dict()
     for what in ("dense", "features", "num_embeddings"):
         if canonical_json(mine[what]) != canonical_json(theirs[what]):
             raise ConfigError(
