@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import contextlib
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
 from stoker.training import defaults
+
+gc.disable()  # until tests run: modules and tests never become garbage, and looking through them takes seconds
 
 pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown in full, whoever imports it first
 
@@ -29,6 +32,11 @@ fill_fresh_memory()
 # cores. Kernels are tested with all threads, and tests about threads set their own number.
 ALL_THREADS = torch.get_num_threads()
 KERNELS = Path(__file__).parent / "ops"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
