@@ -100,6 +100,28 @@ def test_numba_cache_dir_comes_first(sealed: Path, tmp_path: Path) -> None:
     assert not any((tmp_path / "tmp").iterdir())
 
 
+def test_processes_that_save_at_once_load_their_own_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second saves while the first does; Numba's own class then gives the second the first one's kernel."""
+    from numba.core.caching import IndexDataCacheFile
+
+    from stoker.ops.codegen.jit import _KernelFiles
+
+    first, second = (_KernelFiles(str(tmp_path), "kernel", "stamp") for _ in range(2))
+    write, waiting = IndexDataCacheFile._save_data, [second]
+
+    def late(self: IndexDataCacheFile, name: str, data: bytes) -> None:
+        while waiting:
+            waiting.pop().save("b", "code of b")
+        write(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})  # both looked before either saved
+        patch.setattr(IndexDataCacheFile, "_save_data", late)
+        first.save("a", "code of a")
+    assert [second.load("a"), first.load("b")] == ["code of a", "code of b"]
+    assert _KernelFiles(str(tmp_path), "kernel", "another stamp").load("a") is None
+
+
 def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stoker.ops.codegen import jit
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numba
 from numba.core import config, event
+from numba.core.caching import IndexDataCacheFile
 
 from stoker.base.progress import compiling
 
@@ -63,10 +64,33 @@ def package_stamp() -> str:
     return sha256(repr([(name, of.st_size, of.st_mtime_ns) for name, of in found]).encode()).hexdigest()
 
 
+class _KernelFiles(IndexDataCacheFile):
+    """The files of a function's kernels: each is named by a hash of its key, and holds the key.
+
+    Numba numbers them. Two processes that save at once take the same number, and the index then names one's kernel for
+    the other's key: wrong results, from then on.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        self._save_data(self._name(key), (self._source_stamp, key, data))  # type: ignore[no-untyped-call]
+
+    def load(self, key: Any) -> Any:
+        try:
+            stamp, found, data = self._load_data(self._name(key))  # type: ignore[no-untyped-call]
+        except OSError:
+            return None
+        return data if (stamp, found) == (self._source_stamp, key) else None
+
+    def _name(self, key: Any) -> str:
+        key = sha256(repr((numba.__version__, key)).encode()).hexdigest()[:20]
+        return f"{self._index_name.removesuffix('.nbi')}.{key}.nbc"
+
+
 def stamped(kernel: T) -> T:
-    """Make a kernel's cache on disk valid only until a module of this package changes."""
+    """Make a kernel's cache on disk safe among processes, and valid only until a module of this package changes."""
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # Numba has no public way
     if kept is not None:
+        kept.__class__ = _KernelFiles
         kept._source_stamp = (kept._source_stamp, package_stamp())
     return kernel
 
