@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from processes import run_python
 
 import stoker
 from stoker.base.errors import ConfigError, DataError
@@ -238,5 +237,5 @@ def test_an_array_with_steps_backwards_does_not_end_the_process() -> None:
     code = (
         "import numpy as np; from stoker.dataset.batch import as_tensor; print(as_tensor(np.arange(4)[::-1]).tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.stdout.strip() == "[3, 2, 1, 0]", done.stderr

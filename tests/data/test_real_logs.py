@@ -22,6 +22,8 @@ import stoker
 from stoker.base.errors import DataError, SchemaError
 from stoker.cli import main
 
+# The plain back end: every column has a width of its own, and so a kernel to compile.
+TABULAR: dict[str, Any] = {"model": "tabular", "batch_size": 256, "backend": "reference", "tensorboard": False}
 RETAIL_SCHEMA: dict[str, Any] = {
     "name": "retail",
     "label": "cancelled",
@@ -176,7 +178,7 @@ def test_rows_without_labels_are_scored_and_keep_their_names(tmp_path: Path) -> 
     data = stoker.prepare(schema(), known, out=tmp_path / "data")
     new.write_csv(tmp_path / "new.csv")
     run_folder = tmp_path / "run"
-    stoker.train(data, out=run_folder, model="tabular", batch_size=256, steps=10, tensorboard=False)
+    stoker.train(data, out=run_folder, steps=10, **TABULAR)
     out, scores = tmp_path / "new", tmp_path / "scores.parquet"
     keep = ("--keep", "customer", "--keep", "when")
     assert run("prepare", tmp_path / "new.csv", "--like", data.path, *keep, "--out", out) == 0
@@ -203,7 +205,7 @@ def test_impressions_of_a_second_week_are_scored_without_their_clicks(tmp_path: 
         "categorical": [{"name": name, "type": "int"} for name in ("user_id", "device_type", "item")],
     })  # fmt: skip
     data = stoker.prepare(news, first)
-    model = stoker.train(data, out=tmp_path / "run", model="tabular", batch_size=512, steps=10, tensorboard=False).model
+    model = stoker.train(data, out=tmp_path / "run", steps=10, **TABULAR).model
     new = stoker.prepare(files=second.drop("clicked"), like=data.path, keep=("user_id", "impression_time"))
     scores = stoker.predict(model, new.test)
     assert scores.kept is not None
@@ -231,8 +233,7 @@ def test_logs_datasets_and_runs_at_urls(log: Path) -> None:
     try:
         data = stoker.prepare(schema(), "memory://retail/*.csv", out="memory://retail/data")
         assert hashes(data) == hashes(stoker.prepare(schema(), log))
-        settings = {"model": "tabular", "batch_size": 256, "tensorboard": False}
-        stoker.train("memory://retail/data", out="memory://retail/run", steps=5, **settings)
+        stoker.train("memory://retail/data", out="memory://retail/run", steps=5, **TABULAR)
         assert memory.exists("/retail/run")
     finally:
         memory.rm("/retail", recursive=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_featured_datasets import hash_tree
@@ -98,7 +99,7 @@ def test_partitions_give_what_all_rows_at_once_do(tmp_path: Path, rows_of_a_part
         assert not list(tmp_path.iterdir())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(1, 9))
 def test_rows_come_back_in_order(sizes: list[int], rows: int, keys: int) -> None:
     frames = [pl.DataFrame({"n": range(100 * b, 100 * b + size)}).with_columns(k=pl.col("n") * 7 % keys)
