@@ -20,7 +20,6 @@ import pytest
 from campaigns import in_ci
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import log_loss, roc_auc_score
 
 from stoker import synthetic
 from stoker.base.errors import ConfigError, DataError
@@ -199,6 +198,8 @@ def _picks(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_what_is_learnt_on_one_day_scores_the_next_day_of_its_universe_only(tmp_path: Path) -> None:
+    from sklearn.metrics import roc_auc_score
+
     for name, seed, universe in (("monday", 1, 7), ("tuesday", 2, 7), ("elsewhere", 2, None)):
         synthetic.write("trivago", 20_000, tmp_path / name, seed=seed, universe=universe, scale=0.3)
     items, clicked = _picks(tmp_path / "monday")
@@ -418,6 +419,8 @@ def test_drift_changes_who_is_popular_and_not_how_popular() -> None:
 
 
 def test_the_planted_truth_is_what_scoring_with_the_true_logit_reaches(tmp_path: Path) -> None:
+    from sklearn.metrics import log_loss, roc_auc_score
+
     rows, log = 200_000, None
     options = Options(rows=rows, scale=0.02)
     truth = synthetic.write("criteo", rows, tmp_path / "log.tsv", scale=0.02)
@@ -443,6 +446,8 @@ def test_without_signal_nothing_can_be_learnt(tmp_path: Path) -> None:
 
 
 def test_the_truth_of_choices_is_what_their_shares_reach(tmp_path: Path) -> None:
+    from sklearn.metrics import roc_auc_score
+
     truth = synthetic.write("ebnerd", 6_000, tmp_path / "log")
     source = source_of("ebnerd", Options(rows=6_000))
     labels, scores = [], []
@@ -461,6 +466,8 @@ def test_the_truth_of_choices_is_what_their_shares_reach(tmp_path: Path) -> None
 
 
 def test_the_truth_meter_agrees_with_scikit_learn_on_known_labels() -> None:
+    from sklearn.metrics import log_loss, roc_auc_score
+
     generator = np.random.default_rng(1)
     logits = generator.normal(0, 2, 5_000)
     labels = generator.random(5_000) < 1 / (1 + np.exp(-logits))

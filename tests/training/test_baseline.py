@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import sparse
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss, roc_auc_score
 
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
@@ -35,6 +33,9 @@ def columns(data: Dataset, name: str) -> tuple[sparse.csr_matrix, np.ndarray]:
 
 @pytest.mark.parametrize("sequence", [None, {1: 3}])
 def test_the_logistic_regression_is_that_of_scikit_learn(tmp_path: Path, sequence: dict[int, int] | None) -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss, roc_auc_score
+
     data = make_dataset(tmp_path / "data", rows=1500, sequence=sequence)
     found = baseline(data)
     train, labels = columns(data, "train")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn import metrics as sk
 
 from stoker.training.scores.metrics import StreamingMetrics
 
@@ -30,6 +29,8 @@ def stream(logits: torch.Tensor, labels: torch.Tensor, cuts: list[int], **option
 @settings(max_examples=200, deadline=None)
 @given(ROWS, st.lists(st.integers(0, 60), max_size=4))
 def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, bool]], cuts: list[int]) -> None:
+    from sklearn import metrics as sk
+
     logits = torch.tensor([logit for logit, _ in rows])
     labels = torch.tensor([float(label) for _, label in rows])
     found = stream(logits, labels, sorted(min(cut, len(rows)) for cut in cuts))
