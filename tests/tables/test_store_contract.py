@@ -207,7 +207,7 @@ def test_after_a_failure_the_last_checkpoint_is_whole_and_resumes(
         assert checkpoint_files(run) == resident
 
 
-@pytest.mark.parametrize("kill_at", [1, 40, 80])
+@pytest.mark.parametrize("kill_at", [1, 40, 60])  # a run saves 70 times or more, as threads meet
 def test_after_a_kill_in_a_put_a_run_resumes_to_the_same_checkpoints(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, kill_at: int
 ) -> None:
