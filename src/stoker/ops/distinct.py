@@ -61,13 +61,12 @@ class PinnedRows:
                 if low < high:
                     yield low, high, place if place < 0 else place + low - first
 
-    def marks(self) -> tuple[npt.NDArray[np.int32], int]:
-        """Return an array [P] of this thread and a number that does not occur in it yet, to count distinct rows."""
-        seen, number = getattr(self._local, "marks", (None, 0))
-        if seen is None or number == np.iinfo(np.int32).max:
-            seen, number = np.zeros(len(self), np.int32), 0
-        self._local.marks = (seen, number + 1)
-        return seen, number + 1
+    def marks(self) -> npt.NDArray[np.uint64]:
+        """Return a bit for each place, all 0, to count distinct rows: of this thread."""
+        if not hasattr(self._local, "marks"):
+            self._local.marks = np.zeros(-(-len(self) // 64), np.uint64)
+        found: npt.NDArray[np.uint64] = self._local.marks
+        return found
 
 
 _local = threading.local()
@@ -113,7 +112,7 @@ def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
     others, placed = np.zeros(len(sizes), np.int64), 0
     if len(pinned):
         placed = kernels.place_rows(
-            ids, offsets, jagged, table_of, sizes, pinned.rows, pinned.first_place, *pinned.marks(), inverse_ids, others
+            ids, offsets, jagged, table_of, sizes, pinned.rows, pinned.first_place, pinned.marks(), inverse_ids, others
         )
     else:
         others = space.occurrences(offsets if jagged else None, count)
@@ -142,6 +141,24 @@ def _split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct
     which = -1 - places
     which[~own] = inverse
     return Distinct(found.numpy(), which.to(torch.int32).view(bags.ids.shape), len(torch.unique(places[own])))
+
+
+def slots_of(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor:
+    """Return the slot of each id, int32, in the shape of ``which``: see :class:`Distinct`.
+
+    Args:
+        which: the number of each id's row, or -1 - place.
+        slots: [U] slot of each row, after the ``pinned`` ones, whose places are their slots.
+        pinned: P.
+    """
+    if HAVE_NUMBA:
+        from stoker.ops.cpu import kernels
+
+        out = torch.empty_like(which)
+        kernels.take_slots(which.view(-1).numpy(), slots, pinned, out.view(-1).numpy())
+        return out
+    places = torch.from_numpy((np.append(slots, 0) + pinned).astype(np.int32))  # a batch may have no rows
+    return torch.where(which < 0, -1 - which, places[which.clamp(min=0).long()])
 
 
 def _scratch(size: int) -> tuple[Any, Any]:

@@ -377,21 +377,25 @@ def _joined(a: Uses, b: Uses) -> Uses:
     return replace(a, **columns)
 
 
-def expect_hot_cold(tables: Sequence[Uses], hot: Sequence[int], slots: int, *, in_flight: int) -> Traffic:
+def expect_pinned(
+    tables: Sequence[Uses], hot: Sequence[int], slots: int, *, lookahead: float | None, in_flight: int, transient: bool
+) -> Traffic:
     """Return the traffic of tables whose hot rows are pinned.
 
     Args:
         tables: their uses.
         hot: [T] H of each.
-        slots: C, for hot rows and rows in flight together.
+        slots: C, for hot rows and all others together.
+        lookahead: as for :func:`expect`.
         in_flight: F.
+        transient: as for :func:`expect`.
     """
     parts = [split_hot(uses, count) for uses, count in zip(tables, hot, strict=True)]
     stays = all_hits([warm for warm, _ in parts])
     cold = [uses for _, uses in parts if len(uses.rows)]
     if not cold:
         return stays
-    moves = expect(cold, slots - sum(hot), lookahead=0, in_flight=in_flight, transient=True)
+    moves = expect(cold, slots - sum(hot), lookahead=lookahead, in_flight=in_flight, transient=transient)
     return Traffic(**{f.name: getattr(stays, f.name) + getattr(moves, f.name) for f in fields(Traffic)})
 
 

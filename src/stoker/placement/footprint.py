@@ -39,7 +39,6 @@ _ROUNDED_SLOT = 16  # bytes on the device for bfloat16 weights: table and row, f
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 _ENTRY = 8
 _PER_ROW, _PER_LOOKUP = 8, 12
-HOT_MARK = 8  # bytes per hot row, in the threads that look rows up
 _PLANS = 2  # with writebacks in flight
 _MOMENTS = 16  # bytes per slot
 _KEPT = 1.1  # factor for memory that allocator and threads keep (2 to 9 % were measured)
@@ -116,7 +115,6 @@ class Footprint:
         self.on_cpu = on_cpu
         self.foresight = budget.foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
-        self.hot_bytes = self.slot_bytes + (HOT_MARK if on_cpu else 0)  # fast memory of a hot row
         self._window = Window(uses, budget.lookahead)
         self._most = budget.lookahead + 1
         # Rows by falling frequency, and how many of them a batch uses.
@@ -160,7 +158,7 @@ class Footprint:
 
     def hot_slots_within(self, memory: int, transit: int) -> int:
         """Return C if ``transit`` of the slots are cached and the others are pinned."""
-        return min(self.rows, max(0, memory - self._fast_beside(transit)) // self.hot_bytes)
+        return min(self.rows, max(0, memory - self._fast_beside(transit)) // self.slot_bytes)
 
     def slots_within(self, memory: int) -> int:
         """Return C, the slots that fit ``memory`` bytes of fast memory; 0 if not one fits."""

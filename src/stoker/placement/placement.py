@@ -20,16 +20,15 @@ from stoker.placement.expected import (
     Traffic,
     Uses,
     all_hits,
-    expect,
-    expect_hot_cold,
+    expect_pinned,
     phases,
     split_hot,
     weighted,
 )
-from stoker.placement.footprint import HOT_MARK, Footprint, Window
+from stoker.placement.footprint import Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
+from stoker.tables.config import Cached, Device, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
 from stoker.tables.stores.registry import store_class, store_of
 
 _MIB = 2**20
@@ -50,7 +49,7 @@ class Group:
     bytes: int  # of all rows, with optimizer state
     strategy: str  # name of the class
     home: str | None  # backing store; None: all rows are in fast memory
-    hot: int  # pinned rows (HotCold)
+    hot: int  # pinned rows
     slots: int  # rows in fast memory
     slot_bytes: int  # bytes of the slots, with optimizer state
     cache_bytes: int  # main memory for a RAM tier over the backing store
@@ -90,7 +89,7 @@ class Workload:
     def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
         """Return the expected traffic of tables that share ``slots``, and whether batches are split into parts."""
         uses = [self.uses[table.name] for table in tables]
-        stay = strategy.count_hot(tables) if isinstance(strategy, HotCold) else ()
+        stay = strategy.count_hot(tables)
         if self.hot_batches is None:
             return self._traffic(uses, stay, strategy, slots)
         hot = [self.hot_batches.rows.get(table.name, 0) for table in tables]
@@ -98,10 +97,10 @@ class Workload:
         inside, outside = zip(*(phases(use, rows, share) for use, rows in zip(uses, hot, strict=True)), strict=True)
         others, parts = self._traffic(outside, stay, strategy, slots)
         # Hot batches use the same rows again and again, so any strategy that keeps rows keeps these.
-        kept = sum(hot) <= slots if isinstance(strategy, Cached) else all(map(int.__ge__, stay, hot)) and bool(stay)
+        kept = sum(hot) <= slots if isinstance(strategy, Cached) else all(map(int.__ge__, stay, hot)) and any(stay)
         warm = all_hits(inside) if kept else self._traffic(inside, stay, strategy, slots)[0]
         found = weighted(warm, others, share)
-        if kept and not stay:  # a cache fetches the rows that occur in hot batches only
+        if kept and not any(stay):  # a cache fetches the rows that occur in hot batches only
             new = sum(
                 float(split_hot(use, rows)[0].rows.sum() - split_hot(out, rows)[0].rows.sum()) / use.batches
                 for use, out, rows in zip(uses, outside, hot, strict=True)
@@ -113,23 +112,20 @@ class Workload:
         self, uses: Sequence[Uses], stay: Sequence[int], strategy: Slotted, slots: int
     ) -> tuple[Traffic, bool]:
         """Return the same for batches of one kind, where ``stay`` [T] rows of each table are pinned."""
-        moving = [split_hot(use, rows)[1] for use, rows in zip(uses, stay, strict=True)] if stay else uses
+        moving = [split_hot(use, rows)[1] for use, rows in zip(uses, stay, strict=True)]
         room, depth = slots - sum(stay), self.depth(strategy.home)
         while depth > 1 and sum(use.distinct_of(depth) for use in moving) > room:
             depth -= 1  # too few slots: the next batch is staged later
-        if stay:
-            found = expect_hot_cold(uses, stay, slots, in_flight=depth)
-        else:
-            ahead = self.budget.lookahead
-            known = None if self.budget.foresight else min(ahead, Window(uses, ahead).batches(slots))
-            found = expect(
-                uses, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
-            )  # fmt: skip
+        ahead = self.budget.lookahead
+        known = None if self.budget.foresight else min(ahead, Window(moving, ahead).batches(room))
+        found = expect_pinned(
+            uses, stay, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
+        )
         distinct = sum(use.distinct for use in moving)
         if distinct <= room:
             return found, False
         # A batch in parts fetches its rows once for the lookup and once more for the update.
-        still = max(0.0, found.distinct - distinct) if stay else 0.0
+        still = max(0.0, found.distinct - distinct) if any(stay) else 0.0
         twice = replace(found, distinct=still + 2 * distinct, hits=still, lookups_hit=0.0, written=distinct)
         return twice, True
 
@@ -212,7 +208,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         beside, seconds, disk, parts = 0, 0.0, 0.0, False
         traffic = all_hits(uses)
         if isinstance(strategy, Slotted):
-            beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + HOT_MARK * sum(of.hot)
+            beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + sum(of.hot) // 8
             store = store_of(strategy, of.rows)
             beside += store.index_bytes(of.rows)
             traffic, parts = work.traffic(of.tables, strategy, of.slots)
@@ -344,7 +340,6 @@ class _Bundle:
             size = strategy.host_memory or store_class(strategy.home).cache_bytes or 0
             self.cache_bytes = min(int(size), self.bytes)
             self.fast_bytes = self.slots * self.row_bytes
-        if isinstance(strategy, HotCold):
             self.hot = strategy.count_hot(tables)
         if isinstance(strategy, TensorTrain):
             cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], strategy))

@@ -309,14 +309,19 @@ class _Needs:
 
     def taken(self, division: Division) -> int:
         """Return the fast memory of a division."""
-        whole = sum(self.bytes(table) for table in division.resident)
-        parts = by_kind(division.rest).items()
-        return whole + sum(self.footprint(members).fast(division.slots[kind]) for kind, members in parts)
+        total = sum(self.bytes(table) for table in division.resident)
+        for kind, members in by_kind(division.rest).items():
+            footprint, hot = self.footprint(members), division.count_hot(members)
+            total += footprint.fast(division.slots[kind] - hot) + footprint.slot_bytes * hot
+        return total
 
     def beside(self, division: Division) -> int:
         """Return the main memory for the bookkeeping of a division."""
         kinds = by_kind(division.rest).items()
-        return sum(self.footprint(members).counted(division.slots[kind]) for kind, members in kinds)
+        return sum(
+            self.footprint(members).counted(division.slots[kind] - division.count_hot(members))
+            for kind, members in kinds
+        )
 
     def check(self, tables: Sequence[TableConfig], budget: int, batch_size: int) -> None:
         """Refuse a budget that cannot work."""
@@ -502,13 +507,15 @@ class Division:
     resident: Sequence[TableConfig]
     rest: Sequence[TableConfig]
     slots: Mapping[Kind, int]  # C
-    hot: Mapping[str, int] = field(default_factory=dict)  # table -> H, for HotCold
+    hot: Mapping[str, int] = field(default_factory=dict)  # table -> H
 
     def of(self, **options: Any) -> Slotted:
         """Return the strategy of a kind of tables."""
-        if self.strategy is HotCold:
-            options["hot"] = self.hot
-        return self.strategy(**options)
+        return self.strategy(**options, hot=self.hot)
+
+    def count_hot(self, tables: Sequence[TableConfig]) -> int:
+        """Return the hot rows of some tables together."""
+        return sum(self.hot.get(table.name, 0) for table in tables)
 
     def moved(self, work: Workload) -> float:
         """Return the bytes moved per step of the first epoch, both ways. Hot rows are fetched once, at the start."""
@@ -623,7 +630,7 @@ def _classified(
         cold = [split_hot(use, hot[table.name])[1] for use, table in zip(uses[kind], members, strict=True)]
         transit[kind] = with_margin(sum(use.distinct_of(work.depth(None)) for use in cold))
         footprint = work.footprint(members)
-        own = footprint.hot_bytes * sum(hot[table.name] for table in members)
+        own = footprint.slot_bytes * sum(hot[table.name] for table in members)
         needed[kind] = footprint.fast(largest(members)) + own
         wanted[kind] = footprint.fast(max(largest(members), transit[kind])) + own
     least = sum(needed.values())
@@ -642,7 +649,7 @@ def _classified(
     for kind, members in kinds.items():
         least_hot = [hot[table.name] for table in members]
         own, footprint = sum(least_hot), work.footprint(members)
-        slots[kind] = own + footprint.slots_within(given[kind] - own * footprint.hot_bytes)
+        slots[kind] = own + footprint.slots_within(given[kind] - own * footprint.slot_bytes)
         if slots[kind] > own + transit[kind]:  # memory for more hot rows than the profile has
             slots[kind] = footprint.hot_slots_within(given[kind], transit[kind])
             more_hot = choose_hot(uses[kind], slots[kind], work.depth(None), least_hot)

@@ -84,9 +84,16 @@ class Slotted(Strategy):
     # at once, and time. None: for a GPU, if the rows are at most half of the available memory.
     pin: bool | None = None
     spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: chunk it, or refuse it
+    # table -> H: its ids below H are pinned in slots, so nothing is planned for them. Sizes count these slots, too.
+    hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
+        hot = tuple(sorted((table, int(rows)) for table, rows in pairs))
+        object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
+        if wrong := [table for table, rows in hot if rows < 0]:
+            raise ConfigError(f"{name}: table {wrong[0]!r} has {dict(hot)[wrong[0]]} hot rows; give 0 or more.")
         given = [value for value in (self.slots, self.fraction, self.memory) if value is not None]
         if len(given) != 1:
             raise ConfigError(f"{name} needs one size: slots=, fraction= or memory=; {len(given)} were given.")
@@ -128,10 +135,32 @@ class Slotted(Strategy):
             raise ConfigError(f"{self.memory} bytes hold no row of {row_bytes} bytes. Give more memory.")
         return min(slots, rows)
 
+    @property
+    def hot_rows(self) -> dict[str, int]:
+        """Return table -> H, for tables with hot rows."""
+        return dict(self.hot)
+
+    def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
+        """Return H of each table [T].
+
+        Raises:
+            ConfigError: more hot rows than a table has.
+        """
+        hot = self.hot_rows
+        for table in tables:
+            if hot.get(table.name, 0) > table.num_embeddings:
+                raise ConfigError(
+                    f"{type(self).__name__}: {hot[table.name]:,} rows of table {table.name!r} are to be hot, but it "
+                    f"has {table.num_embeddings:,}. Give at most that many, or profile the dataset of these tables."
+                )
+        return tuple(hot.get(table.name, 0) for table in tables)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cached(Slotted):
     """A cache filled by looking ahead: the row whose next use is farthest leaves (cDLRM; exact, as in BagPipe).
+
+    If ids fall by frequency, ``hot`` rows save most of the planning.
 
     >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
     >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(fraction=0.1))
@@ -152,7 +181,15 @@ class HostPipelined(Slotted):
       1 table, 1,000 rows, 4.0 KiB with state, sgd
       t: 8 columns, HostPipelined, 128 slots for 1,000 rows, backed by memory, on cpu
     )
+
+    Raises:
+        ConfigError: as for :class:`Slotted`; or hot rows.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hot:
+            raise ConfigError("HostPipelined keeps no rows. With hot rows it is HotCold: choose that.")
 
 
 class _Profiled(Protocol):
@@ -182,16 +219,9 @@ class HotCold(Slotted):
         ConfigError: as for :class:`Slotted`; or no hot rows, or a negative number.
     """
 
-    hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()  # table -> H; other tables have none
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
-        hot = tuple(sorted((name, int(rows)) for name, rows in pairs))
-        object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
-        if wrong := [name for name, rows in hot if rows < 0]:
-            raise ConfigError(f"HotCold: table {wrong[0]!r} has {dict(hot)[wrong[0]]} hot rows; give 0 or more.")
-        if not any(rows for _, rows in hot):
+        if not any(self.hot_rows.values()):
             raise ConfigError(
                 "HotCold needs hot rows, such as hot={'C3': 10_000}, or HotCold.from_profile(stoker.profile(...), "
                 "...). Without any, choose HostPipelined."
@@ -201,26 +231,6 @@ class HotCold(Slotted):
     def from_profile(cls, profile: _Profiled, **options: Any) -> HotCold:
         """Take the hot rows of a profile (``stoker.profile``); ``options``: the other fields, with one size."""
         return cls(hot=profile.hot_rows, **options)
-
-    @property
-    def hot_rows(self) -> dict[str, int]:
-        """Return table -> H, for tables with hot rows."""
-        return dict(self.hot)
-
-    def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
-        """Return H of each table [T].
-
-        Raises:
-            ConfigError: more hot rows than a table has.
-        """
-        hot = self.hot_rows
-        for table in tables:
-            if hot.get(table.name, 0) > table.num_embeddings:
-                raise ConfigError(
-                    f"HotCold: {hot[table.name]:,} rows of table {table.name!r} are to be hot, but it has "
-                    f"{table.num_embeddings:,}. Give at most that many, or profile the dataset of these tables."
-                )
-        return tuple(hot.get(table.name, 0) for table in tables)
 
 
 @dataclass(frozen=True, kw_only=True)

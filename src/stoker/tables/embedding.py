@@ -27,7 +27,7 @@ from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, r
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
-    HotCold,
+    Slotted,
     Strategy,
     TableConfig,
     TensorTrain,
@@ -70,8 +70,10 @@ def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strateg
             raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
         found = [placement.get(name, Device()) for name in names]
     for strategy in found:
-        if isinstance(strategy, HotCold) and (unknown := sorted(set(strategy.hot_rows) - set(names))):
-            raise ConfigError(f"HotCold names hot rows of {unknown}, but the tables are {', '.join(names)}.")
+        if isinstance(strategy, Slotted) and (unknown := sorted(set(strategy.hot_rows) - set(names))):
+            raise ConfigError(
+                f"{type(strategy).__name__} names hot rows of {unknown}, but the tables are {', '.join(names)}."
+            )
     return found
 
 

@@ -22,7 +22,7 @@ from stoker.models import MODELS
 from stoker.ops.reference import bag_lengths
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import HotCold, Strategy
+from stoker.tables import Strategy
 from stoker.tables.config import Slotted
 from stoker.training.config import TrainConfig
 from stoker.training.placing import slotted
@@ -133,13 +133,11 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
     """Return the same groups with a slot for every row, backed by memory."""
     found: dict[str, Strategy] = {}
     for name, strategy in placement.items():
-        if isinstance(strategy, HotCold):
-            hot = {table: min(rows, spec.num_embeddings[table]) for table, rows in strategy.hot_rows.items()}
-            strategy = replace(strategy, hot=tuple(hot.items()))
         if isinstance(strategy, Slotted):
+            hot = {table: min(rows, spec.num_embeddings[table]) for table, rows in strategy.hot_rows.items()}
             strategy = replace(
-                strategy, slots=None, memory=None, fraction=1.0, home="memory", path=None, host_memory=None,
-                direct=False, writes=None,
+                strategy, hot=tuple(hot.items()), slots=None, memory=None, fraction=1.0, home="memory", path=None,
+                host_memory=None, direct=False, writes=None,
             )  # fmt: skip
         found[name] = strategy
     return found

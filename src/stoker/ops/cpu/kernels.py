@@ -268,11 +268,11 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
 
 
 @jit
-def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, mark, inverse, others):
+def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, inverse, others):
     """Place the pinned rows in the order of the batch: id k below ``pinned`` [T] gets ``inverse`` -1 - place.
 
-    Places count from ``first_place`` [T] on and are marked in ``seen``. ``others`` [T] counts the other ids of each
-    table. Returns how many distinct places there were, or -1 for a bad id.
+    Places count from ``first_place`` [T] on. ``seen`` has a bit for each, all 0 before and after. ``others`` [T] counts
+    the other ids of each table. Returns how many distinct places there were, or -1 for a bad id.
     """
     features = table_of.size
     batch = (offsets.size - 1 if jagged else ids.size) // features
@@ -280,8 +280,7 @@ def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, 
     limits, lows, places = np.empty((3, features), np.int64)
     for f in range(features):
         limits[f], lows[f], places[f] = table_rows[table_of[f]], pinned[table_of[f]], first_place[table_of[f]]
-    number = np.int32(mark)
-    placed = 0
+    placed, wrong = 0, False
     for b in range(batch):
         for f in range(features):
             bag = b * features + f
@@ -290,16 +289,28 @@ def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, 
                 begin, end = offsets[bag], offsets[bag + 1]
             for k in range(begin, end):
                 row = np.int64(ids[k])
-                if row < 0 or row >= limits[f]:
-                    return -1
-                if row < lows[f]:
-                    place = np.uint64(places[f] + row)
-                    inverse[k] = -1 - np.int64(place)
-                    placed += seen[place] != number
-                    seen[place] = number
+                wrong |= row < 0 or row >= limits[f]
+                inverse[k] = 0
+                if 0 <= row < lows[f]:
+                    place = places[f] + row
+                    inverse[k] = -1 - place
+                    word, bit = np.uint64(place >> 6), np.uint64(place & 63)
+                    placed += 1 - np.int64((seen[word] >> bit) & np.uint64(1))
+                    seen[word] |= np.uint64(1) << bit
                 else:
                     others[table_of[f]] += 1
-    return placed
+    for k in range(ids.size):
+        if inverse[k] < 0:
+            seen[np.uint64((-1 - inverse[k]) >> 6)] = np.uint64(0)
+    return -1 if wrong else placed
+
+
+@jit
+def take_slots(which, slots, first, out):
+    """Write the slot of each id to ``out``: row ``which`` is in ``first + slots[which]``, place p < 0 in ``-1 - p``."""
+    for k in range(which.size):
+        row = which[k]
+        out[k] = -1 - row if row < 0 else first + slots[np.uint64(row)]
 
 
 @jit

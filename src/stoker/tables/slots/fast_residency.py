@@ -110,7 +110,11 @@ def _remove(directory, at, counters):
 @jit
 def _forget_idle(directory, row, counters):
     """Drop the record of a row that is neither resident nor announced nor being written back."""
-    at = _find(directory, row)
+    _forget_at(directory, _find(directory, row), counters)
+
+
+@jit
+def _forget_at(directory, at, counters):
     if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, USE] < 0:
         _remove(directory, at, counters)
 
@@ -179,15 +183,26 @@ def _unmark(tree, levels, rank):
 
 
 @jit
-def _highest(tree, levels):
-    """Return the highest rank in the tree, or -1."""
-    top = levels.size - 1
-    if tree[levels[top]] == 0:
-        return np.int64(-1)
-    word = np.int64(0)
-    for level in range(top, -1, -1):
-        word = (word << 6) + _highest_bit(tree[levels[level] + word])
-    return word
+def _take_highest(tree, levels, ranks):
+    """Remove the highest ranks from the tree, as many as ``ranks`` holds; write them, falling; return their number."""
+    words, found = np.zeros(ranks.size, np.int64), np.int64(ranks.size > 0)
+    # Level by level from the top: a word has a rank or more, so the first words of a level are enough, and the cache
+    # misses of a level overlap.
+    for level in range(levels.size - 1, -1, -1):
+        count, found = found, np.int64(0)
+        for i in range(count):
+            if i + _AHEAD < count:
+                prefetch(tree, levels[level] + words[i + _AHEAD])
+            bits = tree[levels[level] + words[i]]
+            while bits != 0 and found < ranks.size:
+                bit = _highest_bit(bits)
+                bits ^= np.uint64(1) << np.uint64(bit)
+                ranks[found] = (words[i] << 6) + bit
+                found += 1
+        words[:found] = ranks[:found]
+    for i in range(found):
+        _unmark(tree, levels, ranks[i])
+    return found
 
 
 @jit
@@ -312,16 +327,17 @@ def _set_next(slot, step, slots, order, counters):
 @jit
 def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
     """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be enough."""
-    found = 0
-    while found < needed:
-        rank = _highest(order[0], order[1])
-        if rank < 0:
-            break
-        _unmark(order[0], order[1], rank)
-        slot = directory[_find(directory, _row_of_rank(rank, ranks)), SLOT]
-        slots[slot, FLAGS] &= ~PARKED_FLAG
-        victims[found] = slot
-        found += 1
+    found = _take_highest(order[0], order[1], victims[:needed])
+    for i in range(found + _AHEAD):
+        if i < found:
+            victims[i] = _row_of_rank(victims[i], ranks)
+            _prefetch_record(directory, victims[i])
+        if i >= _AHEAD:
+            slot = directory[_find(directory, victims[i - _AHEAD]), SLOT]
+            prefetch(slots, slot * 4)
+            victims[i - _AHEAD] = slot
+    for i in range(found):
+        slots[victims[i], FLAGS] &= ~PARKED_FLAG
     if found < needed and counters[KEPT] == 0:
         _rebuild(slots, order, counters)
     while found < needed:
@@ -445,12 +461,16 @@ def _plan(
         counters[FREE] += 1
     # From here on records of the directory move: places are no longer valid.
     for i in range(evicted):
+        if i + _AHEAD < evicted:
+            _prefetch_record(directory, evict_rows[i + _AHEAD])
         directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if i < written else -1
     for i in range(landed_rows.size):
+        if i + _AHEAD < landed_rows.size:
+            _prefetch_record(directory, landed_rows[i + _AHEAD])
         at = _find(directory, landed_rows[i])
         if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -2 - landed:
             directory[at, SLOT] = -1
-            _forget_idle(directory, landed_rows[i], counters)
+            _forget_at(directory, at, counters)
     for i in range(written, evicted):
         _forget_idle(directory, evict_rows[i], counters)
     return fence, fetched, written
@@ -462,6 +482,8 @@ def _release(given, mark, slots, order, counters):
     for i in range(given.size):
         if i + _AHEAD < given.size:
             prefetch(slots, given[i + _AHEAD] * 4)
+        if i + _AHEAD // 2 < given.size:
+            prefetch(order[0], slots[given[i + _AHEAD // 2], RANK] >> 6)
         slot = given[i]
         slots[slot, FLAGS] -= USER
         if mark:

@@ -25,7 +25,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import Distinct, PinnedRows, split_rows
+from stoker.ops.distinct import Distinct, PinnedRows, slots_of, split_rows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
@@ -223,7 +223,7 @@ class SlottedRows(Storage):
             if self._labels and len(plan.fetch_rows):
                 labels = [each[self.num_hot :] for each in self._labels]
                 link.label(list(zip(labels, self.space.locate(plan.fetch_rows), strict=True)), plan.fetch_slots)
-            ids = link.send(self._slots(plan, wanted))
+            ids = link.send(slots_of(wanted.which, plan.slots, self.num_hot))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
             ticket = link.ticket()
@@ -240,16 +240,6 @@ class SlottedRows(Storage):
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease
-
-    def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
-        """Return the slot of each id, int32."""
-        which = wanted.which.numpy()
-        if not len(plan.slots):
-            return torch.from_numpy(np.invert(which))  # -1 - place
-        slots = (plan.slots + self.num_hot).astype(np.int32)
-        if not wanted.placed:
-            return torch.from_numpy(slots.take(which))
-        return torch.from_numpy(np.where(which < 0, np.invert(which), slots.take(which, mode="clip")))
 
     def _take_back(self, token: tuple[int, Ints], changed: bool) -> None:
         number, slots = token
@@ -464,7 +454,7 @@ def make_slotted(
         space,
         slots=strategy.count_slots(space.num_rows, home.row_bytes),
         device=device,
-        hot=strategy.count_hot(tables) if isinstance(strategy, HotCold) else (),
+        hot=strategy.count_hot(tables),
         transient=isinstance(strategy, HostPipelined | HotCold),
         link=CudaLink if gpu else QueuedLink if home.is_blocking else DirectLink,
     )
