@@ -30,8 +30,8 @@ from stoker.base.checks import near
 from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
-#: names of settings, and why they have no effect
 _LARGEST = 2**63 - 1  # kernels count in 64 bits
+#: names of settings, and why they have no effect
 Useless = Iterator[tuple[tuple[str, ...], str]]
 
 _P = ParamSpec("_P")
@@ -173,7 +173,8 @@ class Settings:
         least, most, parse = limits["least"], limits["most"], limits["parse"]
         number = value if parse is None else parse_setting(name, parse, value)
         if isinstance(number, int) and abs(number) > _LARGEST:
-            self._refuse(f"{name} is {value}; it must be at most {_LARGEST}.", name)
+            bound = f"most {_LARGEST}" if number > 0 else f"least {-_LARGEST}"
+            self._refuse(f"{name} is {value}; it must be at {bound}.", name)
         if most is not None and not least <= value <= most:
             self._refuse(f"{name} is {value:.9g}; it must be {least:g} to {most:g}.", name)
         if least is not None and not least <= number < math.inf:

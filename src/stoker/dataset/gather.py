@@ -127,7 +127,8 @@ class NumbaGather(NumpyGather):
 
         super().__init__(shards, starts, ids_only=ids_only)
         self._kernel, self._threads = copy_rows, threads
-        # By the names of the tensors to copy: where their rows are in each shard, and the bytes of a row.
+        # By the names of the tensors to copy: address of row 0 by the numbers of each shard, and bytes of a row.
+        # The rows of a tensor always have the same numbers.
         self._sources: dict[tuple[str, ...], tuple[Int64, Int64]] = {}
 
     def _copy(

@@ -122,6 +122,7 @@ def write(
         paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file))
         files[METADATA] = source.metadata
     _check_place(out, [*paths.values(), truth_file], source, overwrite)
+    # A row takes more than a byte, so these would never fit; others may, depending on the log.
     if total > (free := shutil.disk_usage(next(each for each in out.absolute().parents if each.exists())).free):
         raise ConfigError(f"rows is {rows}, but {format_size(free)} of disk are free at {out}. Give fewer rows.")
     made = [folder for path in paths.values() for folder in absent_folders(path.parent)]

@@ -99,5 +99,5 @@ def row_move(b: ir.IRBuilder, size: Size, out: Row, row: Row) -> None:
 
 @operation
 def bytes_move(b: ir.IRBuilder, size: Size, out: Row, row: Row) -> None:
-    """Do the same with memcpy: faster, unless rows have 64 bytes or few."""
+    """Copy ``size`` bytes with memcpy: faster than :func:`row_move`, except for rows of 64 bytes or of few."""
     cgutils.raw_memcpy(b, out.bytes, row.bytes, I64(size) if isinstance(size, int) else size, 1)
