@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.dlpack import from_dlpack
 
+_TENSORS = "dense", "ids", "offsets", "weights", "labels"  # of a batch
+
 
 def as_tensor(array: Any, *, copy: bool = False) -> Tensor:
     """Return a tensor in the memory of an array that has ``__dlpack__``, such as one of NumPy, CuPy or JAX.
@@ -63,9 +65,9 @@ class Batch:
     step: int = 0  # position in the stream, counted from 0 over all epochs
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = self.tensors()
-        for name, value in given.items():
-            if not isinstance(value, Tensor):
+        for name in _TENSORS:
+            value: Any = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
                 object.__setattr__(self, name, as_tensor(value))
 
     def __len__(self) -> int:
@@ -114,7 +116,7 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without those that are None."""
-        found = {name: getattr(self, name) for name in ("dense", "ids", "offsets", "weights", "labels")}
+        found = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:

@@ -18,7 +18,7 @@ from stoker.ops.codegen.llvm_memory import bytes_move, fetch_add, prefetch_bytes
 from stoker.ops.codegen.native import Kernel, arguments
 
 _AHEAD = 8  # rows to prefetch ahead of the copy
-_BLOCK = 2048  # rows of a work item: fewer are not worth a second thread
+_BLOCK = 512  # rows of a work item: fewer are not worth a second thread
 # Numba does not inline it, or it would infer the types of every copy. LLVM inlines them, in half the time.
 _part: Any = numba.njit
 

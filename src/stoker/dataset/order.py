@@ -149,8 +149,7 @@ class EpochOrder:
             self._blocks[[place, last]] = self._blocks[[last, place]]
             sizes[pool] -= blocks * self.block_rows - rows
         self.pool_starts = np.concatenate(([0], np.cumsum(sizes)))  # [pools + 1] positions
-        self._pool = -1
-        self._chunk = -1
+        self._pool, self._begin = -1, 0  # of the chunk in memory: its pool and first position
         self._table = np.empty(0, np.int64)
 
     def pool_of(self, position: int) -> int:
@@ -167,27 +166,25 @@ class EpochOrder:
             return np.arange(start, stop, dtype=np.int64)
         parts = []
         while start < stop:
-            pool = self.pool_of(start)
-            first, end = int(self.pool_starts[pool]), int(self.pool_starts[pool + 1])
-            chunk = (start - first) // _CHUNK
-            if (pool, chunk) != (self._pool, self._chunk):
-                self._load(pool, chunk, end - first)
-            begin = first + chunk * _CHUNK
-            until = min(stop, begin + len(self._table))
-            parts.append(self._table[start - begin : until - begin])
+            if not self._begin <= start < self._begin + len(self._table):
+                self._load(start)
+            until = min(stop, self._begin + len(self._table))
+            parts.append(self._table[start - self._begin : until - self._begin])
             start = until
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int64)])
 
-    def _load(self, pool: int, chunk: int, size: int) -> None:
+    def _load(self, position: int) -> None:
+        """Compute the rows of the chunk that a position belongs to."""
+        pool = self.pool_of(position)
+        first, end = int(self.pool_starts[pool]), int(self.pool_starts[pool + 1])
         if pool != self._pool:
-            self._within = permutation(f"{self._name}/{pool}", size)
-        places = self._within(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size))
-        if self._whole:  # blocks are in order
-            self._table = places
-        else:
-            block, row = np.divmod(places, self.block_rows)
+            self._within, self._pool = permutation(f"{self._name}/{pool}", end - first), pool
+        chunk = (position - first) // _CHUNK * _CHUNK
+        self._begin = first + chunk
+        self._table = self._within(chunk, min(chunk + _CHUNK, end - first))
+        if not self._whole:  # else blocks are in order
+            block, row = np.divmod(self._table, self.block_rows)
             self._table = self.blocks_of(pool)[block] * self.block_rows + row
-        self._pool, self._chunk = pool, chunk
 
 
 def rows_that_fit(memory: int, bytes_per_row: float) -> int:

@@ -305,6 +305,7 @@ class BatchStream:
         else:
             threads = 1 if reading.prefetch else torch.get_num_threads()  # prefetching leaves threads to training
             gather = make_gather(split.shards, split.starts, ids_only=ids_only, threads=threads)
+        fresh = again or not (self.reuse or reading.pinned)
         # This generator shares nothing that changes: an abandoned one whose thread is still ending does no harm.
         ring: list[dict[str, Tensor]] = [{} for _ in range(reading.prefetch + 2)]
         for index in range(position, end):
@@ -313,18 +314,18 @@ class BatchStream:
                 split.check_rows(start, stop)
             if pages is not None:
                 pages.at(start)
-            allocate = new_tensor if again else partial(self._allocate, ring[index % len(ring)])
+            allocate = new_tensor if fresh else partial(self._allocate, ring[index % len(ring)])
             tensors = gather(order.take(start, stop), allocate)
             if ids_only:
                 tensors["dense"] = torch.empty((stop - start, 0))
             yield Batch(step=epoch * len(self) + index, **tensors)
 
     def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        pinned, size = self._reading.pinned, prod(shape)
         if not self.reuse:
-            return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+            return torch.empty(shape, dtype=dtype, pin_memory=self._reading.pinned)
+        size = prod(shape)
         if name not in ring or ring[name].numel() < size:
-            ring[name] = torch.empty(max(size, 1), dtype=dtype, pin_memory=pinned)
+            ring[name] = torch.empty(max(size, 1), dtype=dtype)
         return ring[name][:size].view(shape)
 
 
