@@ -113,7 +113,7 @@ class Case:
     batches: list[Batch]
     strategy: Any
     staged: bool
-    lookahead: int
+    lookahead: int | None
     in_flight: int
     background: bool
     slow: bool
@@ -225,9 +225,12 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     if kind is Cached and seed % 3 == 1:  # again no draw
         most = (1 + seed % 2) * max(0, slots - 3 * features) // (2 * len(tables))
         options["hot"] = {table.name: min(most, table.num_embeddings) for table in tables[seed % 2 :]}
+    staged, lookahead = random.random() < 0.8, int(random.integers(0, 12))
+    if seed % 4 == 1:  # it adapts, within a memory that may be too small for it; no draw either
+        options["window"] = 300 * (seed % 7)
     case = Case(
         seed=seed, tables=tables, optimizer=optimizer, batches=batches,
-        strategy=kind(**options), staged=random.random() < 0.8, lookahead=int(random.integers(0, 12)),
+        strategy=kind(**options), staged=staged, lookahead=None if "window" in options else lookahead,
         in_flight=int(random.integers(1, 5)), background=random.random() < 0.3, slow=random.random() < 0.6,
         integers=integers, backend=backend, peeks={s for s in range(14) if random.random() < 0.15},
         steps=steps, foresight=random.random() < 0.3, include_last_offset=last,

@@ -148,6 +148,20 @@ class Rereadable:
         return self.batches[step : step // 3 * 3 + 3]
 
 
+class Erratic:
+    """A window that changes at random, whatever plans say."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    @property
+    def batches(self) -> int:
+        return int(self.random.integers(0, 12))
+
+    def judge(self, guessed: bool, known: int) -> None:
+        pass
+
+
 class Run:
     """Carries out the program of ``case`` on ``tables``.
 
@@ -203,11 +217,14 @@ class Run:
         if scaler is not None and scaler() is not None:
             gc.collect()  # rows that step inside backward refuse to where a scaler is about
 
-    def stage(self, stream: Iterable[Batch], lookahead: int, **given: Any) -> Iterable[Batch]:
-        """The stream, staged where there is something to stage."""
+    def stage(self, stream: Iterable[Batch], lookahead: int | None, **given: Any) -> Iterable[Batch]:
+        """The stream, staged where there is something to stage; sometimes with a window that changes at random."""
         if not isinstance(self.tables, EmbeddingTables):
             return stream
-        return stage(stream, self.tables, lookahead=lookahead, background=self.background, **given)
+        staged = stage(stream, self.tables, lookahead=lookahead, background=self.background, **given)
+        if self.case.seed % 4 == 2:
+            staged.ahead = Erratic(self.case.seed)
+        return staged
 
     def steps(self, each: Round) -> AbstractContextManager[None]:
         return self.tables.accumulate() if each.ends.startswith("accumulate") else nullcontext()

@@ -173,6 +173,7 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
         model.keep(resident)
         model.check(fast)
         assert (plain.free, plain.announced, plain.wanted) == (fast.free, fast.announced, fast.wanted)
+        assert plain.guesses == fast.guesses
         assert np.array_equal(plain.row_in_slot, fast.row_in_slot)
 
 

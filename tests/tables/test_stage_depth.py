@@ -10,7 +10,9 @@ import torch
 
 import stoker
 from stoker import Batch, Cached, EmbeddingTables, TableConfig
+from stoker.tables.slots.residency import known_bytes
 from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.slots.window import LEAST
 
 ROWS, EACH, COUNT = 400, 8, 30
 
@@ -85,3 +87,39 @@ def test_batches_that_do_not_fit_yet_keep_their_turn() -> None:
         assert isinstance(group.storage, SlottedRows)
         assert group.storage.stats.rows == sum(len(ids[:, place].unique()) for ids in all_ids)
         assert group.storage.stats.fetched + group.storage.stats.hits == group.storage.stats.rows
+
+
+def drifting(count: int = 300, rows: int = 60, each: int = 5) -> list[Batch]:
+    """Batches whose rows come back after about 40 others, so that short windows do not see the next use."""
+    random = torch.Generator().manual_seed(0)
+    drawn = [(torch.randint(0, 20, (each, 1), generator=random) + 4 * step).remainder(rows) for step in range(count)]
+    return [Batch(dense=torch.zeros(each, 0), ids=ids, step=step) for step, ids in enumerate(drawn)]
+
+
+def watched(window: int | None, lookahead: int | None = None) -> tuple[int, list[int], int]:
+    """The misses of a cache of 20 rows; how far it looked ahead at each batch; the most bytes of waiting batches."""
+    tables = tables_with(Cached(slots=20, window=window))
+    storage = tables.groups[0].storage
+    assert isinstance(storage, SlottedRows)
+    staged, ahead, most = stoker.stage(drifting(), tables, lookahead=lookahead, background=False), [], 0.0
+    for batch in staged:
+        ahead.append(staged.ahead.batches)
+        most = max(most, storage._queues[0].bytes)
+        tables(batch.ids).sum().backward()
+    return storage.stats.fetched, ahead, int(most)
+
+
+def test_a_window_that_adapts_is_as_good_as_the_whole_future_and_no_longer_than_that_takes() -> None:
+    misses, ahead, _ = watched(window=2**20)
+    everything, short = watched(2**20, lookahead=1000)[0], watched(2**20, lookahead=1)[0]
+    assert everything <= misses <= 1.01 * everything < 0.9 * short
+    assert ahead[0] == LEAST
+    assert LEAST < max(ahead) < 60, "more batches than a plan needs"
+    assert sorted(ahead) != ahead, "it never shrinks"
+
+
+def test_a_window_keeps_to_its_memory() -> None:
+    batch = int(known_bytes(EACH, EACH))
+    _, _, most = watched(window=3 * batch)
+    assert 2 * batch < most <= 4 * batch
+    assert watched(0)[2] <= 2 * batch  # the next batch is read in any case

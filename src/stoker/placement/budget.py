@@ -24,8 +24,8 @@ _SLOTS = "Fast memory (one of three)"
 class MemoryBudget(Settings, panel="Memory"):
     """The memory for rows. It changes no number that a model computes.
 
-    >>> MemoryBudget(device_memory="4GiB", in_flight=3).lookahead
-    64
+    >>> MemoryBudget(device_memory="4GiB", in_flight=3).strategy
+    'auto'
     """
 
     device_memory: str | int | None = setting(
@@ -51,7 +51,9 @@ class MemoryBudget(Settings, panel="Memory"):
     strategy: Choice = setting(
         "auto", "Strategy of tables that do not fit. auto takes the one that moves the fewest bytes."
     )
-    lookahead: int = setting(64, "Batches whose ids are read ahead, beyond those in flight.", least=0)
+    lookahead: int | None = setting(
+        None, "Batches whose ids are read ahead, beyond those in flight.", unset="adapts", least=0
+    )
     foresight: bool = setting(
         False, "Read the ids of an epoch first. Every next use is then known, and the fewest rows move."
     )
@@ -68,6 +70,11 @@ class MemoryBudget(Settings, panel="Memory"):
         if self.home_path is not None:
             self._set("home_path", url_of(self.home_path) or os.fspath(self.home_path))
         super().__post_init__()
+
+    @property
+    def some_lookahead(self) -> int:
+        """``lookahead``, or 64 where too few batches come for it to adapt."""
+        return 64 if self.lookahead is None else self.lookahead
 
     def useless(self) -> Useless:
         yield from super().useless()

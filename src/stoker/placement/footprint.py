@@ -1,12 +1,12 @@
 """The memory of a cache besides its slots, counted from the code that allocates it.
 
-Legend: N rows of the tables, C slots, U distinct rows of a batch, L its lookups, W batches whose ids are known.
+Legend: N rows of the tables, C slots, U distinct rows of a batch, W batches whose ids are known.
 
 * The page table (``fast_residency``): 40 bytes per slot. 16 more for the order of eviction if the window wants more
   rows than there are slots, or with an epoch lookahead. A hash of 32 bytes per record, with a power of two of records
   that is at most 3/4 full, for rows that are in slots, announced or being written back. One bit per row for idle rows.
-* The window: 8 bytes per announced use, in a ring of a power of two. For batches that wait (``slotted``): 8 bytes per
-  distinct row and 12 bytes per lookup (its id, and its row).
+* The window: for batches that wait (``slotted``), 8 bytes per distinct row and 12 bytes per lookup (its id, and its
+  row); and 8 bytes per announced use, in a ring of a power of two, so at most 16.
 * In flight: the writebacks of two plans that are not complete (``transfer``). If a disk is slow, there are more, but
   at most those of :data:`stoker.tables.slots.residency.LANDED` plans. A plan writes about as many rows as a batch has
   beyond the C most frequent ones.
@@ -29,16 +29,20 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from stoker.base.device import total_memory
+from stoker.base.units import parse_size
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
-from stoker.tables.slots.residency import ENOUGH
+from stoker.tables.slots.residency import known_bytes
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: record and entry in the list of empty slots; and two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device for bfloat16 weights: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
-_ENTRY = 8
-_PER_ROW, _PER_LOOKUP = 8, 12
+# Rows in the window for each slot: more have no use; where they share the slots' memory, more cost too many slots.
+_ENOUGH, _ENOUGH_ON_CPU = 4, 2
+_AHEAD = 64  # batches, if the lookahead adapts and its memory is that of the slots
+_SHARE = 64  # else it may take one part of main memory
 _PLANS = 2  # with writebacks in flight
 _MOMENTS = 16  # bytes per slot
 _KEPT = 1.1  # factor for memory that allocator and threads keep (2 to 9 % were measured)
@@ -65,14 +69,22 @@ class Beside:
 class Window:
     """How far a stage looks ahead.
 
-    It reads ids until the known batches use :data:`ENOUGH` times as many rows as there are slots.
+    The planner counts on ids until the known batches use some times as many rows as there are slots.
 
     Args:
         uses: use of the rows, for each table.
-        lookahead: most batches.
+        budget: ``lookahead`` and ``host_memory``.
+        on_cpu: the window shares the memory of the slots.
     """
 
-    def __init__(self, uses: Sequence[Uses], lookahead: int) -> None:
+    def __init__(self, uses: Sequence[Uses], budget: MemoryBudget, *, on_cpu: bool) -> None:
+        lookups = sum(float(use.lookups @ use.rows) for use in uses)
+        self.batch_bytes = known_bytes(sum(use.distinct for use in uses), lookups)
+        lookahead = budget.lookahead
+        if lookahead is None:
+            memory = 0 if on_cpu else parse_size(budget.host_memory or total_memory() or 0) // _SHARE
+            lookahead = max(_AHEAD, min(2**16, int(memory / max(self.batch_bytes, 1))))
+        self.lookahead, self._enough = lookahead, _ENOUGH_ON_CPU if on_cpu else _ENOUGH
         # Rows of the first batches, at some widths; values between are interpolated.
         widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]
         self._widths = np.array(sorted(set(widths)), np.float64)
@@ -80,7 +92,7 @@ class Window:
 
     def batches(self, slots: int) -> float:
         """Return the number of known batches with C slots, including the next one to plan."""
-        return float(np.interp(ENOUGH * slots, self._wanted, self._widths))
+        return float(np.interp(self._enough * slots, self._wanted, self._widths))
 
     def wanted(self, batches: float) -> float:
         """Return the distinct rows of this many batches."""
@@ -109,33 +121,37 @@ class Footprint:
     ) -> None:
         self.rows = sum(use.num_rows for use in uses)  # N
         self.distinct = math.ceil(sum(use.distinct for use in uses))  # U
-        self.lookups = math.ceil(sum(float(use.lookups @ use.rows) for use in uses))  # L
         self.row_bytes = row_bytes
         self.in_flight = budget.in_flight or 2
         self.on_cpu = on_cpu
         self.foresight = budget.foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
-        self._window = Window(uses, budget.lookahead)
-        self._most = budget.lookahead + 1
+        self._window = Window(uses, budget, on_cpu=on_cpu)
         # Rows by falling frequency, and how many of them a batch uses.
         rows, q = (np.concatenate([getattr(use, name) for use in uses]) for name in ("rows", "q"))
         order = np.argsort(-q, kind="stable")
         self._first = np.concatenate([[0.0], np.cumsum(rows[order])])
         self._used = np.concatenate([[0.0], np.cumsum((rows * q)[order])])
 
+    def known(self, slots: int) -> int:
+        """Return the number of known batches with C slots, including the next one to plan."""
+        return min(self._window.lookahead + 1, max(math.ceil(self._window.batches(slots)), self.in_flight + 1))
+
+    def window(self, slots: int) -> int:
+        """Return the bytes of those batches, which :func:`stoker.stage` may take."""
+        return math.ceil(self.known(slots) * self._window.batch_bytes)
+
     def beside(self, slots: int) -> Beside:
         """Return the memory of C slots besides their rows."""
-        window = min(self._most, max(math.ceil(self._window.batches(slots)), self.in_flight + 1))
+        window = self.known(slots)
         wanted = self._window.wanted(window)
         records = min(self.rows, slots + wanted) + self.distinct
         directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / _LOAD))))
-        ring = max(_LEAST_RECORDS, 1 << ((window + 1) * self.distinct).bit_length())
-        waiting = window * (_PER_ROW * self.distinct + _PER_LOOKUP * self.lookups)
         leaving = float(self._used[-1] - np.interp(slots, self._first, self._used))
         slot = _ORDERED_SLOT if self.foresight or wanted > slots else _SLOT
         return Beside(
             page_table=slot * slots + _RECORD * directory + self.rows // 8,
-            window=_ENTRY * ring + waiting,
+            window=self.window(slots) + math.ceil(self._window.batch_bytes),
             in_flight=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
             staging=0 if self.on_cpu else self._staging(slots),
             index=self.rows // 8,

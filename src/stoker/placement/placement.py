@@ -116,8 +116,8 @@ class Workload:
         room, depth = slots - sum(stay), self.depth(strategy.home)
         while depth > 1 and sum(use.distinct_of(depth) for use in moving) > room:
             depth -= 1  # too few slots: the next batch is staged later
-        ahead = self.budget.lookahead
-        known = None if self.budget.foresight else min(ahead, Window(moving, ahead).batches(room))
+        window = Window(moving, self.budget, on_cpu=self.device.type == "cpu")
+        known = None if self.budget.foresight else min(window.lookahead, window.batches(room))
         found = expect_pinned(
             uses, stay, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
         )

@@ -177,7 +177,8 @@ def plan(
     tiers = _tiers(kinds, room, found, settings, needs)
     of_kind = {
         kind: division.of(
-            memory=slots[kind] * row_bytes(members[0], state), host_memory=tiers[kind], **options,
+            memory=slots[kind] * row_bytes(members[0], state), host_memory=tiers[kind],
+            window=needs.footprint(members).window(slots[kind] - division.count_hot(members)), **options,
         )
         for kind, members in kinds.items()
     }  # fmt: skip

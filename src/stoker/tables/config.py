@@ -86,6 +86,9 @@ class Slotted(Strategy):
     spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: chunk it, or refuse it
     # table -> H: its ids below H are pinned in slots, so nothing is planned for them. Sizes count these slots, too.
     hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    # Bytes of main memory for the ids of coming batches, such as "256MiB", in addition to the slots. None: a 64th of
+    # the machine's memory, for all tables together.
+    window: int | str | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -117,8 +120,9 @@ class Slotted(Strategy):
         if self.writes is not None:
             _check_choice(name, "writes", self.writes, "append", "in-place")
         _check_choice(name, "spill", self.spill, "parts", "refuse")
-        if self.memory is not None:
-            object.__setattr__(self, "memory", parse_size(self.memory))
+        for size in ("memory", "window"):
+            if getattr(self, size) is not None:
+                object.__setattr__(self, size, parse_size(getattr(self, size)))
 
     def count_slots(self, rows: int, row_bytes: int) -> int:
         """Return C for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.

@@ -4,6 +4,10 @@
 are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` also tells
 when rows are used after that window (:mod:`stoker.tables.slots.foresight`).
 
+Both adapt. A longer window buys fewer misses only while a plan has to guess who leaves, because rows without a known
+use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans know
+enough. This follows from the ids alone: :func:`stoker.replay` does the same (strategy ``adaptive``).
+
 Legend: C slots.
 """
 
@@ -21,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from stoker.base.device import total_memory
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
@@ -29,7 +34,8 @@ from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
-from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.slots.slotted import Queue, SlottedRows
+from stoker.tables.slots.window import Ahead
 from stoker.tables.storage import Lease
 
 __all__ = ["Stage", "stage"]
@@ -37,6 +43,7 @@ __all__ = ["Stage", "stage"]
 _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
 _JUDGED = 16  # batches between two checks of the stalls
+_SHARE = 64  # of main memory, one part is for the ids of coming batches, unless the strategy says how much
 
 Item = TypeVar("Item")
 Lookup = Tensor | tuple[Tensor | None, ...]  # ids, with offsets and weights if there are any
@@ -61,11 +68,12 @@ class Stage(Generic[Item]):
     """
 
     def __init__(
-        self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int, in_flight: int | None, background: bool,
-        *, foresight: bool = False, progress: Progress | None = None, lookups: Callable[[Item], Lookup] | None = None,
+        self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int | None, in_flight: int | None,
+        background: bool, *, foresight: bool = False, progress: Progress | None = None,
+        lookups: Callable[[Item], Lookup] | None = None,
     ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
-        self.lookahead = lookahead
+        self.ahead = Ahead(lookahead)
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
         self.background = background
         self.window = 0  # batches read ahead now
@@ -78,6 +86,7 @@ class Stage(Generic[Item]):
         self._private = bool(getattr(stream, "fresh", False))
         storages = [group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
+        self._memory = _window_memory([storage for _, storage in self._groups])
         self._leaving = False  # the loop was left: stop recording
         self._foresight = self._watch(stream, progress) if foresight else None
 
@@ -192,11 +201,10 @@ class _Run:
         self._waiting.clear()
 
     def _look_ahead(self) -> bool:
-        """Announce further batches, up to ``lookahead`` or until they need all slots; return False if none waits."""
+        """Announce further batches, as far as the stage looks ahead and memory allows; return False if none waits."""
         stage = self.stage
-        while len(self._waiting) <= stage.lookahead and self._failure is None:
-            storages = zip(self._queues, stage._groups, strict=True)
-            full = all(not _keeps(storage) or queue.full for queue, (_, storage) in storages)
+        while len(self._waiting) <= stage.ahead.batches and self._failure is None:
+            full = not self._deciding or sum(queue.bytes for queue in self._queues) >= stage._memory
             if full and len(self._waiting) > stage.in_flight:
                 break
             try:
@@ -206,6 +214,12 @@ class _Run:
                 self._failure = error
         stage.window = len(self._waiting)
         return bool(self._waiting)
+
+    @property
+    def _deciding(self) -> list[Queue]:
+        """The queues whose batches decide which rows leave."""
+        pairs = zip(self._queues, self.stage._groups, strict=True)
+        return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.decides]
 
     def _announce_next(self) -> bool:
         """Read a batch and announce it; False if there is none."""
@@ -250,7 +264,9 @@ class _Run:
             self._begun[index] = lease
         leases = [self._begun.get(index) for index in range(len(self.tables.groups))]
         self._begun = {}
-        return self._waiting.popleft(), leases
+        first = self._waiting.popleft()
+        self.stage.ahead.judge(any(queue.guesses for queue in self._deciding), len(self._waiting))
+        return first, leases
 
     def _inline(self) -> Iterator[_Staged]:
         stage, ready = self.stage, self._ready
@@ -365,6 +381,13 @@ def _moved(item: Any, device: torch.device) -> Any:
     return item
 
 
+def _window_memory(storages: list[SlottedRows]) -> float:
+    """Return the bytes for batches that wait: those of the strategies, else a share of main memory."""
+    given = [storage.window for storage in storages if _keeps(storage)]
+    own = (total_memory() or 2**32) / _SHARE if None in given else 0
+    return own + sum(size for size in given if size is not None)
+
+
 def _keeps(storage: SlottedRows) -> bool:
     """Return True if rows may stay after their use, so that the next use matters."""
     return not storage.residency.transient
@@ -374,7 +397,7 @@ def stage(
     stream: Iterable[Item],
     tables: EmbeddingTables | nn.Module,
     *,
-    lookahead: int = 64,
+    lookahead: int | None = None,
     in_flight: int | None = None,
     background: bool | None = None,
     foresight: bool = False,
@@ -389,8 +412,9 @@ def stage(
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a module that holds them.
-        lookahead: batches whose ids are known beyond those in flight; fewer if they need twice as many rows as there
-            are slots.
+        lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
+            guesses, and shrinks while they are not. Either way there are fewer if they take more memory than the
+            strategies of the tables allow (``window``).
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows.
@@ -424,7 +448,7 @@ def stage(
             "the stream was made with reuse=True: it overwrites each batch with the next, but batches wait here while "
             "later ones are read. Leave reuse out."
         )
-    if lookahead < 0:
+    if lookahead is not None and lookahead < 0:
         raise ConfigError(f"lookahead is {lookahead} batches; give 0 or more.")
     if in_flight is not None and in_flight < 1:
         raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")

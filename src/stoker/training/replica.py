@@ -284,7 +284,7 @@ class Rerun(Replica):
             manifest = checkpoint.read_manifest(section.checkpoint)
             check_dataset(data, self.model.spec, manifest["extra"].get("dataset"))
             loading.load(section.checkpoint, self.model, self.dense, stream)
-        end = section.total + (config.lookahead + 1 if endless else 0)
+        end = section.total + (config.some_lookahead + 1 if endless else 0)
         # Next uses are recorded for these steps only: for a whole epoch it could take longer than the steps.
         foreseen = section.begin + section.steps
         self.feed = Feed(stream, end, self.model, config, foreseen=foreseen)

@@ -23,6 +23,7 @@ from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
 from stoker.tables import Stage
 from stoker.tables.slots.foresight import Progress
+from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged
 from stoker.training.scores.evaluation import evaluate
@@ -248,6 +249,7 @@ class Feed:
         self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
         self._model, self._config, self._progress = model, config, progress
         self._depth = config.in_flight  # batches in flight at the end of the last segment
+        self._ahead = Ahead(config.lookahead)  # and how far it looked
 
     def __iter__(self) -> Iterator[Batch]:
         begun = self.step
@@ -258,6 +260,7 @@ class Feed:
             segment = staged(self._stream, self._model, self._config, progress=self._progress)
             if isinstance(segment, Stage):
                 segment.hurry, segment.in_flight = self.hurry, self._depth or segment.in_flight
+                segment.ahead = self._ahead
             with closing(iterate(segment)) as batches:
                 for batch in batches:
                     if isinstance(segment, Stage):

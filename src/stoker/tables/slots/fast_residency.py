@@ -663,5 +663,9 @@ class FastResidency(Residency):
         return int(self._counters[FREE] + self._counters[PARKED])
 
     @property
+    def guesses(self) -> bool:
+        return bool(self._counters[FREE] == 0 and self._tree[self._levels[-1]] != 0)
+
+    @property
     def wanted(self) -> int:
         return int(self._counters[WANTED])

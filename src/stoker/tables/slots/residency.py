@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["ENOUGH", "FARTHEST", "LANDED", "NEVER", "Residency", "SlotPlan"]
+__all__ = ["FARTHEST", "LANDED", "NEVER", "Residency", "SlotPlan", "known_bytes"]
 
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
@@ -28,8 +28,11 @@ NEVER = 2**62  # step of the next use of a row without a known one
 FARTHEST = 2**19  # largest hint in batches; later uses are equally far
 #: After this many plans every writeback of a plan has landed; links guarantee it.
 LANDED = 8
-#: With more announced rows for each slot, looking further ahead has no use: a row without a use by then has left.
-ENOUGH = 2
+
+
+def known_bytes(distinct: float, lookups: float) -> float:
+    """Return the bytes that a batch takes while it waits: its rows, their entries in the window, and its lookups."""
+    return 24 * distinct + 12 * lookups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +291,16 @@ class Residency:
     def free(self) -> int:
         """Slots that a plan could use now."""
         return len(self._unused) + len(self._parked)
+
+    @property
+    def guesses(self) -> bool:
+        """True if the last plan may have evicted another row than Belady's rule, as it could not know the next uses.
+
+        Rows without a known use remain in slots, so it had to choose among such rows. A plan that has used them all up
+        chose among known uses: a longer window would have changed nothing.
+        """
+        idle = (self._rows[int(self.row_in_slot[slot])].next_use == NEVER for slot in self._parked)
+        return not self._unused and any(idle)
 
     @property
     def wanted(self) -> int:

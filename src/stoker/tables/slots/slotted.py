@@ -30,7 +30,7 @@ from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
-from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
+from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan, known_bytes
 from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
@@ -113,6 +113,7 @@ class SlottedRows(Storage):
         self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
         self._lock = threading.RLock()
         self._broken: BaseException | None = None
+        self.window: int | None = None  # bytes for batches that wait, see :class:`Slotted`
         self._returned: deque[tuple[Ints, bool, Any]] = deque()  # released slots, unknown to the residency yet
         self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last
         self._leases: dict[int, weakref.ref[Lease]] = {}  # leases that have not ended, by number of their plan
@@ -352,18 +353,14 @@ class Queue:
     def __init__(self, storage: SlottedRows) -> None:
         self._storage = storage
         self._waiting: deque[_Request] = deque()
+        self.guesses = False  # whether the last plan was a guess (:attr:`Residency.guesses`), so that more ids help
+        self.bytes = 0.0  # of the waiting batches
         with storage._lock:
             storage.residency.cancel()
             storage._queues.append(self)
 
     @property
-    def full(self) -> bool:
-        """Whether looking further ahead has no use: every slot is needed, or the residency ignores this queue."""
-        storage = self._storage
-        return not self._decides or storage.residency.wanted >= ENOUGH * storage.num_slots
-
-    @property
-    def _decides(self) -> bool:
+    def decides(self) -> bool:
         return bool(self._storage._queues) and self._storage._queues[-1] is self
 
     @spanned("plan")
@@ -377,12 +374,13 @@ class Queue:
         wanted = storage.distinct(bags, space)
         with storage._lock:
             self._waiting.append(_Request(bags, space, wanted, upcoming))
+            self.bytes += known_bytes(len(wanted.rows), wanted.which.numel())
             self._tell()
             storage.stats.plan_seconds += time.perf_counter() - begin
 
     def _tell(self) -> bool:
         """Announce new batches to the residency; return True if it follows this queue."""
-        if not self._decides:
+        if not self.decides:
             return False
         residency = self._storage.residency
         for request in islice(self._waiting, residency.announced, None):
@@ -400,7 +398,8 @@ class Queue:
             storage.stats.plan_seconds += time.perf_counter() - begin
             if plan is None:
                 return None
-            self._waiting.popleft()
+            self.guesses = self.decides and residency.guesses
+            self._drop_first()
             # The lookup will bring offsets and weights.
             lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
             lease.staged = True
@@ -411,7 +410,11 @@ class Queue:
         with self._storage._lock:
             if self._tell():
                 self._storage.residency.skip()
-            self._waiting.popleft()
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        wanted = self._waiting.popleft().wanted
+        self.bytes -= known_bytes(len(wanted.rows), wanted.which.numel())
 
     def close(self) -> None:
         """Drop the waiting batches. Further calls do nothing."""
@@ -419,7 +422,7 @@ class Queue:
         with storage._lock:
             if self not in storage._queues:
                 return
-            if self._decides:
+            if self.decides:
                 storage.residency.cancel()
             storage._queues.remove(self)
             self._waiting.clear()
@@ -449,7 +452,7 @@ def make_slotted(
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"
     home = make_home(strategy, initial, state, gpu=gpu)
-    return SlottedRows(
+    made = SlottedRows(
         home,
         space,
         slots=strategy.count_slots(space.num_rows, home.row_bytes),
@@ -458,3 +461,5 @@ def make_slotted(
         transient=isinstance(strategy, HostPipelined | HotCold),
         link=CudaLink if gpu else QueuedLink if home.is_blocking else DirectLink,
     )
+    made.window = None if strategy.window is None else int(strategy.window)
+    return made
