@@ -63,9 +63,10 @@ if not INTERPRETED:
 
     @pytest.mark.slow
     def test_interpreter() -> None:
-        """All the tests below, on CPU tensors."""
+        """All the tests below, and those of a whole step, on CPU tensors."""
         options = ["-x", "-p", "no:cacheprovider"]
-        done = process("-m", "pytest", *options, __file__, TRITON_INTERPRET="1")
+        step = str(Path(__file__).with_name("test_gpu_step.py"))
+        done = process("-m", "pytest", *options, __file__, step, TRITON_INTERPRET="1")
         assert done.returncode == 0, done.stdout + done.stderr
 
     @pytest.mark.slow
@@ -77,7 +78,7 @@ if not INTERPRETED:
         done = process(str(script), capability, "--few", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
         assert done.returncode == 0, done.stderr[-4000:]
         found = json.loads(done.stdout.splitlines()[-1])
-        assert len(found["kernels"]) == 9
+        assert len(found["kernels"]) == 10
         assert found["variants"] >= 15
         assert found["inexact"] == {}
 
@@ -262,8 +263,9 @@ def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
     weight, state = make_table(space, 48, torch.float32, g), make_state(space, 48, kind, g)
     rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, weight_decay=0.01, clip_value=1.0, clip_norm=2.0)
     rule = rule._replace(cow_ratio=0.5, cow_floor=1e-3)
-    grad = torch.randn(30, 3, 48, generator=g).to(torch.bfloat16).to(DEVICE)
-    both_update(weight, state, space, make_bags(space, 30, "sum", torch.int64, g), grad, rule)
+    grad = torch.randn(30, 5, 50, generator=g).to(DEVICE)[:, 1:4, :48]  # of several groups' joint output
+    for each in (grad, grad.to(torch.bfloat16), grad.transpose(0, 1).contiguous().transpose(0, 1)):
+        both_update(weight, state, space, make_bags(space, 30, "sum", torch.int64, g), each, rule)
 
 
 @on_device

@@ -85,6 +85,8 @@ def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -
                     grad = torch.zeros(bags.batch_size(3), 3, dim)
                     backend.lookup(weight, space, bags)
                     backend.weight_gradient(weight, space, bags, grad)
+                    if bags.offsets is not None:
+                        backend.check_offsets(bags.offsets, 96, (9, 9, 9), lambda: None)
                     _updates(backend, weight, space, bags, grad, full=full and bags is one)
 
 

@@ -6,6 +6,8 @@ address space of the group's tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,17 @@ class Backend:
         bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
         counts = torch.unique(rows, return_counts=True)[1] if rule.counts else None
         reference.update_rows(weight, state, distinct, total, rule, rounding=bits, counts=counts)
+
+    def check_offsets(self, offsets: Tensor, count: int, most: Sequence[int], check: Callable[[], None]) -> None:
+        """Call ``check``, which raises ValueError for bad offsets; or only if they are bad, at once or later.
+
+        Args:
+            offsets: [B * F + 1] int64; they must rise from 0 to ``count``.
+            count: L.
+            most: [F] the most ids in a bag of each feature.
+            check: waits for the device.
+        """
+        check()
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""

@@ -5,6 +5,8 @@ Legend: B examples, F features, C of them chosen, L ids.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,17 +21,22 @@ def offsets_fit(offsets: Tensor, count: int) -> bool:
 
         return bool(rises(offsets.contiguous().numpy(), count))
     wrong = (offsets[0] != 0) | (offsets[-1] != count) | (bag_lengths(offsets) < 0).any()
-    return not bool(wrong)  # a GPU waits once
+    return not bool(wrong)  # the host waits for a GPU
 
 
-def columns_of(table: Tensor, which: Tensor) -> Tensor:
-    """Return ``table[:, which]`` [B, K], contiguous. Indexing takes 2 to 20 times as long as these copies."""
-    places = which.tolist()
-    if places == list(range(places[0], places[-1] + 1)):
+@lru_cache(maxsize=4096)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a later call may save it for its backward
+        return torch.tensor(places).to(device)
+
+
+def columns_of(table: Tensor, places: tuple[int, ...]) -> Tensor:
+    """Return ``table[:, places]`` [B, K], contiguous. Indexing takes 2 to 20 times as long as these copies."""
+    if places == tuple(range(places[0], places[-1] + 1)):
         return table[:, places[0] : places[-1] + 1].contiguous()
     if len(places) <= 8 and table.device.type == "cpu":
         return torch.stack([table[:, place] for place in places], dim=1)
-    return table[:, which.to(table.device)]
+    return table[:, _index(places, table.device)]
 
 
 def keep_ids(
@@ -44,12 +51,12 @@ def keep_ids(
 
 
 def select_bags(
-    columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    places: tuple[int, ...], features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the bags of some features.
 
     Args:
-        columns: [C] int64, rising.
+        places: of the C features, rising.
         features: F.
         ids: [L].
         offsets: [B * F + 1] int64, sample-major.
@@ -59,6 +66,7 @@ def select_bags(
         Ids, offsets [B * C + 1] and weights.
     """
     by_hand = weights is None or (weights.dtype in (torch.float32, torch.float64) and not weights.requires_grad)
+    columns = _index(places, ids.device)
     if not HAVE_NUMBA or ids.device.type != "cpu" or not by_hand:
         return _by_mask(columns, features, ids, offsets, weights)
     from stoker.ops.cpu.kernels import chosen_ends, chosen_values
@@ -79,7 +87,6 @@ def _by_mask(
     columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Do the same in torch: the definition."""
-    columns = columns.to(ids.device)
     lengths = bag_lengths(offsets)
     chosen = torch.zeros(features, dtype=torch.bool, device=ids.device)
     chosen[columns] = True

@@ -152,7 +152,7 @@ def _lookup_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tables = _tables[number]
     tables._steps.expect_gradient()
-    call = tables.splitter.check(ids, offsets, weights)
+    call = tables.splitter.check(ids, offsets, weights, tables.groups[0].backend)
     wanted = tables.backward_of_call(grad, call, Forward(versions.tolist(), trains), rows=rows, weights=weighted)
     none = grad.new_zeros(0)
     return torch.zeros_like(handle), none if wanted is None else wanted

@@ -354,7 +354,7 @@ class EmbeddingTables(nn.Module):
             )
         check_modes()
         handle = self._steps.check_handle(self._parameters["handle"])
-        call = self.splitter.check(ids, offsets, weights)
+        call = self.splitter.check(ids, offsets, weights, self.groups[0].backend)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
             self._steps.check()

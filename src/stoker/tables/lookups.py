@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
-from stoker.ops import AddressSpace, Bags
+from stoker.ops import AddressSpace, Backend, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
 from stoker.ops.space import make_space
@@ -159,7 +160,7 @@ class GroupLookups:
         self.layout = StepLayout(self.features, {name: steps[name] for name in self.features if name in steps})
         self.space = self._space_of(self.layout)
         places = [features.index(name) for name in self.features]
-        self._columns = None if len(places) == len(features) else torch.tensor(places)
+        self._columns = None if len(places) == len(features) else tuple(places)
         self._spaces: dict[tuple[int, ...], AddressSpace] = {}  # for max pooling, by the steps of each feature
         self._layouts: dict[AddressSpace, StepLayout] = {self.space: self.layout}
         owner = {feature: table for table in tables for feature in table.features}
@@ -328,13 +329,18 @@ class Splitter:
     ) -> None:
         self.features, self.groups, self.layout = tuple(features), tuple(groups), steps
         self.include_last_offset = include_last_offset  # whether offsets end with the number of ids
+        self._most = tuple(steps.steps.get(name, 2**62) for name in features)  # ids in a bag
         self._dims = [group.tables[0].embedding_dim for group in groups]
         self._runs = self._find_runs()
         if len(set(self._dims)) > 1:  # columns instead of positions
             self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
 
-    def check(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Bags:
+    def check(
+        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, backend: Backend | None = None
+    ) -> Bags:
         """Check a call before the kernels; they check the ids themselves when they read them.
+
+        ``backend`` checks what offsets contain; it may report that at a later call (:meth:`Backend.check_offsets`).
 
         Returns:
             The call with offsets [B * F + 1] int64, or None.
@@ -353,6 +359,11 @@ class Splitter:
                 )
         else:
             offsets = self._check_offsets(ids, offsets)
+            check = partial(self._check_contents, offsets, len(ids))
+            if backend is None:
+                check()
+            else:
+                backend.check_offsets(offsets, len(ids), self._most, check)
         if weights is not None:
             if weights.numel() != ids.numel():
                 raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
@@ -386,14 +397,16 @@ class Splitter:
                 f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
                 "plus one for the end (or make the tables with include_last_offset=False)."
             )
-        if not offsets_fit(offsets, len(ids)):
+        return offsets
+
+    def _check_contents(self, offsets: Tensor, count: int) -> None:
+        if not offsets_fit(offsets, count):
             raise ValueError(
-                f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
+                f"offsets must rise from 0 to the number of ids, {count}; they do not. If they leave out the "
                 "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
             )
         if self.layout.steps:
             self.layout.check(offsets)
-        return offsets
 
     def split(self, call: Bags) -> list[Lookups]:
         """Return the lookups of each group in a call, which has passed :meth:`check`."""

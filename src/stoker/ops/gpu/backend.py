@@ -7,8 +7,11 @@ where there is no GPU.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +23,8 @@ from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR
-from stoker.ops.reference import bag_of, factors
 from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
-from stoker.ops.space import AddressSpace, Bags, Rounding
+from stoker.ops.space import AddressSpace, Bags, Rounding, SlotSpace
 
 _TILE = 1024  # elements of a tile: 8 a thread
 _LONG = 64  # a row with more occurrences than this gets programs of its own, which sum it
@@ -65,12 +67,12 @@ class _Segments(NamedTuple):
 class TritonBackend(Backend):
     """Triton kernels.
 
-    An id outside its table raises IndexError as in the reference, but on a GPU at a later call
-    (:class:`IdWatch`), at the latest nine calls on or at :meth:`synchronize`. Until then nothing is
-    written: from that batch on, updates leave every table on the device as it was.
+    An id outside its table raises IndexError as in the reference, and offsets that do not rise ValueError, but on a GPU
+    at a later call (:class:`Watch`), or at :meth:`synchronize`. Until then nothing is written: from that batch on,
+    updates leave every table on the device as it was.
 
     Args:
-        lazy: report bad ids at a later call, so that no call waits for the device; None means on CUDA only.
+        lazy: report bad ids and offsets at a later call, so that no call waits for the device; None means on CUDA only.
 
     Raises:
         ConfigError: Triton's interpreter was chosen, but cannot run the kernels with this NumPy.
@@ -82,7 +84,8 @@ class TritonBackend(Backend):
         if interpreted():
             _check_interpreter(triton.__version__, np.__version__)
         self._lazy = lazy
-        self._watches: dict[torch.device, IdWatch] = {}
+        self._watches: dict[torch.device, Watch] = {}
+        self._most: dict[tuple[torch.device, Sequence[int]], Tensor] = {}
 
     def synchronize(self) -> None:
         """Wait for the device and raise the errors that are not reported yet.
@@ -92,6 +95,20 @@ class TritonBackend(Backend):
         """
         for watch in self._watches.values():
             watch.poll(wait=True)
+
+    def check_offsets(self, offsets: Tensor, count: int, most: Sequence[int], check: Callable[[], None]) -> None:
+        bags, device = len(offsets) - 1, offsets.device
+        if bags == 0:
+            check()
+            return
+        watch = self._watch(device)
+        if (limits := self._most.get((device, most))) is None:
+            limits = self._most[device, most] = _send(most, device)
+        with _on(device):
+            kernels.offsets_kernel[triton.cdiv(bags, _TILE),](
+                offsets, limits, watch.word, bags, count, F=len(most), SIZE=_TILE, **_EXACT
+            )
+            watch.expect(check)
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         device, dim, count = weight.device, weight.shape[1], len(space.features)
@@ -119,7 +136,7 @@ class TritonBackend(Backend):
             else:
                 kernels.lookup_bags_kernel[grid](
                     _bits(weight), ids, bags.offsets.contiguous(), place.bases, place.limits, _or(scales, out), out,
-                    watch.word, total, MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
+                    watch.word, total, len(ids), MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
                 )  # fmt: skip
             watch.post(space, bags)
         return out
@@ -139,33 +156,34 @@ class TritonBackend(Backend):
             super().update(weight, state, space, bags, grad, rule, rounding)
             return
         bf16 = weight.dtype == torch.bfloat16
-        grad = grad.to(torch.float32).contiguous()
+        given, layout = _gradient(grad, features)
         states, flags = [state[name] for name in rule.definition.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
         with _on(device):
             found = self._segments(space, bags, watch, device)
-            scales = _or(found.scales, grad)
-            totals = grad
+            totals = scales = _or(found.scales, found.starts)
             if count > _LONG:
                 windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
                 kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments, found.starts, found.sources, scales, grad, totals, watch.word, count, D=dim,
-                    SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **_EXACT,
+                    found.segments, found.starts, found.sources, scales, given, totals, watch.word, count, D=dim,
+                    SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **layout,
+                    **_EXACT,
                 )  # fmt: skip
             kernels.update_kernel[triton.cdiv(count, tile),](
-                _bits(weight), _or(states[0] if states else None, grad),
-                _or(states[1] if len(states) > 1 else None, grad), found.rows, found.segments, found.starts,
-                found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
+                _bits(weight), _or(states[0] if states else None, scales),
+                _or(states[1] if len(states) > 1 else None, scales), found.rows, found.segments, found.starts,
+                found.sources, scales, given, totals, watch.word, place.table_of, place.first_row,
                 _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
-                space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
-                D=dim, RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
+                space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), D=dim,
+                RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
                 SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
                 CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
-                LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,
+                LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8,
+                **layout, **_EXACT,
             )  # fmt: skip
-            watch.post(space, bags)
+            watch.post(space, bags, updated=True)
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         count, dim = out.numel(), out.shape[1]
@@ -190,46 +208,54 @@ class TritonBackend(Backend):
             return out
         block = min(_power(dim), 128)
         tile = max(1, _TILE // block)
+        given, layout = _gradient(grad, len(space.features))
         with _on(device):
-            bag = None if bags.offsets is None else bag_of(bags.offsets, count)
-            rows = self._addresses(space, bags, bag, watch, device)
+            rows, bag, _ = self._addresses(space, bags, watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight), rows, _or(bag, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
-                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag is not None, SIZE=tile, BLOCK=block, **_EXACT,
+                _bits(weight), rows, _or(bag, rows), given, out, count, space.num_rows, D=dim,
+                BF16=weight.dtype == torch.bfloat16, JAGGED=bag is not None, SIZE=tile, BLOCK=block, **layout, **_EXACT,
             )  # fmt: skip
         return out
 
-    def _watch(self, device: torch.device) -> IdWatch:
+    def _watch(self, device: torch.device) -> Watch:
         if device not in self._watches:
-            self._watches[device] = IdWatch(device, lazy=self._lazy)
+            self._watches[device] = Watch(device, lazy=self._lazy)
         return self._watches[device]
 
     def _addresses(
-        self, space: AddressSpace, bags: Bags, bag: Tensor | None, watch: IdWatch, device: torch.device
-    ) -> Tensor:
-        """Return the row address of each id [L]; int32 where it fits, which takes half the passes to sort."""
-        place, count = space.on(device), bags.ids.numel()
+        self, space: AddressSpace, bags: Bags, watch: Watch, device: torch.device
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the row address of each id [L], its bag and, in a mean, its factor; None where all are alike.
+
+        Addresses are int32 where it fits, which takes half the passes to sort.
+        """
+        place, count, features = space.on(device), bags.ids.numel(), len(space.features)
         dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
         rows = torch.empty(count, dtype=dtype, device=device)
-        ids = bags.ids.contiguous()
+        ids, offsets, bag, scales = bags.ids.contiguous(), bags.offsets, None, None
+        if offsets is not None:
+            bag = torch.empty(count, dtype=torch.int64, device=device)
+            scales = torch.empty(count, dtype=torch.float32, device=device) if bags.mean else None
+        total = bags.batch_size(features) * features
         kernels.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids, _or(bag, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
-            F=len(space.features), JAGGED=bag is not None, SIZE=_TILE, **_EXACT,
+            ids, _or(offsets, ids).contiguous(), place.bases, place.limits, rows, _or(bag, rows), _or(scales, rows),
+            watch.word, total, count, space.num_rows, total.bit_length(), F=features, JAGGED=bag is not None,
+            MEAN=scales is not None, SIZE=_TILE, **_EXACT,
         )  # fmt: skip
-        return rows
+        return rows, bag, scales
 
-    def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
+    def _segments(self, space: AddressSpace, bags: Bags, watch: Watch, device: torch.device) -> _Segments:
         count = bags.ids.numel()
-        bag = None if bags.offsets is None else bag_of(bags.offsets, count)
-        addresses = self._addresses(space, bags, bag, watch, device)
+        addresses, bag, scales = self._addresses(space, bags, watch, device)
+        if bags.weights is not None:
+            scales = bags.weights.reshape(-1).to(torch.float32)
         rows, order = torch.sort(addresses, stable=True)
-        heads = torch.empty(count, dtype=torch.int64, device=device)
-        starts = torch.empty(count + 1, dtype=torch.int64, device=device)
         grid = (triton.cdiv(count, _TILE),)
-        kernels.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
-        segments = torch.cumsum(heads, 0)
-        kernels.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
-        scales = factors(count, bags.offsets, bags.weights, bags.mean)
+        found = torch.empty(grid, dtype=torch.int64, device=device)
+        segments = torch.empty(count, dtype=torch.int64, device=device)
+        starts = torch.empty(count + 1, dtype=torch.int64, device=device)
+        kernels.mark_kernel[grid](rows, found, count, SIZE=_TILE, **_EXACT)
+        kernels.starts_kernel[grid](rows, found, segments, starts, count, SIZE=_TILE, **_EXACT)
         return _Segments(
             rows, segments, starts, order if bag is None else bag[order], None if scales is None else scales[order]
         )
@@ -241,6 +267,17 @@ def _bits(weight: Tensor) -> Tensor:
     return weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
 
 
+def _gradient(grad: Tensor, features: int) -> tuple[Tensor, dict[str, Any]]:
+    """Return ``grad`` [B, F, D] for a kernel, and its layout; it is copied only if its rows are not contiguous."""
+    if grad.dtype not in (torch.float32, torch.bfloat16):
+        grad = grad.to(torch.float32)
+    if grad.stride(2) != 1:
+        grad = grad.contiguous()
+    half = grad.dtype == torch.bfloat16
+    layout = {"F": features, "EXAMPLE": grad.stride(0), "FEATURE": grad.stride(1), "GRAD16": half}
+    return grad.view(torch.int16) if half else grad, layout
+
+
 def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
     """Return ``tensor``, or if it is None another one, which the kernel does not read."""
     return unused if tensor is None else tensor
@@ -250,7 +287,7 @@ def _power(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _send(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _send(values: Sequence[int], device: torch.device) -> Tensor:
     """Copy small integers to the device without waiting for it."""
     tensor = torch.tensor(values, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -261,31 +298,52 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-_UNREAD = 8  # calls the host may run ahead of the device before it waits for a copy
+_UNREAD = 64  # reports that the host does not read before it waits for the device
+_HELD = 2**26  # bytes of ids in them: they remain in the device's memory
+_Check = Callable[[], None]
 
 
-class IdWatch:
-    """The error word of one device: ids outside their table are reported without making the host wait.
+class Watch:
+    """The error word of one device: bad ids and offsets are reported without making the host wait.
 
-    Kernels write the position of the first bad id into one word on the device. Every update reads that word first: once
-    it is set, nothing is written. Each call copies the word to the host, which reads the copy at the next call.
+    Kernels write the position of the first bad id into one word on the device, or a negative number for bad offsets.
+    Every update reads that word first: once it is set, nothing is written. A lookup copies the word to the host, which
+    reads the copy at a later call.
 
     Args:
-        device: where the tables lie.
+        device: where the tables are.
         lazy: report at a later call, so that no call waits for the device; the default on CUDA.
     """
 
     def __init__(self, device: torch.device, *, lazy: bool | None = None) -> None:
         self.word = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
         self.lazy = device.type == "cuda" if lazy is None else lazy
-        self._reports: deque[tuple[torch.cuda.Event | None, Tensor, AddressSpace, Bags]] = deque()
+        self._reports: deque[tuple[torch.cuda.Event | None, Tensor, list[_Check], int]] = deque()
+        self._held = 0  # bytes of ids in the reports
+        self._expected: list[_Check] = []  # for the next report
+        self._posted: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # ids by their number
 
-    def post(self, space: AddressSpace, bags: Bags) -> None:
-        """Copy the finding of the kernel that checked ``bags`` to the host."""
+    def expect(self, check: _Check) -> None:
+        """Note that a kernel has checked something; ``check`` raises the error if there is one."""
+        if self.lazy:
+            self._expected.append(check)
+        elif int(self.word) != NO_ERROR:
+            self._raise(int(self.word), [check])
+
+    def post(self, space: AddressSpace, bags: Bags, *, updated: bool = False) -> None:
+        """Copy the finding of the kernel that checked ``bags`` to the host, but for ids of its lookup in an update."""
         if not self.lazy:
-            if int(self.word) != NO_ERROR:
-                self._raise(int(self.word), space, bags)
+            self.expect(partial(space.check, bags.ids, bags.offsets))
             return
+        known = isinstance(space, SlotSpace)  # slots are our own
+        if updated:
+            known = known or self._posted.pop(id(bags.ids), None) is bags.ids
+        else:
+            self._posted[id(bags.ids)] = bags.ids
+        if known and not self._expected:
+            return
+        checks: list[_Check] = [*self._expected, partial(space.check, bags.ids, bags.offsets)]
+        self._expected = []
         copied: Any = None
         if self.word.device.type == "cuda":
             copy = torch.empty(1, dtype=torch.int64, pin_memory=True)
@@ -294,7 +352,8 @@ class IdWatch:
             copied.record()
         else:
             copy = self.word.clone()
-        self._reports.append((copied, copy, space, bags))
+        self._reports.append((copied, copy, checks, bags.ids.nbytes))
+        self._held += bags.ids.nbytes
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise the error that was found, if any.
@@ -304,23 +363,30 @@ class IdWatch:
 
         Raises:
             IndexError: an id of an earlier call lay outside its table.
+            ValueError: offsets of an earlier call do not rise, or a bag of its has more ids than steps.
         """
         while self._reports:
-            copied, copy, space, bags = self._reports[0]
+            copied, copy, checks, held = self._reports[0]
             if copied is not None:
-                if not wait and len(self._reports) <= _UNREAD and not copied.query():
+                few = len(self._reports) <= _UNREAD and self._held <= _HELD
+                if not wait and few and not copied.query():
                     return
                 copied.synchronize()
             self._reports.popleft()
+            self._held -= held
             if int(copy) != NO_ERROR:
-                self._raise(int(copy), space, bags)
+                self._raise(int(copy), checks)
+        if wait and int(self.word) != NO_ERROR:
+            self._raise(int(self.word), self._expected)
 
-    def _raise(self, position: int, space: AddressSpace, bags: Bags) -> None:
+    def _raise(self, position: int, checks: Sequence[_Check]) -> None:
         self._reports.clear()
+        self._expected, self._held = [], 0
         self.word.fill_(NO_ERROR)
-        space.check(bags.ids, bags.offsets)
+        for check in checks:
+            check()
+        what = "offsets that do not rise" if position < 0 else f"an id outside its table at position {position:,}"
         raise IndexError(
-            f"an earlier batch had an id outside its table at position {position:,} of its ids, and the ids "
-            "have been overwritten since. Keep a batch unchanged until the next one, or map unseen values to "
-            "id 0."
+            f"an earlier batch had {what} of its ids, and they have been overwritten since. Keep a batch unchanged "
+            "until the next one, or map unseen values to id 0."
         )

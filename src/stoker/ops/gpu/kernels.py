@@ -7,6 +7,10 @@ The update sums segments of equal rows without float atomics or tree sums: the a
 occurrence, so only rows and columns run in parallel. Rows with more than LONG occurrences are summed first, by programs
 of their own with many loads in flight, so that one popular row does not delay the others of its tile.
 
+Gradients keep the layout in which they arrive: [B, F, D] with EXAMPLE and FEATURE elements from one example or feature
+to the next, and contiguous columns; GRAD16: bfloat16. Layouts and widths are constants of a kernel, counts are not
+specialised: another batch size compiles nothing.
+
 Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. A tile has BAGS rows and BLOCK
 columns.
 """
@@ -50,7 +54,7 @@ def read_rows(weight, place, mask, BF16: tl.constexpr):
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bags"])
 def lookup_kernel(
     weight, ids, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
     SCALED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
@@ -72,12 +76,16 @@ def lookup_kernel(
     tl.store(out + bag[:, None] * D + column[None, :], values, mask=live[:, None] & (column < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bags", "count"])
 def lookup_bags_kernel(
-    weight, ids, offsets, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
-    SCALED: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    weight, ids, offsets, bases, limits, scales, out, error, bags, count, F: tl.constexpr, D: tl.constexpr,
+    BF16: tl.constexpr, SCALED: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum bags of any length in order of occurrence; all bags of a tile advance together."""
+    """Sum bags of any length in order of occurrence; all bags of a tile advance together.
+
+    Offsets may be wrong (:func:`offsets_kernel`): no id outside the ``count`` that there are is read.
+    """
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = bag < bags
@@ -85,13 +93,13 @@ def lookup_bags_kernel(
     feature = bag % F
     base = tl.load(bases + feature)
     limit = tl.load(limits + feature)
-    start = tl.load(offsets + bag, mask=live, other=0)
-    count = tl.load(offsets + bag + 1, mask=live, other=0) - start
+    start = tl.maximum(tl.load(offsets + bag, mask=live, other=0), 0)
+    length = tl.minimum(tl.load(offsets + bag + 1, mask=live, other=0), count) - start
     worst = tl.full([BAGS], _NONE, tl.int64)
     total = tl.zeros([BAGS, BLOCK], tl.float32)
-    for first in range(0, tl.max(count, axis=0), UNROLL):
+    for first in range(0, tl.max(length, axis=0), UNROLL):
         for step in tl.static_range(UNROLL):
-            here = first + step < count
+            here = first + step < length
             at = start + first + step
             row = tl.load(ids + at, mask=here, other=0).to(tl.int64)
             inside = here & (row >= 0) & (row < limit)
@@ -104,19 +112,47 @@ def lookup_bags_kernel(
             total = total + values
     tl.atomic_min(error + tl.zeros([BAGS], tl.int64), worst, mask=worst < _NONE, sem="relaxed")
     if MEAN:
-        total = total * tl.div_rn(1.0, tl.maximum(count, 1).to(tl.float32))[:, None]
+        total = total * tl.div_rn(1.0, tl.maximum(length, 1).to(tl.float32))[:, None]
     tl.store(out + bag[:, None] * D + column[None, :], total, mask=live[:, None] & within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bags", "count"])
+def offsets_kernel(offsets, most, error, bags, count, F: tl.constexpr, SIZE: tl.constexpr):
+    """Set ``error`` to a negative number unless ``offsets`` rise from 0 to ``count``, by at most ``most`` [F]."""
+    bag = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = bag < bags
+    start = tl.load(offsets + bag, mask=live, other=0)
+    stop = tl.load(offsets + bag + 1, mask=live, other=0)
+    length = stop - start
+    wrong = (start < 0) | (stop > count) | (length < 0) | (length > tl.load(most + bag % F))
+    wrong = wrong | ((bag == 0) & (start != 0)) | ((bag == bags - 1) & (stop != count))
+    tl.atomic_min(error + tl.zeros([SIZE], tl.int64), -1 - bag, mask=live & wrong, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["bags", "count", "missing", "steps"])
 def addresses_kernel(
-    ids, bag_of, bases, limits, out, error, count, missing, F: tl.constexpr, JAGGED: tl.constexpr, SIZE: tl.constexpr
-):
-    """Write the row address of each id; ``missing``, one past the last row, for an id outside its table."""
+    ids, offsets, bases, limits, out, bag_of, scales, error, bags, count, missing, steps, F: tl.constexpr,
+    JAGGED: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the row address of each id; ``missing``, one past the last row, for an id outside its table.
+
+    JAGGED: find its bag among ``offsets`` [bags + 1] by ``steps`` bisections, and write it to ``bag_of``; MEAN: write 1
+    over the length of that bag to ``scales``.
+    """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
     if JAGGED:
-        bag = tl.load(bag_of + at, mask=live, other=0)
+        bag = tl.zeros([SIZE], tl.int64)
+        after = bag + bags
+        for _ in range(steps):
+            middle = (bag + after) // 2
+            below = tl.load(offsets + middle, mask=live, other=0) <= at
+            bag = tl.where(below, middle, bag)
+            after = tl.where(below, after, middle)
+        tl.store(bag_of + at, bag, mask=live)
+        if MEAN:
+            length = tl.load(offsets + bag + 1, mask=live, other=1) - tl.load(offsets + bag, mask=live, other=0)
+            tl.store(scales + at, tl.div_rn(1.0, tl.maximum(length, 1).to(tl.float32)), mask=live)
     else:
         bag = at
     row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
@@ -127,10 +163,11 @@ def addresses_kernel(
     tl.store(out + at, address.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "missing"])
 def weight_gradient_kernel(
-    weight, address, bag_of, grad, out, count, missing, D: tl.constexpr, BF16: tl.constexpr, JAGGED: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    weight, address, bag_of, grad, out, count, missing, F: tl.constexpr, D: tl.constexpr, EXAMPLE: tl.constexpr,
+    FEATURE: tl.constexpr, GRAD16: tl.constexpr, BF16: tl.constexpr, JAGGED: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the dot product of each occurrence's row with its bag's gradient."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -146,12 +183,13 @@ def weight_gradient_kernel(
         column = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (column < D)[None, :]
         values = read_rows(weight, row[:, None] * D + column[None, :], mask, BF16)
-        grads = tl.load(grad + bag[:, None] * D + column[None, :], mask=mask, other=0.0)
+        start = bag // F * EXAMPLE + bag % F * FEATURE
+        grads = read_rows(grad, start[:, None] + column[None, :], mask, GRAD16)
         total = total + tl.sum(values * grads, axis=1)
     tl.store(out + at, total, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["key", "first"])
+@triton.jit(do_not_specialize=["key", "first", "count"])
 def init_kernel(out, key, first, count, scale, BF16: tl.constexpr, SIZE: tl.constexpr):
     """Write elements ``first..first + count`` of a fresh table, uniform in [-scale, scale)."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -177,34 +215,46 @@ _FTRL = tl.constexpr(RULES["ftrl"].code)
 
 
 @triton.jit
-def mark_kernel(rows, heads, count, SIZE: tl.constexpr):
-    """Write 1 where a new row begins among the sorted ``rows`` [L], else 0."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    live = at < count
+def _heads(rows, at, live):
+    """Return 1 where a new row begins among the sorted ``rows``, else 0."""
     row = tl.load(rows + at, mask=live, other=0)
     before = tl.load(rows + at - 1, mask=live & (at > 0), other=0)
-    tl.store(heads + at, ((at == 0) | (row != before)).to(tl.int64), mask=live)
+    return (live & ((at == 0) | (row != before))).to(tl.int64)
 
 
-@triton.jit
-def starts_kernel(rows, segments, starts, count, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def mark_kernel(rows, found, count, SIZE: tl.constexpr):
+    """Write how many new rows begin in each tile of the sorted ``rows`` [L]: ``found`` [tiles] int64."""
+    tile = tl.program_id(0).to(tl.int64)
+    at = tile * SIZE + tl.arange(0, SIZE)
+    tl.store(found + tile, tl.sum(_heads(rows, at, at < count), axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def starts_kernel(rows, found, segments, starts, count, SIZE: tl.constexpr):
     """Write where the occurrences of each distinct row begin, and L after the last: ``starts`` [U + 1].
 
-    ``segments`` [L] is the running sum of the marks of :func:`mark_kernel`.
+    ``segments`` [L] gets the running number of each occurrence's row, from 1; ``found`` is from :func:`mark_kernel`.
     """
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    tile = tl.program_id(0).to(tl.int64)
+    before = tl.zeros([SIZE], tl.int64)
+    for first in range(0, tile, SIZE):
+        other = first + tl.arange(0, SIZE)
+        before += tl.load(found + other, mask=other < tile, other=0)
+    at = tile * SIZE + tl.arange(0, SIZE)
     live = at < count
-    row = tl.load(rows + at, mask=live, other=0)
-    before = tl.load(rows + at - 1, mask=live & (at > 0), other=0)
-    segment = tl.load(segments + at, mask=live, other=1)
-    tl.store(starts + segment - 1, at, mask=live & ((at == 0) | (row != before)))
+    head = _heads(rows, at, live)
+    segment = tl.sum(before, axis=0) + tl.cumsum(head, axis=0)
+    tl.store(segments + at, segment, mask=live)
+    tl.store(starts + segment - 1, at, mask=head == 1)
     tl.store(starts + segment, at + 1, mask=at == count - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_long_kernel(
-    segments, starts, sources, scales, grad, totals, error, count, D: tl.constexpr, SCALED: tl.constexpr,
-    LONG: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    segments, starts, sources, scales, grad, totals, error, count, F: tl.constexpr, D: tl.constexpr,
+    EXAMPLE: tl.constexpr, FEATURE: tl.constexpr, GRAD16: tl.constexpr, SCALED: tl.constexpr, LONG: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the long row that begins in window ``p`` of LONG occurrences to ``totals[p]``.
 
@@ -229,7 +279,8 @@ def sum_long_kernel(
         for step in tl.static_range(UNROLL):
             more = first + step < stop
             source = tl.load(sources + first + step, mask=more, other=0)
-            values = tl.load(grad + source * D + column, mask=column < tl.where(more, D, 0), other=0.0)
+            start_of = source // F * EXAMPLE + source % F * FEATURE
+            values = read_rows(grad, start_of + column, column < tl.where(more, D, 0), GRAD16)
             if SCALED:
                 values = values * tl.load(scales + first + step, mask=more, other=0.0)
             total = total + values
@@ -265,13 +316,14 @@ def _round_randomly(values, bits):
     return (tl.where(finite, tl.where(finite, raw, 0) + low, special) >> 16).to(tl.int16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "missing"])
 def update_kernel(
     weight, state1, state2, rows, segments, starts, sources, scales, grad, totals, error, table_of, first_row, keys,
     row_in_slot, count, missing, lr, eps, share, beta1, rest1, beta2, rest2, unbias, keep, l1, l2, clip_value,
-    clip_norm, decay, cow_ratio, cow_floor, F: tl.constexpr, D: tl.constexpr, RULE: tl.constexpr, BF16: tl.constexpr,
-    SLOTTED: tl.constexpr, SCALED: tl.constexpr, CLIP_VALUE: tl.constexpr, CLIP_NORM: tl.constexpr, DECAY: tl.constexpr,
-    COW: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    clip_norm, decay, cow_ratio, cow_floor, F: tl.constexpr, D: tl.constexpr, EXAMPLE: tl.constexpr,
+    FEATURE: tl.constexpr, GRAD16: tl.constexpr, RULE: tl.constexpr, BF16: tl.constexpr, SLOTTED: tl.constexpr,
+    SCALED: tl.constexpr, CLIP_VALUE: tl.constexpr, CLIP_NORM: tl.constexpr, DECAY: tl.constexpr, COW: tl.constexpr,
+    LONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of each distinct row and update the row and its state.
 
@@ -301,9 +353,8 @@ def update_kernel(
             more = first + step < short
             width = tl.where(more, D, 0)  # Triton 3.6 fails to compile the plain mask, more & within, for small D
             source = tl.load(sources + begin + first + step, mask=more, other=0)
-            values = tl.load(
-                grad + source[:, None] * D + column[None, :], mask=column[None, :] < width[:, None], other=0.0
-            )
+            start = source // F * EXAMPLE + source % F * FEATURE
+            values = read_rows(grad, start[:, None] + column[None, :], column[None, :] < width[:, None], GRAD16)
             if SCALED:
                 values = values * tl.load(scales + begin + first + step, mask=more, other=0.0)[:, None]
             g = g + values
@@ -377,7 +428,7 @@ _TILE = 2048  # elements of a tile: each thread has several reads in flight, bec
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def copy_rows_kernel(source, rows, target, places, count, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Copy row ``rows[i]`` of ``source`` to row ``places[i]`` of ``target``."""
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -1,0 +1,146 @@
+"""A step of training on a pretended GPU (tests/pretended.py): its launches, and that the host never waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pretended import CUDA, Pretended, pretend
+
+from stoker import DIN, DLRM, Batch, Cached, Feature, FeatureSpec, RecModel, RowWiseAdagrad, Tabular, stage
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process of test_triton.py's test_interpreter"
+)
+ONE_ID = FeatureSpec.from_sizes(2, [40 + n for n in range(26)])
+HISTORY = FeatureSpec(
+    dense=("a", "b"),
+    features=(
+        Feature(name="item", table="items"),
+        Feature(name="past", table="items", sequence=True, max_length=5),
+        Feature(name="user", table="users"),
+    ),
+    num_embeddings={"items": 60, "users": 40},
+)
+RESIDENT: dict[str, torch.Tensor] = {}
+DEPTH: dict[str, Any] = {"bottom": (8, 8), "top": (8, 8, 8, 8)}  # as many layers as MLPerf's DLRM
+#: kind -> columns, how to build the model, and the most launches of a step
+MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
+    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 80),
+    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 80),
+    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 96),
+    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 83),
+    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 77),
+    "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 113),
+}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretend(monkeypatch) as made:
+        yield made
+
+
+def batches(spec: FeatureSpec, count: int, size: int = 8) -> list[Batch]:
+    found = []
+    for step in range(count):
+        g = torch.Generator().manual_seed(step)
+        lengths, offsets = torch.ones(size, len(spec.features), dtype=torch.int64), None
+        for place, feature in enumerate(spec.features):
+            if feature.sequence:
+                lengths[:, place] = torch.randint(0, 6, (size,), generator=g)
+        ids = torch.randint(0, 40, (int(lengths.sum()),), generator=g)
+        if spec is HISTORY:
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.view(-1).cumsum(0)])
+        else:
+            ids = ids.view(size, -1)
+        labels = (torch.rand(size, generator=g) < 0.3).float()
+        made = Batch(dense=torch.randn(size, 2, generator=g), ids=ids, offsets=offsets, labels=labels, step=step)
+        found.append(made.pin_memory())
+    return found
+
+
+def train(device: Pretended, kind: str, steps: int = 4) -> tuple[list[torch.Tensor], RecModel]:
+    """Train; the device counts the last steps."""
+    spec, make, _ = MODELS[kind]
+    model = make(spec, device=CUDA, optimizer=RowWiseAdagrad(lr=0.1))
+    dense = torch.optim.SGD(model.dense_parameters(), lr=0.1, foreach=True)
+    losses = []
+    for batch in stage(batches(spec, steps), model, lookahead=2):
+        device.clock += 1
+        if device.clock in (3, steps):
+            device.launches.clear()
+        if device.clock == 3:  # what is cached on the device is there
+            device.waits.clear()
+        loss = model.loss(batch.to(CUDA, non_blocking=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        dense.step()
+        dense.zero_grad()
+        losses.append(loss.detach().inner)
+    return losses, model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_host_never_waits_and_launches_few_kernels(device: Pretended, kind: str) -> None:
+    losses, model = train(device, kind)
+    assert device.waits == {}
+    assert 30 < sum(device.launches.values()) <= MODELS[kind][2], device.launches
+    if MODELS[kind][0] is ONE_ID:  # wherever its rows are
+        assert torch.equal(torch.stack(losses), RESIDENT.setdefault("losses", torch.stack(losses)))
+    model.embeddings.close()
+
+
+def test_waits_and_launches_are_counted(device: Pretended) -> None:
+    x, host = torch.arange(6.0, device=CUDA), torch.ones(6)
+    pinned = torch.empty(6, pin_memory=True)
+    assert not device.waits
+    waits: list[Callable[[], Any]] = [
+        x.sum().item, lambda: x[x > 2], x.nonzero, x.cpu, x.tolist, lambda: x.to("cpu"), lambda: bool(x.any()),
+        lambda: torch.unique(x), lambda: torch.equal(x, x), lambda: torch.repeat_interleave(x.long()),
+        lambda: host.to(CUDA), lambda: host.to(CUDA, non_blocking=True), lambda: x.copy_(host),
+        lambda: host.copy_(x), lambda: pinned.copy_(x), lambda: torch.cuda.Event().synchronize(),
+    ]  # fmt: skip
+    for number, work in enumerate(waits, 1):
+        work()
+        assert device.waits.total() == number, f"{number} of the list"
+    device.launches.clear()
+    pinned.copy_(x, non_blocking=True)
+    x.copy_(pinned, non_blocking=True)
+    event = torch.cuda.Event()
+    device.clock += 3
+    event.synchronize()
+    x.view(2, 3)[0].add_(1)
+    assert device.waits.total() == len(waits)
+    assert device.launches == {"add_": 1}
+    assert x.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 1, 3, 2] + [4] * 45, "must rise from 0 to the number of ids, 100"),
+        ([1] + [100] * 48, "must rise from 0"),
+        ([0] * 48 + [99], "must rise from 0"),
+        ([0, 1] + [100] * 47, "example 0 has 99 ids in feature 'past', which is kept for 5 steps"),
+    ],
+)
+def test_bad_offsets_are_reported_late_and_change_nothing(device: Pretended, offsets: list[int], message: str) -> None:
+    _, model = train(device, "sequence", 1)
+    before = [model.embeddings.rows(name).inner for name in ("items", "users")]
+    device.waits.clear()
+    ids = torch.zeros(100, dtype=torch.int64, device=CUDA)
+    out = model.embeddings(ids, torch.tensor(offsets).to(CUDA))
+    out.backward(torch.ones(out.shape, device=CUDA))
+    assert set(device.waits) == {"? copy that blocks"}, "only those of this test"
+    with pytest.raises(ValueError, match=message):
+        model.embeddings.groups[0].backend.synchronize()
+    for name, rows in zip(("items", "users"), before, strict=True):
+        assert torch.equal(model.embeddings.rows(name).inner, rows)
