@@ -33,6 +33,7 @@ def test_it_profiles_classifies_and_says_so(data: Path, tmp_path: Path, capsys: 
     assert f"by profile {made.hot_cold['profile_hash'][:16]}, " in said  # type: ignore[index]
     assert all(len(line) <= 80 for line in said.splitlines() if str(out) not in line)  # no terminal breaks the hash
     assert f"hot: {len(made.hot):,} rows ({share:.2%})" in said
+    assert said.index("expected in an epoch") < said.index("classified in"), "before it works"
     assert f"cold: {len(made.cold):,} rows ({1 - share:.2%})" in said
     code, said, _ = output(capsys, "classify", data, *BUDGET, "--out", out)
     assert code == 0
@@ -62,7 +63,7 @@ def test_by_a_profile_that_was_saved(data: Path, tmp_path: Path, capsys: pytest.
 def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, run = tmp_path / "hot", tmp_path / "run"
     output(capsys, "classify", data, *BUDGET, "--out", out)
-    code, _, shown = output(capsys, "train", out, "--out", run, *SMALL, "--swap-rate", 20, "--schedule-rows", 50)
+    code, _, shown = output(capsys, "train", out, "--out", run, *SMALL, "--swap-rate", 20, "--schedule-rows", 2)
     assert code == 0
     assert "batches an epoch, swapped by the test loss, at first at R(20)" in shown
     assert "after cold batches; R(20): the first loss" in shown

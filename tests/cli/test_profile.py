@@ -55,6 +55,7 @@ def test_a_script_reads_what_the_function_returns(
     found = json.loads(out)
     assert found.pop("dataset") == str(data.path)
     assert found.pop("hash") == expected.hash
+    assert found.pop("expected")["batch_size"] == 64
     assert found == json.loads(json.dumps(expected.to_dict()))
     assert stoker.HotProfile.load(tmp_path / "hot.json") == expected
 

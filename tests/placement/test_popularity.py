@@ -21,6 +21,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json, hash_schema, write_counts, write_manifest
 from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
+from stoker.models import MODELS
 from stoker.rewrite import popularity
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, draw_profile
 from stoker.rewrite.popularity import true_hot_rows
@@ -198,6 +199,22 @@ def test_row_bytes_hold_the_optimizer_state(data: Dataset) -> None:
     assert {table.row_bytes for table in adam.tables} == {8 * 2 + 2 * 8 * 4}
     assert adam.hot_bytes <= 2**20
     assert stoker.profile(data, sample=None, optimizer=stoker.SGD(lr=0.1)).tables[0].row_bytes == 64
+
+
+def test_row_bytes_are_those_of_the_model(data: Dataset, tmp_path: Path) -> None:
+    options = {"dims": {"C1": 3}}
+    found = stoker.profile(data, budget="1MiB", model="tabular", model_options=options)
+    sizes = {table.name: table.row_bytes for table in found.tables}
+    tables = MODELS["tabular"].tables_from(data.schema, options)
+    assert sizes == {table.name: 4 * table.embedding_dim + 4 for table in tables}
+    assert sizes["C1"] == 16
+    assert len(set(sizes.values())) > 1
+    assert found.hot_bytes <= 2**20
+    assert found.curve[-1].hot_bytes == sum(table.rows * table.row_bytes for table in found.tables)
+    found.save(tmp_path / "hot.json")
+    assert HotProfile.load(tmp_path / "hot.json").hash == found.hash != stoker.profile(data, budget="1MiB").hash
+    with pytest.raises(ConfigError, match="model 'nope' is unknown"):
+        stoker.profile(data, model="nope")
 
 
 def test_the_seed_decides_the_sample(data: Dataset) -> None:

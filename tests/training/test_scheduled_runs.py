@@ -24,12 +24,13 @@ from stoker.dataset.manifest import read_manifest, write_manifest
 from stoker.rewrite.classified import write_classified
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, loop, replica, scheduled
+from stoker.training.defaults import complete
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.replica import Replica
 
 HOT = {"C1": 150, "C2": 120, "C3": 10}
 SETTINGS: dict[str, Any] = {
-    **SMALL, "epochs": 2, "save_every": 30, "log_every": 10, "schedule_rows": 100, "keep_last": 3,
+    **SMALL, "epochs": 2, "save_every": 30, "log_every": 10, "schedule_rows": 1, "keep_last": 3,
 }  # fmt: skip
 PLACED: list[dict[str, Any]] = [
     {}, {"foresight": True}, {"host_memory": "1KiB"}, {"strategy": "hot-cold", "device_memory": HALF},
@@ -65,7 +66,7 @@ def resident(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decisions(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k != "time"} for line in records(run, "schedule")]
+    return [{k: v for k, v in line.items() if k not in ("time", "seconds")} for line in records(run, "schedule")]
 
 
 def assert_same_schedule(run: Path, other: Path) -> None:
@@ -143,7 +144,7 @@ def test_the_loss_is_that_of_the_first_validation_rows(data: Dataset, resident: 
     swap = decisions(resident)[0]
     settings = {name: value for name, value in SETTINGS.items() if name != "epochs"}
     result = stoker.train(data, out=tmp_path / "run", **settings, steps=swap["step"])
-    assert swap["loss"] == stoker.evaluate(result.model, data.valid, rows=100)["log_loss"]
+    assert swap["loss"] == stoker.evaluate(result.model, data.valid, rows=1)["log_loss"]
 
 
 @pytest.mark.parametrize("placed", PLACED, ids=IDS)
@@ -269,11 +270,11 @@ def test_verify_and_trace_replay_the_schedule(
     assert next(stage for stage in traced.stages if stage.name == "swap").count > 0
 
 
-def test_the_clock_does_not_count_the_test_loss(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_counts_the_test_loss(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def slow(*given: Any, **named: Any) -> float:
-        now[0] += 1000.0
+        now[0] += 10.0
         return scheduled.swap_loss(*given, **named)
 
     def step(self: Replica, *given: Any) -> Any:
@@ -285,8 +286,26 @@ def test_the_clock_does_not_count_the_test_loss(data: Dataset, tmp_path: Path, m
     monkeypatch.setattr(Replica, "step", step)
     monkeypatch.setattr("stoker.training.progress.time.perf_counter", lambda: now[0])
     result = stoker.train(data, out=tmp_path / "run", **SETTINGS, swap_rate=1)
-    assert len(decisions(tmp_path / "run")) > 20
-    assert result.samples_per_second == pytest.approx(SETTINGS["batch_size"], rel=0.05)
+    found = records(tmp_path / "run", "schedule")
+    assert len(found) > 20
+    assert {line["seconds"] for line in found} == {10.0}
+    rows = 2 * len(data.train)
+    assert result.samples_per_second == pytest.approx(rows / (result.step + 10 * len(found)), rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [1, 50])
+def test_test_losses_read_at_most_a_row_for_each_fifty_trained(data: Dataset, tmp_path: Path, rate: float) -> None:
+    stoker.train(data, out=tmp_path / "run", **{**SETTINGS, "schedule_rows": 20, "swap_rate": rate})
+    found = decisions(tmp_path / "run")
+    assert all(50 * 20 * line["swap"] <= 32 * line["step"] for line in found)
+    assert len(found) == (6 if rate == 1 else 5), "others are left out, and the rate stays"
+
+
+def test_rows_of_a_test_loss_by_default(data: Dataset) -> None:
+    config = TrainConfig(batch_order="hot-cold")
+    assert complete(config, data).schedule_rows == 256, "at least"
+    assert complete(config.replace(schedule_rows=9), data).schedule_rows == 9
+    assert complete(config.replace(batch_order="shuffled"), data).schedule_rows is None
 
 
 @pytest.mark.parametrize("rate", [1, 50])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 
-@takes(ProfileOptions)
+@takes(ProfileOptions, "batch_size")
 def profile(
     dataset: DataArgument,
     *,
@@ -50,11 +50,13 @@ def profile(
     The threshold is as low as the budget allows. Tables under 1 MB are hot as
     a whole. An input is hot if all its ids are. Accesses are the counts of the
     vocabulary. With --sample they are estimated as in the paper (FAE, 2022)
-    and compared with the counts.
+    and compared with the counts. The last lines predict what hot and cold
+    batches (stoker classify) will gain.
 
     \b
     stoker profile data/criteo --device-memory 512MiB
     stoker profile data/criteo --device-memory 1GiB --dim 64 --out hot.json
+    stoker profile data/retail --device-memory 64MiB --model tabular
     stoker profile data/criteo --device-memory 1GiB --plot curve.png
     stoker profile data/globo --device-memory 4MiB --sample 5%
     """
@@ -64,17 +66,21 @@ def profile(
         raise ConfigError("--confidence needs an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
     from stoker.rewrite import popularity
+    from stoker.rewrite.hot_gain import predict_gain
     from stoker.training.files.rundir import open_dataset
 
-    data = open_dataset(dataset)
+    data, batch_size = open_dataset(dataset), settings.pop("batch_size", None)
     with Bars(quiet=as_json) as bars:
         found = popularity.profile(data, progress=bars, **settings)
+    gain = predict_gain(data, found, batch_size)
     if out is not None:
         found.save(out)
     if plot is not None:
         found.plot(plot)
-    if not printed({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}, as_json):
+    record = {"dataset": str(dataset), "hash": found.hash, **found.to_dict(), "expected": gain.to_dict()}
+    if not printed(record, as_json):
         _show_profile(dataset, found, popularity.true_hot_rows(data, found) if "sample" in settings else None, written)
+        say("\n".join(gain.lines()))
 
 
 def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, written: list[Path]) -> None:
@@ -161,7 +167,7 @@ def _bar(share: float) -> str:
     return f"{bar:<{_BAR}} {share:6.1%}"
 
 
-@takes(ProfileOptions, without=("sample", "confidence", "seed"))
+@takes(ProfileOptions, "batch_size", without=("sample", "confidence", "seed"))
 def classify(
     dataset: DataArgument,
     out: Path = option("Results", "New dataset directory.", default=...),
@@ -175,19 +181,22 @@ def classify(
 
     A training row is hot if all its ids are hot rows of their tables. stoker
     train then trains on batches that are all hot or all cold, in the order of
-    a schedule. The rest of the dataset is linked, not copied.
+    a schedule. The rest of the dataset is linked, not copied. Before it begins,
+    it predicts what this order will gain over shuffled batches.
 
     \b
     stoker classify data/criteo --device-memory 512MiB --out data/criteo-hot
     stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/criteo-hot
     stoker classify data/criteo --profile hot.json --out data/criteo-hot --overwrite
     """
+    batch_size = settings.pop("batch_size", None)
     if profile is not None and settings:
         raise ConfigError(
-            "--profile has its own budget, --dim, --dtype and --optimizer. Leave these out, or make another profile "
-            "with stoker profile."
+            "--profile has its own budget, model, --dim, --dtype and --optimizer. Leave these out, or make another "
+            "profile with stoker profile."
         )
-    from stoker.rewrite.classified import run_classify
+    from stoker.rewrite.classified import check_profile, run_classify
+    from stoker.rewrite.hot_gain import predict_gain
     from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.popularity import profile as run_profile
     from stoker.training.files.rundir import open_dataset
@@ -195,10 +204,14 @@ def classify(
     data = open_dataset(dataset)
     with Bars(quiet=as_json) as bars:
         found = run_profile(data, progress=bars, **settings) if profile is None else HotProfile.load(profile)
+        check_profile(data, found, profile)
+        gain = predict_gain(data, found, batch_size)
+        if not as_json:
+            say("\n".join(gain.lines()))
         report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
     rows = report.hot + report.cold
     values = {name: value for name, value in vars(report).items() if name != "path"}
-    if printed({"out": str(out), "profile_hash": found.hash, **values}, as_json):
+    if printed({"out": str(out), "profile_hash": found.hash, **values, "expected": gain.to_dict()}, as_json):
         return
     what = "already classified" if report.reused else f"classified in {format_duration(report.seconds)}"
     say(f"{out}: {rows:,} training rows {what}")

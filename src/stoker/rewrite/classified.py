@@ -106,20 +106,25 @@ def run_classify(
     """Do as :func:`classify`, and return a report."""
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     found = profile if isinstance(profile, HotProfile) else HotProfile.load(profile)
+    check_profile(data, found, None if isinstance(profile, HotProfile) else profile)
+    return write_classified(
+        data, out, hot_rows=found.hot_rows, profile_hash=found.hash, profile=found.to_dict(), overwrite=overwrite,
+        progress=progress,
+    )  # fmt: skip
+
+
+def check_profile(data: Dataset, found: HotProfile, path: str | Path | None) -> None:
+    """Raise DataError for a profile of other data; ``path`` is its file, if it has one."""
     known = data.hot_cold or {}
     if found.schema_hash != data.schema_hash or found.data_hash not in (
         data.train.data_hash,
         known.get("source_data_hash"),  # the same rows in another order
     ):
-        where = "the profile" if isinstance(profile, HotProfile) else f"the profile {profile}"
+        where = "the profile" if path is None else f"the profile {path}"
         raise DataError(
             f"{where} was made from other data than {data.path}, so its hot rows mean nothing there. Make one with: "
             f"stoker profile {quoted(data.path)} --out PROFILE.json"
         )
-    return write_classified(
-        data, out, hot_rows=found.hot_rows, profile_hash=found.hash, profile=found.to_dict(), overwrite=overwrite,
-        progress=progress,
-    )  # fmt: skip
 
 
 def write_classified(

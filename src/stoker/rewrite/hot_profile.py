@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ class ProfileOptions(Settings, panel="Rows"):
         parse=parse_size,
         panel="Memory",
     )
+    model: str = setting("dlrm", "Model of the rows, as for stoker train: it decides the columns.", panel="Model")
+    model_options: Mapping[str, Any] = setting(dict, "The model's own options.", panel="Model")
     embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--dim", "--embedding-dim"))
     dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.")
     optimizer: str = setting(
@@ -63,7 +65,7 @@ class ProfileSettings:
     """
 
     budget: int  # L: bytes for hot rows and their optimizer state
-    embedding_dim: int  # columns of each table
+    embedding_dim: int  # columns of each table, unless the model decides them
     dtype: str  # type of the weights
     optimizer: str  # kind of the row optimizer, whose state counts
     sample: float | None  # x: share of the training inputs to read; None: the counts of the vocabulary
@@ -72,6 +74,8 @@ class ProfileSettings:
     chunks: int  # n
     chunk_rows: int  # m
     seed: int
+    model: str = "dlrm"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.sample == 0:
@@ -192,7 +196,13 @@ class HotProfile(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return asdict(self) | {"tables": [asdict(t) for t in self.tables], "curve": [asdict(p) for p in self.curve]}
+        settings = asdict(self.settings)
+        for name, usual in {"model": "dlrm", "model_options": {}}.items():
+            if settings[name] == usual:  # profiles of earlier versions lack it: their hashes remain
+                del settings[name]
+        return asdict(self) | {
+            "settings": settings, "tables": [asdict(t) for t in self.tables], "curve": [asdict(p) for p in self.curve],
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HotProfile:

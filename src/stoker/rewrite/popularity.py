@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,13 @@ from stoker.dataset.gather import make_gather, new_tensor
 from stoker.dataset.order import permutation
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
-from stoker.optim import RowOptimizer
+from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
+from stoker.placement.placement import row_bytes
 from stoker.placement.replay import row_size
 from stoker.rewrite.derived import table_ids
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileOptions, ProfileSettings
+from stoker.training.config import TrainConfig
+from stoker.training.settings import plain
 
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -80,7 +83,10 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     Args:
         dataset: a dataset or its directory.
         budget: L: bytes for hot rows and their optimizer state, such as "512MiB".
-        embedding_dim: columns of each table. ``embedding_dim``, ``dtype`` and ``optimizer`` give the bytes of a row.
+        model: model of the rows. ``model``, ``model_options``, ``embedding_dim``, ``dtype`` and ``optimizer`` give the
+            bytes of a row of each table. ``tabular`` has tables of different widths.
+        model_options: the model's own options.
+        embedding_dim: columns of each table.
         dtype: type of the weights, ``"float32"`` or ``"bfloat16"``.
         optimizer: the row optimizer or its kind, whose state is in memory with the row.
         sample: x: share of the training rows to estimate from, ``0.05`` or ``"5%"`` as published. None takes the
@@ -109,25 +115,26 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
         optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind,
         sample=None if sample is None else parse_share(sample), method="exact" if sample is None else "chunks",
         confidence=parse_share(asked.confidence), chunks=asked.chunks, chunk_rows=asked.chunk_rows, seed=seed,
+        model=asked.model, model_options=plain(asked.model_options),
     )  # fmt: skip
-    size = row_size(settings.embedding_dim, settings.dtype, optimizer)
-    if settings.budget < size:
-        raise ConfigError(
-            f"budget {format_size(settings.budget)} is less than one row of {size} bytes. Give more, such as 512MiB.",
-            settings=("budget",),
-        )
     if not isinstance(dataset, Dataset):
         dataset = Dataset(dataset)
     if not dataset.schema.features:
         raise DataError(f"{dataset.path} has no categorical or sequence column, so there are no hot rows.")
     if not len(dataset.train):
         raise DataError(f"{dataset.path} has no training rows.")
+    sizes = _row_sizes(dataset.schema, settings, optimizer)
+    if settings.budget < min(sizes):
+        raise ConfigError(
+            f"budget {format_size(settings.budget)} is less than one row of {min(sizes)} bytes. Give more, such as "
+            "512MiB.", settings=("budget",),
+        )  # fmt: skip
     report = asked.progress or quiet
     tables = _count_tables(dataset, settings, report)
-    small = [table.rows * size < _SMALL for table in tables.values()]
-    fits = sum(table.rows * size for table in compress(tables.values(), small)) <= settings.budget
-    whole = [fits and each for each in small]
-    thresholds = Thresholds(list(tables.values()), [size] * len(tables), whole)
+    whole_bytes = [table.rows * size for table, size in zip(tables.values(), sizes, strict=True)]
+    fits = sum(size for size in whole_bytes if size < _SMALL) <= settings.budget
+    whole = [fits and size < _SMALL for size in whole_bytes]
+    thresholds = Thresholds(list(tables.values()), sizes, whole)
     threshold, hot = thresholds.fill(settings.budget)
     shares, hot_at = thresholds.curve(_POINTS)
     place = int((shares >= max(threshold, 1e-300)).sum())
@@ -144,13 +151,13 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
         exact = table if settings.sample is None else ExactRows(dataset.counts[name].numpy())
         found.append(
             HotTable(
-                name=name, rows=table.rows, row_bytes=size, accesses=table.accesses, hot_rows=int(hot[z]),
+                name=name, rows=table.rows, row_bytes=sizes[z], accesses=table.accesses, hot_rows=int(hot[z]),
                 estimate=estimate, low=low, high=high, access_share=float(served[place, z]), whole=whole[z],
                 by_count=exact.by_count,
             )
         )  # fmt: skip
     points = zip(
-        np.minimum(shares, 1.0).tolist(), (hot_at.sum(axis=1) * size).tolist(),
+        np.minimum(shares, 1.0).tolist(), (hot_at @ np.array(sizes)).tolist(),
         np.delete(access_shares, place).tolist(), np.delete(input_shares, place).tolist(), strict=True,
     )  # fmt: skip
     return HotProfile(
@@ -162,6 +169,15 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
             for share, rows, accesses, hot_inputs in points
         ),
     )  # fmt: skip
+
+
+def _row_sizes(schema: FeatureSpec, settings: ProfileSettings, optimizer: str | RowOptimizer) -> list[int]:
+    """Return the bytes of a row of each table, with optimizer state."""
+    row_size(settings.embedding_dim, settings.dtype, optimizer)  # refuses an unknown type or optimizer
+    kind = optimizer if isinstance(optimizer, str) else optimizer.kind
+    own = {name: getattr(settings, name) for name in ("model", "model_options", "embedding_dim", "dtype")}
+    tables = {table.name: table for table in TrainConfig.from_dict(own).tables(schema)}
+    return [row_bytes(tables[name], ROW_OPTIMIZERS[kind].state) for name in _table_names(schema)]
 
 
 def _count_tables(dataset: Dataset, settings: ProfileSettings, report: Progress) -> dict[str, ExactRows]:

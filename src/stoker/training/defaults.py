@@ -11,13 +11,15 @@ from typing import Any
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
+from stoker.training.scheduled import TRAINED_PER_TESTED
 
 SMALLEST, LARGEST = 64, 2048  # examples; a step is not faster below 64; above 2048 the learning rates do not fit
 BATCHES = 80  # least batches of an epoch, if there are rows enough
 EPOCHS = 10  # most passes, over a small log
 EXAMPLES = 4_000_000  # most examples of a run by default, unless one epoch has more
 PATIENCE = 2  # epochs without a better metric
-BY_ROWS = ("batch_size", "epochs", "patience")  # settings that depend on the rows
+BY_ROWS = ("batch_size", "epochs", "patience", "schedule_rows")  # settings that depend on the rows
+TESTS = 4  # test losses of an epoch at the first rate, 50
 
 
 def batch_for(rows: int) -> int:
@@ -75,6 +77,8 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
         if "patience" in missing and found["epochs"] > 1:
             epoch = -(-rows // found.get("batch_size", config.batch_size))
             found["patience"] = PATIENCE * max(1, epoch // (config.eval_every or epoch))
+    if "schedule_rows" in missing and data.hot_cold is not None and config.batch_order != "shuffled":
+        found["schedule_rows"] = min(8192, max(256, rows // (TESTS * TRAINED_PER_TESTED)))
     return config.replace(**found) if found else config
 
 

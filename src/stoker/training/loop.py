@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
@@ -208,10 +209,12 @@ def after_step(state: TrainState) -> None:
     due = step > 0 and (step % (config.eval_every or state.epoch) == 0 or step >= state.total)
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
     if state.feed.swapping and not state.finished and not stop.asked():
+        begun = time.perf_counter()  # a test loss is part of this order's cost, so the clock counts it
+        loss = swap_loss(state.replica.model, state.data, config, stop=stop.asked)
+        seconds = time.perf_counter() - begun
         with state.clock.paused():
-            loss = swap_loss(state.replica.model, state.data, config, stop=stop.asked)
             if not stop.asked():
-                state.record("schedule", **state.feed.swap(loss).to_dict())
+                state.record("schedule", **state.feed.swap(loss).to_dict(), seconds=seconds)
                 state.swaps += 1
     wanted = (step % config.save_every == 0 if config.save_every else due) or improved or state.finished
     outdated = step == state.saved[0]  # the checkpoint of this step lacks the evaluation or the swap

@@ -30,6 +30,7 @@ from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, Segment, ShuffleScheduler
 
 _KIND = "stoker.HotColdStream"
+TRAINED_PER_TESTED = 50  # a row of a test loss costs no more than a trained one, so tests take at most 2 % of the time
 
 
 def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-cold"]:
@@ -73,7 +74,8 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
             config.batch_size, seed=config.seed, shuffle_memory=share, data_memory=whole if held else None, **options
         )
 
-    return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
+    tested = min(config.schedule_rows or len(data.valid), len(data.valid))
+    return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate), tested=tested)
 
 
 def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
@@ -85,11 +87,19 @@ class HotColdStream:
     """Hot and cold batches, segment by segment in the order of the scheduler. An epoch has each batch once.
 
     A ``for`` loop yields the rest of a segment, from batch :attr:`step`.
+
+    Args:
+        cold: the cold batches.
+        hot: the hot batches.
+        scheduler: chooses the segments.
+        tested: rows of a test loss, which is left out where these would be more than 2 % of the rows trained so far.
     """
 
-    def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
+    def __init__(
+        self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler, *, tested: int = 0
+    ) -> None:  # fmt: skip
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
-        self.scheduler = scheduler
+        self.scheduler, self.tested = scheduler, tested
         self.step = 0  # number of the first batch of the next loop
         self.first = 0  # number of the first batch of the segment
         self.total = self.foreseen = sys.maxsize  # batches of the run; next uses may be recorded up to ``foreseen``
@@ -132,7 +142,9 @@ class HotColdStream:
 
     def is_swapping(self, step: int) -> bool:
         """Return True if :meth:`swap` is due after ``step`` batches."""
-        return step == self.end and self.scheduler.due
+        tested = (self.scheduler.swaps + 1) * self.tested
+        affordable = TRAINED_PER_TESTED * tested <= step * self.streams["cold"].batch_size
+        return step == self.end and self.scheduler.due and affordable
 
     def swap(self, loss: float) -> Decision:
         """Set the rate by the test loss, and go to the next segment."""

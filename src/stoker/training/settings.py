@@ -85,7 +85,10 @@ class OrderConfig(Settings, panel="Optimization"):
     swap_rate: float = setting(
         50.0, "Swap rate R at the start of the hot-cold schedule, 1 to 100 percent.", least=1, most=100
     )
-    schedule_rows: int = setting(8192, "Validation rows on which the hot-cold schedule measures the loss.", least=1)
+    schedule_rows: int = setting(
+        None, "Validation rows on which the hot-cold schedule measures the loss: at most 1 for each 50 trained rows.",
+        unset="256 to 8192, by the training rows", least=1,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         self._set("swap_rate", float(self.swap_rate))
