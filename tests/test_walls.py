@@ -21,9 +21,9 @@ FLOORS = {
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_130, "ops": 5_400, "dataset": 3_090, "optim": 620, "tables": 8_590, "models": 1_580, "placement": 2_850,
-    "training": 7_600, "rewrite": 1_970, "prep": 12_000, "synthetic": 1_720, "cli": 2_900,
+    "training": 7_600, "rewrite": 1_985, "prep": 12_000, "synthetic": 1_720, "cli": 2_900,
 }  # fmt: skip
-ALL_LINES = 49_359
+ALL_LINES = 49_503
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

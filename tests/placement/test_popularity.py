@@ -210,7 +210,7 @@ def test_row_bytes_are_those_of_the_model(data: Dataset, tmp_path: Path) -> None
     assert sizes["C1"] == 16
     assert len(set(sizes.values())) > 1
     assert found.hot_bytes <= 2**20
-    assert found.curve[-1].hot_bytes == sum(table.rows * table.row_bytes for table in found.tables)
+    assert found.curve[-1].hot_bytes <= sum(table.rows * table.row_bytes for table in found.tables) == found.total_bytes
     found.save(tmp_path / "hot.json")
     assert HotProfile.load(tmp_path / "hot.json").hash == found.hash != stoker.profile(data, budget="1MiB").hash
     with pytest.raises(ConfigError, match="model 'nope' is unknown"):
