@@ -62,6 +62,10 @@ def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[
     assert step["resident"] == pytest.approx(step["read"] + step["train"])
     assert step["placed"] == pytest.approx(step["read"] + step["slotted"] + cached["seconds"])
     assert found["seconds"] == cached["seconds"] > 0
+    assert cached["seconds"] == pytest.approx(cached["plan_seconds"] + cached["move_seconds"])
+    parts = {"the model": step["slotted"], "reading": step["read"], "planning": cached["plan_seconds"]}
+    parts["moving rows"] = cached["move_seconds"]
+    assert found["bound"] == max(parts, key=parts.__getitem__)
 
 
 def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None) -> None:
@@ -75,7 +79,8 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
         "home",
         "more than host_memory 10.0 KiB",
         "expected step: ",
-        "ms model",
+        "ms the model",
+        ", bound by ",
     ):
         assert words in text
     assert str(tmp_path / "home") in out.replace("\n", "")
@@ -116,12 +121,11 @@ def test_strategies_are_weighed_and_can_be_chosen(
     asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
     _, out, _ = output(capsys, *asked)
     said = next(line for line in out.splitlines() if line.startswith("Cached moves "))
-    assert " MiB a step, HotCold " in said
+    assert " ms, with planning, HotCold " in said
     _, out, _ = output(capsys, *asked, "--json")
     found = json.loads(out)
     assert found["choice"] == said
-    least = min(found["moved_mib"], key=found["moved_mib"].get)
-    assert said.split(": ")[1].startswith(least)
+    assert set(found["moved_mib"]) == {"Cached", "HotCold", "HostPipelined"}
     code, out, err = output(capsys, *asked, "--strategy", "hot-cold")
     assert code == 0, err
     assert "HotCold, as requested" in out
@@ -196,20 +200,31 @@ def test_mistakes_are_one_paragraph(
 
 
 @pytest.mark.parametrize(
-    ("device", "disk_seconds", "seconds"),
-    [("cpu", 0.020, 0.031), ("cpu", 0.0, 0.041), ("cuda", 0.0, 0.031)],
+    ("device", "disk_seconds", "seconds", "bound"),
+    [("cpu", 0.020, 0.031, "moving rows"), ("cpu", 0.0, 0.041, "moving rows"), ("cuda", 0.0, 0.031, "moving rows")],
     ids=[
         "a disk is waited for beside training",
         "a processor does one thing after the other",
         "a GPU trains meanwhile",
     ],
 )
-def test_what_a_step_adds_up_to(device: str, disk_seconds: float, seconds: float) -> None:
-    costs = {"resident": False, "seconds": 0.030, "disk_seconds": disk_seconds}
+def test_what_a_step_adds_up_to(device: str, disk_seconds: float, seconds: float, bound: str) -> None:
+    costs = {"resident": False, "seconds": 0.030, "plan_seconds": 0.007, "disk_seconds": disk_seconds}
     placement: Any = SimpleNamespace(**costs, workload=SimpleNamespace(device=torch.device(device)))
     step = StepTime(read=0.001, train=0.008, slotted=0.010)
     assert step.placed(placement) == pytest.approx(seconds)
     assert step.resident == pytest.approx(0.009)
+    assert step.bound(placement) == bound
+    assert sum(step.parts(placement).values()) == pytest.approx(0.041)
+    placement.plan_seconds = 0.029
+    assert step.bound(placement) == "planning"
+    # A GPU hides the rest while it trains, as long as that is shorter.
+    slow = StepTime(read=0.001, train=0.008, slotted=0.032)
+    placement.plan_seconds, placement.seconds = 0.0, 0.030
+    assert slow.bound(placement) == "the model"
+    between = StepTime(read=0.020, train=0.008, slotted=0.025)
+    placement.plan_seconds, placement.seconds = 0.010, 0.020
+    assert between.bound(placement) == ("reading" if device == "cuda" else "the model")
 
 
 def test_tables_are_cut_to_the_memory_of_a_measurement(data: Dataset) -> None:

@@ -42,6 +42,7 @@ _EXTRAS = {
 }  # fmt: skip
 # The model of the trial: Criteo's columns, with tables beyond the caches of a processor.
 _TRIAL_TABLES, _TRIAL_ROWS, _TRIAL_DIM, _TRIAL_BATCH = 26, 100_000, 16, 2048
+_TRIAL_ROW = 4 * (_TRIAL_DIM + 1)  # bytes, with the state of row-wise Adagrad
 _KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for the GPU"}
 
 
@@ -208,15 +209,22 @@ def _rate(work: Any, num_bytes: int, seconds: float = 0.4) -> float:
     return num_bytes / best
 
 
-def _trial(device: str) -> dict[str, float]:
-    """Train a DLRM with tables like those of a click log for a second; return its rate and the share of its rows."""
+def _trial(device: str) -> dict[str, Any]:
+    """Train a DLRM with tables like those of a click log for a second, and plan it with a tenth of its rows.
+
+    Returns:
+        Its rate with all rows on the device, the share of its rows in a step, and the seconds of the parts of a step
+        with a tenth of the rows in fast memory, with the one that bounds it.
+    """
     from stoker.dataset.batch import Batch
     from stoker.dataset.spec import FeatureSpec
     from stoker.models.dlrm import DLRM
     from stoker.optim.rows import RowWiseAdagrad
+    from stoker.placement.planner import plan
+    from stoker.training.step_time import StepTime
 
-    spec = FeatureSpec.from_sizes(num_dense=13, num_embeddings=[_TRIAL_ROWS] * _TRIAL_TABLES)
-    model = DLRM(spec, embedding_dim=_TRIAL_DIM, optimizer=RowWiseAdagrad(lr=0.02), device=device)
+    spec, optimizer = FeatureSpec.from_sizes(num_dense=13, num_embeddings=[_TRIAL_ROWS] * _TRIAL_TABLES), RowWiseAdagrad
+    model = DLRM(spec, embedding_dim=_TRIAL_DIM, optimizer=optimizer(lr=0.02), device=device)
     ids = torch.randint(_TRIAL_ROWS, (_TRIAL_BATCH, _TRIAL_TABLES), device=device)
     labels = torch.randint(2, (_TRIAL_BATCH,), device=device).float()
     batch = Batch(dense=torch.rand(_TRIAL_BATCH, 13, device=device), ids=ids, labels=labels)
@@ -230,18 +238,28 @@ def _trial(device: str) -> dict[str, float]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    steps = _rate(step, 1, seconds=0.8)
-    return {"samples_per_second": steps * _TRIAL_BATCH, "share_of_rows": min(1.0, steps / _rate(rows, 1))}
+    steps, own = _rate(step, 1, seconds=0.8), _rate(rows, 1)
+    # Counts as in click logs, of 500 batches.
+    weights = torch.arange(1, _TRIAL_ROWS + 1, dtype=torch.float64) ** -1.05
+    counts = (weights * (500 * _TRIAL_BATCH / weights.sum())).long().clamp_(min=1)
+    placement = plan(
+        model, {table.name: counts for table in model.tables}, device=device, batch_size=_TRIAL_BATCH,
+        device_memory=_TRIAL_TABLES * _TRIAL_ROWS * _TRIAL_ROW // 10,
+    )  # fmt: skip
+    seconds = StepTime(read=0.0, train=1 / steps, slotted=1 / steps)
+    return {
+        "samples_per_second": steps * _TRIAL_BATCH, "share_of_rows": min(1.0, steps / own),
+        "placed_seconds": seconds.parts(placement), "bound": seconds.bound(placement),
+    }  # fmt: skip
 
 
 def _verdict(found: dict[str, Any]) -> str:
     """Say in one sentence what this machine can train, how fast, and what limits it."""
     if not found["ok"]:
         return f"this machine cannot train yet: {found['problems'][0]}"
-    row = 4 * (_TRIAL_DIM + 1)  # bytes, with the state of row-wise Adagrad
     system = found["system"]
     memory, disk = int(0.8 * (system["memory_available"] or 0)), int(0.9 * system["folder"]["free"])
-    places = [f"{format_size(memory)} of rows in memory ({format_count(memory / row)} of dim {_TRIAL_DIM})"]
+    places = [f"{format_size(memory)} of rows in memory ({format_count(memory / _TRIAL_ROW)} of dim {_TRIAL_DIM})"]
     if disk > memory and system["folder"]["writable"]:
         places.append(f"{format_size(disk)} in files on this disk")
     gpus = [gpu for gpu in found["gpus"] if gpu["memory"]]
@@ -252,8 +270,10 @@ def _verdict(found: dict[str, Any]) -> str:
         return said
     of_rows = trial["share_of_rows"]
     limit = f"its rows take {of_rows:.0%}" if of_rows > 0.5 else f"its dense layers take {1 - of_rows:.0%}"
-    rate = format_count(trial["samples_per_second"])
+    rate, parts = format_count(trial["samples_per_second"]), trial["placed_seconds"]
+    each = ", ".join(f"{1000 * parts[name]:.1f} ms {name}" for name in ("the model", "planning", "moving rows"))
     return (
         f"{said}; a DLRM with {_TRIAL_TABLES} tables of dim {_TRIAL_DIM} learns from {rate} samples/s at batch "
-        f"{_TRIAL_BATCH:,}, and {limit} of a step"
+        f"{_TRIAL_BATCH:,}, and {limit} of a step; with a tenth of its rows in fast memory a step is {each}, so "
+        f"{trial['bound']} bounds it"
     )

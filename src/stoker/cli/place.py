@@ -125,7 +125,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Place
 
 def _values(placement: Placement, step: StepTime) -> dict[str, Any]:
     seconds = {"placed": step.placed(placement), "resident": step.resident, **asdict(step)}
-    return {**placement.to_dict(), "step_seconds": seconds}
+    return {**placement.to_dict(), "step_seconds": seconds, "bound": step.bound(placement)}
 
 
 def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
@@ -141,12 +141,12 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
             sum(getattr(group, name) for group in placement.groups) for name in ("slot_bytes", "beside_bytes")
         )
         say(f"rows in fast memory: {format_size(fast)}; bookkeeping: {format_size(beside)} of main memory")
-    parts = f"{format_duration(step.slotted)} model, {format_duration(step.read)} reading"
+    each = step.parts(placement)
+    parts = ", ".join(f"{format_duration(seconds)} {name}" for name, seconds in each.items() if seconds)
     if placement.resident:
         say(f"expected step: {format_duration(step.resident)} ({parts})")
         return
-    parts += f", {format_duration(placement.seconds)} planning and moving"
-    say(f"expected step: {format_duration(step.placed(placement))} ({parts})")
+    say(f"expected step: {format_duration(step.placed(placement))} ({parts}), bound by {step.bound(placement)}")
     say(f"with all rows on the device: {format_duration(step.resident)}")
 
 

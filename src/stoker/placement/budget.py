@@ -49,7 +49,8 @@ class MemoryBudget(Settings, panel="Memory"):
         options=("--home",),
     )
     strategy: Choice = setting(
-        "auto", "Strategy of tables that do not fit. auto takes the one that moves the fewest bytes."
+        "auto",
+        "Strategy of tables that do not fit. auto takes the quickest one; behind a file, the fewest bytes moved.",
     )
     lookahead: int | None = setting(
         None, "Batches whose ids are read ahead, beyond those in flight.", unset="adapts", least=0

@@ -6,7 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,8 +60,24 @@ class Group:
     fetched_mib: float  # MiB per step from the backing store to slots
     written_mib: float  # MiB per step back
     in_parts: bool  # a typical batch has more rows than slots, so it is split into parts
-    seconds: float  # per step, to plan and to move rows on the measured machine
+    plan_seconds: float  # per step, to find slots on the measured machine
+    move_seconds: float  # per step, to move rows, with the wait for a disk
     disk_seconds: float  # of those, waiting for a disk
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step to plan and to move rows."""
+        return self.plan_seconds + self.move_seconds
+
+
+class Cost(NamedTuple):
+    """The expected traffic and time of a group of tables, per step of the first epoch."""
+
+    traffic: Traffic
+    in_parts: bool  # as for Group
+    planning: float  # seconds
+    moving: float  # seconds, with the wait for a disk
+    disk: float  # of those, waiting for a disk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +123,22 @@ class Workload:
             )
             found = replace(found, hits=found.hits - new, first=found.first + new)
         return found, parts
+
+    def cost(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int, profile: Profile) -> Cost:
+        """Return the traffic and the time of tables that share ``slots``, on the machine of ``profile``."""
+        traffic, in_parts = self.traffic(tables, strategy, slots)
+        uses, size = [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state)
+        stay = strategy.count_hot(tables)
+        found = all_hits([split_hot(use, rows)[0] for use, rows in zip(uses, stay, strict=True)])
+        planned = replace(
+            traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
+            lookups=traffic.lookups - found.lookups,
+        )  # fmt: skip
+        files = store_of(strategy, sum(table.num_embeddings for table in tables)).in_files
+        cold = _cold_share(sum(float(use.rows.sum()) for use in uses) * size) if files else 0.0
+        disk = profile.disk_seconds(traffic, size, cold)
+        moving = profile.move_seconds(traffic, size, in_memory=not files, cold=cold) + disk
+        return Cost(traffic, in_parts, profile.plan_seconds(planned), moving, disk)
 
     def _traffic(
         self, uses: Sequence[Uses], stay: Sequence[int], strategy: Slotted, slots: int
@@ -204,42 +236,38 @@ class Placement(Shown, UserDict[str, Strategy]):
         return [_Bundle(key[0], tables, self.workload.state) for key, tables in found.items()]
 
     def _judge(self, of: _Bundle) -> Group:
-        work, strategy, uses = self.workload, of.strategy, [self.workload.uses[table.name] for table in of.tables]
-        beside, seconds, disk, parts = 0, 0.0, 0.0, False
-        traffic = all_hits(uses)
+        work, strategy, beside = self.workload, of.strategy, 0
+        cost = Cost(all_hits([work.uses[table.name] for table in of.tables]), False, 0.0, 0.0, 0.0)
         if isinstance(strategy, Slotted):
             beside = work.footprint(of.tables).beside(of.slots - sum(of.hot)).total + sum(of.hot) // 8
             store = store_of(strategy, of.rows)
             beside += store.index_bytes(of.rows)
-            traffic, parts = work.traffic(of.tables, strategy, of.slots)
             first = of.tables[0]
             profile = self._profile or measure_profile(
                 dim=first.embedding_dim, dtype=first.dtype, state=work.state, device=work.device,
                 directory=strategy.path, file=store.in_files, writes=strategy.writes,
             )  # fmt: skip
-            found = all_hits([split_hot(use, count)[0] for use, count in zip(uses, of.hot, strict=True)])
-            planned = replace(
-                traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
-                lookups=traffic.lookups - found.lookups,
-            )  # fmt: skip
-            used = sum(float(use.rows.sum()) for use in uses)
-            cold = _cold_share(used * of.row_bytes) if store.in_files else 0.0
-            disk = profile.disk_seconds(traffic, of.row_bytes, cold)
-            seconds = profile.plan_seconds(planned)
-            seconds += profile.move_seconds(traffic, of.row_bytes, in_memory=not store.in_files, cold=cold) + disk
+            cost = work.cost(of.tables, strategy, of.slots, profile)
+        traffic = cost.traffic
         return Group(
             tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
             bytes=of.bytes, strategy=type(strategy).__name__, home=of.home, hot=sum(of.hot), slots=of.slots,
             slot_bytes=of.fast_bytes, cache_bytes=of.cache_bytes, beside_bytes=beside,
             distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
-            written_mib=traffic.written * of.row_bytes / _MIB, in_parts=parts, seconds=seconds, disk_seconds=disk,
+            written_mib=traffic.written * of.row_bytes / _MIB, in_parts=cost.in_parts,
+            plan_seconds=cost.planning, move_seconds=cost.moving, disk_seconds=cost.disk,
         )  # fmt: skip
 
     @property
     def seconds(self) -> float:
         """Seconds per step to plan and to move rows, in all groups."""
         return sum(group.seconds for group in self.groups)
+
+    @property
+    def plan_seconds(self) -> float:
+        """Seconds of those to find slots for rows."""
+        return sum(group.plan_seconds for group in self.groups)
 
     @property
     def disk_seconds(self) -> float:
@@ -271,7 +299,7 @@ class Placement(Shown, UserDict[str, Strategy]):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         weighed = {name: size / _MIB for name, size in self.moved.items()}
-        groups = [asdict(group) for group in self.groups]
+        groups = [{**asdict(group), "seconds": group.seconds} for group in self.groups]
         return {
             "note": self.note, "choice": self.choice, "moved_mib": weighed, "seconds": self.seconds, "groups": groups,
         }  # fmt: skip
@@ -316,7 +344,8 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",
     "MiB in a step": _moving(lambda group: f"{group.fetched_mib:.2f}"),
     "MiB out a step": _moving(lambda group: f"{group.written_mib:.2f}"),
-    "planning and moving": _moving(lambda group: f"{1000 * group.seconds:.1f} ms"),
+    "planning": _moving(lambda group: f"{1000 * group.plan_seconds:.1f} ms"),
+    "moving": _moving(lambda group: f"{1000 * group.move_seconds:.1f} ms"),
 }
 
 

@@ -31,7 +31,7 @@ from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Uses, choose_hot, phases, split_hot, uses_of, with_margin
 from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
-from stoker.placement.profile import Profile
+from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Slotted, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
@@ -41,7 +41,8 @@ Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
 
 _SHARES = 16  # shares of memory that are given to kinds of tables one by one
-_AS_GOOD = 1.01  # factor on the fewest bytes moved
+_AS_GOOD = 1.01  # factor on the least cost
+_PINNED = (1.0, 0.9, 0.8, 0.6, 0.3)  # shares of a cache's slots, as far as rows in flight leave them
 _HOME_SHARE = 0.8  # of the available memory
 _LEAST_TIER = 2**16  # least bytes of a RAM tier
 _INDEX_SHARE = 8  # the index of a log-structured file takes at most 1/8 of the memory for rows
@@ -98,9 +99,10 @@ def plan(
             a CPU it also covers bookkeeping; the dense part is not in it. ``host_memory``: main memory for all rows,
             and with a GPU for bookkeeping; None takes 80 % of what is available (on a CPU, less ``device_memory``).
             Rows that need more are in a file in the directory ``path``; None: the temporary one of the system.
-            ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one with the
-            fewest expected bytes moved. ``lookahead``, ``in_flight`` and ``foresight`` as for :func:`stoker.stage`.
-            ``spill``: "parts" splits a batch with more rows than slots, "refuse" refuses it.
+            ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is
+            expected to take the least time; behind a file, to move the fewest bytes. ``lookahead``, ``in_flight`` and
+            ``foresight`` as for :func:`stoker.stage`. ``spill``: "parts" splits a batch with more rows than slots,
+            "refuse" refuses it.
 
     Raises:
         ConfigError: a budget that cannot work, with the smallest one that does; or a setting out of its range.
@@ -150,10 +152,14 @@ def plan(
         resident, slots = _divide(tables, limit, needs, work)
         rest = [table for table in tables if table not in resident]
         first = Division(strategy=Cached, resident=resident, rest=rest, slots=slots)
-        division, moved, choice = weigh(first, work, limit, needs.largest_slots)
+        in_memory = store_class(store_of(first)[0]).in_memory
+        division, moved, choice = weigh(first, work, limit, needs.largest_slots, profile, in_memory=in_memory)
+        return _Placed(division, moved, choice, *store_of(division))
+
+    def store_of(division: Division) -> tuple[str, float, str]:
         homes = sum(needs.bytes(table) for table in division.rest)
         beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
-        return _Placed(division, moved, choice, *_choose_store(homes, beside, given, settings))
+        return _choose_store(homes, beside, given, settings)
 
     found = placed(limit)
     options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
@@ -518,27 +524,38 @@ class Division:
         """Return the hot rows of some tables together."""
         return sum(self.hot.get(table.name, 0) for table in tables)
 
-    def moved(self, work: Workload) -> float:
-        """Return the bytes moved per step of the first epoch, both ways. Hot rows are fetched once, at the start."""
-        total = 0.0
+    def cost(self, work: Workload, profile: Profile | None) -> tuple[float, float | None]:
+        """Return the bytes moved per step of the first epoch, both ways, and the seconds to plan and move rows.
+
+        Hot rows are fetched once, at the start. Without a profile there are no seconds.
+        """
+        moved, seconds = 0.0, 0.0
         for kind, members in by_kind(self.rest).items():
-            slots = self.slots[kind]
-            traffic, _ = work.traffic(members, self.of(slots=slots), slots)
+            strategy, slots = self.of(slots=self.slots[kind]), self.slots[kind]
             come = sum(self.hot.get(table.name, 0) / work.uses[table.name].batches for table in members)
-            total += (traffic.fetched + traffic.written + come) * row_bytes(members[0], work.state)
-        return total
+            if profile is not None:
+                found = work.cost(members, strategy, slots, profile)
+                seconds += found.planning + found.moving + come / profile.fetch
+            traffic = work.traffic(members, strategy, slots)[0] if profile is None else found.traffic
+            moved += (traffic.fetched + traffic.written + come) * row_bytes(members[0], work.state)
+        return moved, None if profile is None else seconds
 
 
 def weigh(
-    cached: Division, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int]
-) -> tuple[Division, dict[str, float], str]:
-    """Choose the strategy that the user wants, or the one that moves the fewest bytes.
+    cached: Division, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int],
+    profile: Profile | None = None, *, in_memory: bool,
+) -> tuple[Division, dict[str, float], str]:  # fmt: skip
+    """Choose the strategy that the user wants, or the quickest one; and the first ids that a cache pins.
+
+    Rows in files wait for the disk, so for them the strategy that moves the fewest bytes is taken.
 
     Args:
         cached: the division for a cache.
         work: what the cost depends on, and the strategy that the user wants.
         budget: bytes of fast memory.
         largest: rows of the largest example in tables of one kind.
+        profile: costs of this machine; None measures it.
+        in_memory: whether the backing store is in memory.
 
     Returns:
         The division, the bytes that each strategy moves per step, and the reason in a sentence.
@@ -546,11 +563,11 @@ def weigh(
     Raises:
         ConfigError: the user wants hot rows, and there is no memory for them.
     """
-    found, strategy = {"cached": cached}, work.budget.strategy
+    found, strategy = {"cached": [cached]}, work.budget.strategy
     hot, problem = _hot_cold(cached, work, budget, largest)
     if hot is not None:
-        found["hot-cold"] = hot
-    found["host-pipelined"] = replace(cached, strategy=HostPipelined)
+        found["hot-cold"] = [hot]
+    found["host-pipelined"] = [replace(cached, strategy=HostPipelined)]
     if strategy != "auto" and strategy not in found:
         # The hot rows of a profile take the same memory for any batch size.
         smaller = "a smaller batch_size, " if work.hot_batches is None else ""
@@ -559,33 +576,42 @@ def weigh(
             "strategy.",
             settings=("strategy",),
         )
-    moved = {name: division.moved(work) for name, division in found.items()}
-    known = all(math.isfinite(work.uses[table.name].batches) for table in cached.rest)
-    chosen = strategy if strategy != "auto" else least_moved(moved, known=known)
-    sizes = {_CLASSES[name].__name__: size for name, size in moved.items()}
+    if in_memory and profile is None:
+        most = max(cached.rest, key=lambda table: table.num_embeddings)
+        profile = measure_profile(dim=most.embedding_dim, dtype=most.dtype, state=work.state, device=work.device)
+    # Without counts, the first ids may not be those that are used most; and with foresight, a cache knows better.
+    known = all(math.isfinite(work.uses[table.name].batches) for table in cached.rest) and not work.budget.foresight
+    if known and work.hot_batches is None:
+        found["cached"] += [each for share in _PINNED if (each := _pinned(cached, work, share)) is not None]
+    best: dict[str, tuple[Division, float, float | None]] = {}  # with its bytes and seconds
+    for name, divisions in found.items():
+        weighed = [(each, *each.cost(work, profile if in_memory else None)) for each in divisions]
+        best[name] = min(weighed, key=lambda one: one[1] if one[2] is None else one[2])
+    costs = {name: size if seconds is None else seconds for name, (_, size, seconds) in best.items()}
+    sure = {name: cost for name, cost in costs.items() if known or work.hot_batches or name != "hot-cold"}
+    chosen = strategy if strategy != "auto" else least_cost(sure)
+    sizes = {_CLASSES[name].__name__: size for name, (_, size, _) in best.items()}
     said = ", ".join(
-        f"{name} {'moves ' if not place else ''}{size / 2**20:.2f}{' MiB a step' if not place else ''}"
-        for place, (name, size) in enumerate(sizes.items())
+        _CLASSES[name].__name__
+        + f" {'' if place else 'moves '}{size / 2**20:.2f}{'' if place else ' MiB a step'}"
+        + ("" if seconds is None else f" in {1000 * seconds:.1f}{'' if place else ' ms, with planning'}")
+        for place, (name, (_, size, seconds)) in enumerate(best.items())
     )
-    return found[chosen], sizes, f"{said}: {_CLASSES[chosen].__name__}{_why(strategy, chosen, moved, problem)}"
+    return best[chosen][0], sizes, f"{said}: {_CLASSES[chosen].__name__}{_why(strategy, chosen, sure, problem)}"
 
 
-def least_moved(moved: Mapping[str, float], *, known: bool) -> str:
-    """Return the strategy that moves the fewest bytes.
-
-    Among nearly equal ones it is hot rows, because finding them costs nothing; but a cache if counts are not ``known``,
-    because a cache does not need them.
-    """
-    least = min(moved.values())
-    order = ("hot-cold", "cached", "host-pipelined") if known else ("cached", "hot-cold", "host-pipelined")
-    return next(name for name in order if moved.get(name, math.inf) <= least * _AS_GOOD)
+def least_cost(costs: Mapping[str, float]) -> str:
+    """Return the strategy with the least cost; among nearly equal ones a cache, which adapts to what is read."""
+    least = min(costs.values())
+    order = ("cached", "hot-cold", "host-pipelined")
+    return next(name for name in order if costs.get(name, math.inf) <= least * _AS_GOOD)
 
 
-def _why(strategy: str, chosen: str, moved: Mapping[str, float], problem: str) -> str:
+def _why(strategy: str, chosen: str, costs: Mapping[str, float], problem: str) -> str:
     if strategy != "auto":
         return ", as requested"
-    if moved[chosen] > min(moved.values()):
-        return ", which moves little more" + (" and does not plan hot rows" if chosen == "hot-cold" else "")
+    if costs[chosen] > min(costs.values()):
+        return ", which costs little more"
     return f" (no HotCold: {problem})" if problem else ""
 
 
@@ -595,20 +621,36 @@ def _hot_cold(
     """Return the division with hot rows: those of a classified dataset, else the most used ones; or why not."""
     if work.hot_batches is not None:
         return _classified(cached, work.hot_batches, work, budget, largest)
+    pinned = _pinned(cached, work, 1.0)
+    if pinned is None:
+        return None, "the rows of a batch take all slots, so none are left for hot rows"
+    return replace(pinned, strategy=HotCold), ""
+
+
+def _pinned(cached: Division, work: Workload, share: float) -> Division | None:
+    """Return the cache with its most used rows pinned, or None if there is no slot for them.
+
+    Args:
+        cached: the division without.
+        work: what the cost depends on.
+        share: of the slots that is pinned, at most all but those that the other rows in flight need.
+    """
     hot: dict[str, int] = {}
     slots: dict[Kind, int] = {}
     for kind, members in by_kind(cached.rest).items():
-        uses, footprint = [work.uses[table.name] for table in members], work.footprint(members)
-        depth = work.depth(None)
+        uses, footprint, depth = [work.uses[table.name] for table in members], work.footprint(members), work.depth(None)
+
+        def chosen(slots: int, uses: Sequence[Uses] = uses, depth: int = depth) -> list[int]:
+            most = choose_hot(uses, slots, depth)
+            return most if sum(most) <= share * slots else choose_hot(uses, int(share * slots), 0)
+
         slots[kind] = cached.slots[kind]
-        chosen = choose_hot(uses, slots[kind], depth)
-        if any(chosen):  # hot rows need less bookkeeping, so there is memory for more of them
-            slots[kind] = footprint.hot_slots_within(footprint.fast(slots[kind]), slots[kind] - sum(chosen))
-            chosen = choose_hot(uses, slots[kind], depth)
-        hot |= {table.name: count for table, count in zip(members, chosen, strict=True)}
-    if not any(hot.values()):
-        return None, "the rows of a batch take all slots, so none are left for hot rows"
-    return replace(cached, strategy=HotCold, slots=slots, hot=hot), ""
+        found = chosen(slots[kind])
+        if any(found):  # hot rows need less bookkeeping, so there is memory for more of them
+            slots[kind] = footprint.hot_slots_within(footprint.fast(slots[kind]), slots[kind] - sum(found))
+            found = chosen(slots[kind])
+        hot |= {table.name: count for table, count in zip(members, found, strict=True)}
+    return replace(cached, slots=slots, hot=hot) if any(hot.values()) else None
 
 
 def _classified(

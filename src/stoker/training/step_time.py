@@ -60,6 +60,22 @@ class StepTime:
             return max(self.slotted, other)
         return max(self.slotted + other - placement.disk_seconds, other)
 
+    def parts(self, placement: Placement) -> dict[str, float]:
+        """Return the seconds of each part of a step under a placement."""
+        planning = placement.plan_seconds
+        return {
+            "the model": self.slotted, "reading": self.read, "planning": planning,
+            "moving rows": placement.seconds - planning,
+        }  # fmt: skip
+
+    def bound(self, placement: Placement) -> str:
+        """Return the part that bounds a step: the longest one, or the model if it hides the others."""
+        parts = self.parts(placement)
+        if placement.workload.device.type == "cuda":  # it trains meanwhile
+            others = {name: seconds for name, seconds in parts.items() if name != "the model"}
+            parts = {"the model": parts["the model"]} if parts["the model"] >= sum(others.values()) else others
+        return max(parts, key=lambda name: parts[name])
+
 
 def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None = None) -> StepTime:
     """Measure a few steps on real batches with tables cut to 128 MiB: 2 seconds, and 2 more for a model with slots.
