@@ -18,7 +18,7 @@ from stoker.ops.codegen.threads import Team
 from stoker.ops.cpu.arena import Arena
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.loss import binary_cross_entropy
-from stoker.ops.mlp import mlp
+from stoker.ops.mlp import mlp, normed_mlp
 
 
 @settings(deadline=None, max_examples=scaled(40))
@@ -98,6 +98,7 @@ def test_weight_gradients_by_chunks_of_rows_are_those_of_all(batch):
     """Exactly so for whole numbers, whose sums have no rounding."""
     grad, x = (torch.randint(-3, 4, (batch, width)).float() for width in (5, 7))
     assert torch.equal(ops_mlp._by_chunks(grad, x), (grad.double().t() @ x.double()).float())
+    assert torch.equal(ops_mlp._column_sums(x), x.double().sum(0).float())
 
 
 def test_layer_chain_ignores_columns_of_zeros(products):
@@ -122,6 +123,51 @@ def test_layer_chain_lets_nan_through(products):
     x[2, 1] = torch.nan
     out = mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=True)
     assert out.isnan().flatten().tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (16, 1, 4)])
+@pytest.mark.parametrize("columns", [0, 3])
+@pytest.mark.parametrize("own", [(True,), (False,), (True, False), (False, True)])
+@pytest.mark.parametrize("batch", [7, 1100])
+def test_layer_chain_with_batch_norm_equals_torchs(hidden, columns, own, batch, products):
+    torch.manual_seed(0)
+    embedded, dense = torch.randn(batch, 5, requires_grad=True), torch.randn(batch, columns) + 2
+    layers = [nn.Linear(*sizes) for sizes in itertools.pairwise((5 + columns, *hidden, 1))]
+    sets = [[nn.BatchNorm1d(size) if size else None for size in (columns, *hidden)] for _ in range(2)]
+    of_batch = [own[at % len(own)] for at in range(1 + len(hidden))]
+    for norms, live in zip(zip(*sets, strict=True), of_batch, strict=True):
+        for norm in filter(None, norms):
+            torch.manual_seed(norm.num_features)
+            for values in (norm.weight, norm.bias, norm.running_mean):
+                nn.init.uniform_(values, 0.5, 1.5)
+            norm.train(live)
+    (first, *norms), (_, *mine) = sets
+    x = embedded if first is None else torch.cat([embedded, first(dense)], 1)
+    for layer, norm in zip(layers, norms, strict=False):
+        x = norm(layer(x).relu())
+    expected = layers[-1](x).squeeze(1)
+    parts = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    out = normed_mlp(embedded, dense, parts, sets[1], of_batch)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    grad = torch.randn(batch) / batch
+    found = []
+    for result, chain in ((out, [sets[1][0], *mine]), (expected, sets[0])):
+        parameters = [p for module in (*layers, *chain) if module is not None for p in module.parameters()]
+        found.append(torch.autograd.grad(result, [embedded, *parameters], grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(*sets[::-1], strict=True):
+        for name in ("running_mean", "running_var") if ours is not None else ():
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-5)
+
+
+def test_layer_chain_with_batch_norm_lets_nan_through(products):
+    layers, norm = [nn.Linear(4, 8), nn.Linear(8, 1)], nn.BatchNorm1d(8)
+    x = torch.randn(5, 4)
+    x[2, 1] = torch.nan
+    parts = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    out = normed_mlp(x, torch.empty(5, 0), parts, [None, norm], [False, False])
+    assert out.isnan().tolist() == [False, False, True, False, False]
 
 
 def test_layer_chain_in_bfloat16_is_autocasts():

@@ -90,15 +90,19 @@ class BatchNorm(nn.BatchNorm1d):
     ``predict`` changes nothing), and for a batch of one row, which has no variance.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if x.dtype == torch.float64 else x.float()
-        batch = self.training and torch.is_grad_enabled() and x.shape[0] > 1
-        assert self.running_mean is not None
+    def count(self, rows: int) -> bool:
+        """Return whether a batch of so many rows is normed by its own moments, and count it if it is."""
+        batch = self.training and torch.is_grad_enabled() and rows > 1
         assert self.num_batches_tracked is not None
         if batch:
             self.num_batches_tracked.add_(1)
+        return batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.dtype == torch.float64 else x.float()
+        own, momentum = self.count(x.shape[0]), self.momentum or 0.1
         return functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, batch, self.momentum or 0.1, self.eps
+            x, self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps
         )
 
 

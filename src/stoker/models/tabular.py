@@ -21,7 +21,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import BatchNorm, dense_generator, parts
-from stoker.ops.mlp import ALIGN, mlp
+from stoker.ops.mlp import ALIGN, is_fast, mlp, normed_mlp
 from stoker.ops.reference import derive_key
 
 
@@ -126,6 +126,11 @@ class Tabular(RecModel):
         return [(values >= share) / (1 - share) for share, values in drawn]
 
     def dense_part(self, dense: Tensor, embedded: Tensor, *masks: Tensor) -> Tensor:
+        weights, biases = parts(self.layers)
+        norms = [self.dense_norm, *self.norms]
+        if not masks and not dense.requires_grad and is_fast(embedded, weights):
+            of_batch = [isinstance(norm, BatchNorm) and norm.count(dense.shape[0]) for norm in norms]
+            return normed_mlp(embedded, dense, (weights, biases), norms, of_batch)
         left = list(masks)
 
         def dropped(x: Tensor, share: float) -> Tensor:
@@ -136,7 +141,6 @@ class Tabular(RecModel):
             numbers = self.dense_norm(dense)
             spare = numbers.new_zeros(x.shape[0], -(x.shape[1] + numbers.shape[1]) % ALIGN)
             x = torch.cat([x, numbers, spare], dim=1)
-        weights, biases = parts(self.layers)
         for layer, (norm, share) in enumerate(zip(self.norms, self.dropout, strict=True)):
             x = dropped(norm(mlp(x, weights[layer : layer + 1], biases[layer : layer + 1], relu_last=True)), share)
         return mlp(x, weights[-1:], biases[-1:], relu_last=False).squeeze(1)

@@ -7,7 +7,13 @@ autograd takes for every ReLU and its gradient. Under bfloat16 autocast the same
 with float32 weights, each cast once a step. Results agree within rounding. Elsewhere (GPU, other types, inside
 ``torch.compile``) this is ``F.linear`` and ReLU.
 
-Legend: B examples, L layers.
+With batch norm after every ReLU (:func:`normed_mlp`), the norm takes no pass over the batch. It makes y = a h + c of a
+column h, which is folded into the next layer, z = W y + b. For the gradient G [B, out] of z, let M = G' h [out, C] and
+s = G' 1 [out], sums over the examples. The gradients of W and b are M a + s c' and s, and those of y and of y h, summed
+over the examples, are s W and the sums of M W over outputs. The norm's own gradients (Ioffe & Szegedy 2015, section 3)
+need only these.
+
+Legend: B examples, C columns of an input, L layers.
 """
 
 from __future__ import annotations
@@ -15,10 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -33,7 +39,7 @@ class _Products:
     hides_nan = False
 
     @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
         """Return [B, out] from ``x`` [B, in], ``weight`` [out, in] and ``bias`` [out]."""
         result = F.linear(x, weight, bias)
         return result.relu_() if relu else result
@@ -64,7 +70,7 @@ class _OneDNN(_Products):
         if grad.dtype == torch.bfloat16:  # torch sends these products to oneDNN anyway
             return grad.t() @ x, grad.sum(0, dtype=torch.float32)
         if weight.numel() <= _SMALL and torch.backends.mkl.is_available():
-            return _by_chunks(grad, x), grad.sum(0)
+            return _by_chunks(grad, x), _column_sums(grad)
         # Not for a single output: at [8192, 64] x [8192, 1] torch 2.13 writes past the end of the result.
         result: tuple[Tensor, Tensor] = torch.ops.aten.mkldnn_linear_backward_weights(
             grad.to_mkldnn(), x.to_mkldnn(), weight, True
@@ -89,9 +95,16 @@ def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
     if chunks < 2:
         return grad.t() @ x
     whole = chunks * rows
-    by_chunk = grad[:whole].view(chunks, rows, -1).transpose(1, 2)
-    total = torch.bmm(by_chunk, x[:whole].view(chunks, rows, -1)).sum(0)
+    by_chunk = grad[:whole].view(chunks, rows, grad.shape[1]).transpose(1, 2)
+    total = torch.bmm(by_chunk, x[:whole].view(chunks, rows, x.shape[1])).sum(0)
     return total.addmm_(grad[whole:].t(), x[whole:]) if whole < len(x) else total
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    """Sum ``x`` [B, C] over its rows, by chunks: in a third of the time that torch takes for one long sum."""
+    chunks = len(x) // 256
+    whole = x[: 256 * chunks].reshape(chunks, 256, x.shape[1]).sum(1).sum(0)
+    return whole.add_(x[256 * chunks :].sum(0)) if len(x) % 256 else whole
 
 
 @cache
@@ -160,20 +173,35 @@ class _MLP(torch.autograd.Function):
         return (grad.to(torch.float32) if ctx.needs_input_grad[0] else None, None, None, *wide)
 
 
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+
+
+def _is_plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if these inputs take torch's own operations."""
+    return (
+        x.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or dtype not in (torch.float32, torch.bfloat16)
+        or torch.compiler.is_compiling()
+        or not len(x)
+    )
+
+
+def is_fast(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return True if :func:`normed_mlp` takes ``x`` [B, in] and these weights: in bfloat16 it would be too coarse."""
+    return _dtype(x) == torch.float32 and not _is_plain(x, weights[0], torch.float32)
+
+
 def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_last: bool) -> Tensor:
     """Pass ``x`` [B, in] through every layer, with ReLU after each (the last only if ``relu_last``): [B, out].
 
     ``weights[l]`` is [out_l, in_l] and ``biases[l]`` [out_l], as in ``nn.Linear``. ``x`` may have more columns than
     ``weights[0]``: they must be zero, and have no effect (see :data:`ALIGN`).
     """
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    plain = (
-        x.device.type != "cpu"
-        or weights[0].dtype != torch.float32
-        or dtype not in (torch.float32, torch.bfloat16)
-        or torch.compiler.is_compiling()
-        or not len(x)
-        or (_products(dtype).hides_nan and not math.isfinite(float(x.detach().sum())))
+    dtype = _dtype(x)
+    plain = _is_plain(x, weights[0], dtype) or (
+        _products(dtype).hides_nan and not math.isfinite(float(x.detach().sum()))
     )
     if plain:
         x = x[:, : weights[0].shape[1]]
@@ -183,4 +211,118 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
         return x
     parameters = [tensor for pair in zip(weights, biases, strict=True) for tensor in pair]
     result: Tensor = _MLP.apply(x.contiguous(), relu_last, dtype, *parameters)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Norm(NamedTuple):
+    """What batch norm makes of a column h: a h + c, with a = gain * inverse and c = bias - mean * a."""
+
+    mean: Tensor
+    inverse: Tensor  # 1 / deviation
+    a: Tensor
+    c: Tensor
+    of_batch: bool  # by its own moments
+
+    @classmethod
+    def of(cls, module: nn.BatchNorm1d, h: Tensor, gain: Tensor, bias: Tensor, of_batch: bool) -> _Norm:
+        """Return the norm of ``h`` [B, C], by its own moments, which also update the running ones, or by the latter."""
+        mean, variance = module.running_mean, module.running_var
+        assert mean is not None
+        assert variance is not None
+        if of_batch:
+            found = _column_sums(h) / len(h)
+            # One pass for the squared deviations, instead of two.
+            squares = _column_sums(F.mse_loss(h, found.expand_as(h), reduction="none"))
+            momentum = module.momentum or 0.1
+            mean.lerp_(found, momentum)
+            variance.lerp_(squares / (len(h) - 1), momentum)
+            mean, variance = found, squares / len(h)
+        inverse = torch.rsqrt(variance + module.eps)
+        a = gain * inverse
+        return cls(mean.clone(), inverse, a, bias - mean * a, of_batch)
+
+    def gradients(self, product: Tensor, total: Tensor, weight: Tensor) -> list[Tensor]:
+        """Return the gradients of gain, bias, next weight and its bias, from M, s and that weight."""
+        bias = total @ weight
+        gain = ((product * weight).sum(0) - self.mean * bias) * self.inverse
+        return [gain, bias, product * self.a + torch.outer(total, self.c), total]
+
+
+def _sums(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return M [out, C] and s [out]."""
+    if len(weight) == 1:  # outer products need no matrix kernel
+        return grad.t() @ x, grad.sum(0)
+    return _products(torch.float32).weight_gradient(grad, x, weight)
+
+
+class _NormedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, norms: Any, of_batch: Any, embedded: Tensor, dense: Tensor, *parameters: Tensor) -> Tensor:
+        of_embedded, of_dense, bias, *rest = parameters
+        products = _products(torch.float32)
+        z = products.linear(embedded, of_embedded, bias, False)
+        if dense.shape[1]:
+            z.addmm_(dense, of_dense.t())
+        chain, inner = [], []
+        for norm, own, *four in zip(norms, of_batch, *(rest[at::4] for at in range(4)), strict=True):
+            gain, shift, weight, bias = four
+            inner.append(z.relu_())  # not fused with the product: that would hide NaN
+            chain.append(_Norm.of(norm, z, gain, shift, own))
+            z = products.linear(z, weight * chain[-1].a, torch.addmv(bias, weight, chain[-1].c), False)
+        ctx.save_for_backward(embedded, dense, *parameters)
+        ctx.chain, ctx.inner = chain, inner
+        return z.squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        embedded, dense, of_embedded, _, _, *rest = ctx.saved_tensors
+        products = _products(torch.float32)
+        grad = grad.unsqueeze(1)
+        grads: list[Tensor] = []
+        for norm, h, weight in reversed(list(zip(ctx.chain, ctx.inner, rest[2::4], strict=True))):
+            grads = [*norm.gradients(*_sums(grad, h, weight), weight), *grads]
+            v = norm.a * norm.inverse * grads[0] / len(h) if norm.of_batch else torch.zeros_like(norm.a)
+            u = norm.mean * v - norm.a * grads[1] / len(h) if norm.of_batch else v
+            if len(weight) == 1:
+                grad = torch.addcmul(u, grad, weight[0] * norm.a)
+            else:
+                grad = products.linear(grad, (weight * norm.a).t().contiguous(), u, False)
+            grad.addcmul_(h, v, value=-1.0)
+            torch.ops.aten.threshold_backward.grad_input(grad, h, 0, grad_input=grad)
+        product, total = _sums(grad, embedded, of_embedded)
+        first = [product, _by_chunks(grad, dense), total]
+        back = products.linear(grad, of_embedded.t().contiguous(), None, False) if ctx.needs_input_grad[2] else None
+        return None, None, back, None, *first, *grads
+
+
+def normed_mlp(
+    embedded: Tensor, dense: Tensor, layers: tuple[Sequence[Tensor], Sequence[Tensor]],
+    norms: Sequence[nn.BatchNorm1d | None], of_batch: Sequence[bool],
+) -> Tensor:  # fmt: skip
+    """Pass ``embedded`` [B, E] next to the normed ``dense`` [B, N] through layers of one output at last: [B].
+
+    Batch norm follows the ReLU of every layer but the last, which has none. On the CPU, see :func:`is_fast`.
+
+    Args:
+        embedded: goes in as it is.
+        dense: no gradient is made for it.
+        layers: their weights [out, in] and biases [out].
+        norms: of ``dense``, None if N is 0, and of each output but the last.
+        of_batch: whether each norm takes the moments of the batch, of at least two rows, and updates the running ones.
+    """
+    (weight, *weights), (bias, *biases) = layers
+    first, *others = norms
+    of_dense = weight[:, embedded.shape[1] :]
+    if first is not None:
+        with torch.no_grad():
+            mean, inverse, *_ = _Norm.of(first, dense, first.weight, first.bias, of_batch[0])
+            dense = (dense - mean).mul_(inverse)
+        bias = torch.addmv(bias, of_dense, first.bias)
+        of_dense = of_dense * first.weight
+    stages = [weight[:, : embedded.shape[1]].contiguous(), of_dense, bias]
+    for norm, *layer in zip(others, weights, biases, strict=True):
+        assert norm is not None
+        stages += [norm.weight, norm.bias, *layer]
+    result: Tensor = _NormedMLP.apply(others, of_batch[1:], embedded.contiguous(), dense, *stages)  # type: ignore[no-untyped-call]
     return result
