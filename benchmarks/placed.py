@@ -50,7 +50,7 @@ LARGE_BUDGET = "3.5GiB"  # for a table of 100 GiB
 
 RESIDENT = Contestant(label="all rows resident", script="stoker_placed.py")
 PLACED = Contestant(label="stoker, 10 % in slots", script="stoker_placed.py", options={"fraction": FRACTION})
-IN_FILE = Contestant(label="stoker, file behind slots", script="stoker_file.py")
+IN_FILE = Contestant(label="stoker, file", script="stoker_file.py")
 MAPPED = [
     Contestant(label="memory-mapped rows", script="mapped_rows.py", options={"advice": None}),
     Contestant(label="memory-mapped rows, no read-ahead", script="mapped_rows.py", options={"advice": "random"}),
@@ -133,7 +133,9 @@ def mapped(run: Run) -> Outcome:
         "checked: all touched rows and the last lookup within rounding of a float64 reference",
         f"equal: the maps' pages are dropped as soon as they exceed the bytes of our {slots:,} slots, our file's pages "
         "before every step, both inside the clock",
-        f"Globo on a file of {trace.num_rows:,} rows, D {DIM}; the worst case counts",
+        "ours as stoker.plan chooses, which is told of the page cache: mapped where it is unlimited, else behind slots",
+        f"Globo on a file of {trace.num_rows:,} rows, D {DIM}; the worst case counts; asked where the page cache is as "
+        "large as our slots: 4x, aim 8x",
     ]
     return Outcome(value=min(ratios.values()), tables=tables, notes=notes, data={"ratios": ratios, "seconds by": data})
 
@@ -320,6 +322,7 @@ def bars() -> list[Bar]:
             group="placed",
             title="rows in a file against memory maps, page cache as large as our slots and unlimited, the worst case",
             must=1.0,
+            aim=1.2,
             rounds=3,
             run=mapped,
         ),

@@ -61,6 +61,8 @@ def test_container_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert device.cpu_count() == 1
     assert device.total_memory() == 1_000_000
     assert device.available_memory() == 600_000
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 50000\nactive_file 40000\n")
+    assert device.available_memory() == 650_000, "the system frees idle pages of files"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert device.cpu_count() >= 1

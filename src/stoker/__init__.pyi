@@ -52,6 +52,7 @@ from stoker.tables import Device as Device
 from stoker.tables import EmbeddingTables as EmbeddingTables
 from stoker.tables import HostPipelined as HostPipelined
 from stoker.tables import HotCold as HotCold
+from stoker.tables import Mapped as Mapped
 from stoker.tables import Replicas as Replicas
 from stoker.tables import Strategy as Strategy
 from stoker.tables import TableConfig as TableConfig

@@ -78,6 +78,7 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
         "Device",
         "home",
         "more than host_memory 10.0 KiB",
+        "Mapped: the page cache can hold the file of",
         "expected step: ",
         "ms the model",
         ", bound by ",
@@ -97,6 +98,7 @@ def test_a_table_over_the_host_memory_gets_a_ram_tier_and_trains_to_the_same_byt
 ) -> None:
     data = make_dataset(tmp_path / "d", rows=2000, num_embeddings=(20_000, 100)).path
     memory = ["--device-memory", "60KiB", "--host-memory", "300KiB", "--home", tmp_path / "home"]
+    memory += ["--strategy", "cached"]
     code, out, err = output(capsys, "plan", data, *SIZES, "--batch-size", "64", *memory)
     assert code == 0, err
     assert "behind 300.0 KiB of memory" in " ".join(out.split())

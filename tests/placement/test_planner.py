@@ -6,6 +6,7 @@ import re
 import tracemalloc
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker import Cached, Device, EmbeddingTables, HostPipelined, RowWiseAdagrad, TableConfig
+from stoker import Cached, Device, EmbeddingTables, HostPipelined, Mapped, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.placement.expected import expect, uses_of
 from stoker.placement.profile import Profile, measure_profile
+from stoker.tables.config import Slotted
 from stoker.tables.slots.slotted import make_residency
 
 ROW = 16 * 4 + 4  # bytes: 16 float32 columns and row-wise Adagrad's scalar
@@ -111,7 +113,7 @@ def test_every_decision_can_be_replaced():
 
 def test_homes_that_do_not_fit_become_files(tmp_path):
     assert planned(TABLES, "3MiB", host_memory="20MiB")["big"].home == "memory"
-    placement = planned(TABLES, "3MiB", host_memory="10MiB", path=tmp_path)
+    placement = planned(TABLES, "3MiB", host_memory="10MiB", path=tmp_path, strategy="cached")
     assert (placement["big"].home, placement["big"].path) == ("file", str(tmp_path))
     assert "more than host_memory 10.0 MiB" in placement.note
     assert str(tmp_path) in placement.note
@@ -120,10 +122,45 @@ def test_homes_that_do_not_fit_become_files(tmp_path):
     assert group.home == "file"
 
 
+def test_a_file_is_mapped_where_the_page_cache_can_hold_it(tmp_path, monkeypatch):
+    given = {"host_memory": "10MiB", "path": tmp_path}
+    placement = planned(TABLES, "4MiB", **given)
+    assert dict(placement) == {"big": Mapped(path=str(tmp_path)), "small": Device(), "other": Device()}
+    assert placement.choice.startswith("Mapped: the page cache can hold the file of 13.0 MiB")
+    assert "more than host_memory 10.0 MiB" in placement.note
+    assert f"1 table Mapped, all rows in a file in {tmp_path} (13.0 MiB)" in placement.summary()
+    assert not placement.resident
+    assert [group.home for group in placement.groups] == ["file", None]
+    assert placement.seconds == 0.0
+    assert planned(TABLES, "4MiB", strategy="mapped")["big"] == Mapped()
+    size = BIG * ROW
+    free = round((TOTAL - size + 5 * size / 4) * 1.0001)  # 80 % of what is left of it next to the other tables
+    for patched, value, reason in (
+        ("available_memory", lambda: free // 2, "80 % of the available memory, .* do not hold a file of 13.0 MiB"),
+        ("shutil.disk_usage", lambda _: SimpleNamespace(free=size - 1), "takes 13.0 MiB at once, and its disk has"),
+        ("resolve_device", lambda _: torch.device("cuda"), "a GPU does not train rows in a mapped file"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr("stoker.placement.planner.available_memory", lambda: free)
+            assert planned(TABLES, "4MiB", **given)["big"] == Mapped(path=str(tmp_path))
+            patch.setattr(f"stoker.placement.planner.{patched}", value)
+            if patched != "resolve_device":
+                left = planned(TABLES, "4MiB", **given)
+                assert isinstance(left["big"], Slotted)
+                assert re.search(f"; no Mapped: .*{reason}", left.choice)
+            with pytest.raises(ConfigError, match=reason):
+                planned(TABLES, "4MiB", **given, strategy="mapped")
+    with pytest.raises(ConfigError, match="s3://bucket cannot be mapped"):
+        planned(TABLES, "4MiB", path="s3://bucket", strategy="mapped")
+
+
 def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
     """4 bytes a row; where that is more than an eighth of the budget, rows are written in place."""
     tables = [TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)]
-    given = {"optimizer": OPTIMIZER, "host_memory": "1MiB", "batch_size": 256, "device": "cpu", "profile": PROFILE}
+    given = {
+        "optimizer": OPTIMIZER, "host_memory": "1MiB", "batch_size": 256, "device": "cpu", "profile": PROFILE,
+        "strategy": "cached",
+    }  # fmt: skip
     wide, tight = (stoker.plan(tables, device_memory=size, **given) for size in (32_000_000, 31_999_999))
     assert (wide["t"].home, wide["t"].writes, tight["t"].writes) == ("file", "append", "in-place")
     without = stoker.plan(tables, device_memory=28_000_000, **given)
@@ -132,7 +169,7 @@ def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
     assert wide.groups[0].beside_bytes == without.groups[0].beside_bytes + 4_000_000
 
 
-@pytest.mark.parametrize("strategy", ["auto", "hot-cold"])
+@pytest.mark.parametrize("strategy", ["cached", "hot-cold"])
 def test_several_tables_in_a_file_keep_the_budget_with_their_index(strategy: str):
     sizes = {"a": 2_000_000, "b": 400_000, "c": 100_000, "d": 1000}
     tables = [TableConfig(name=name, num_embeddings=rows, embedding_dim=16) for name, rows in sizes.items()]

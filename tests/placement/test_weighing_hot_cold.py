@@ -189,7 +189,8 @@ def test_no_row_is_pinned_where_a_cache_knows_better(given: dict[str, Any]) -> N
     assert not placement["t0"].hot_rows
 
 
-def test_rows_in_a_file_are_placed_by_the_bytes_they_move() -> None:
+def test_rows_in_a_file_are_placed_by_the_bytes_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.placement.planner.available_memory", lambda: 0)  # too little to map the file
     placement = planned("200KiB", host_memory=1, profile=quick(plan_row=1e-5))
     assert placement["t0"].home == "file"
     assert " in " not in placement.choice

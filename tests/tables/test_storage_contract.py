@@ -14,7 +14,7 @@ from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.links.transfer import DirectLink, QueuedLink
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.storage import DeviceRows, MappedRows, Rows, Storage
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome
@@ -39,6 +39,7 @@ def slotted(kind, link, *, transient=False, hot=0.0):
 
 STORAGES = {
     "DeviceRows": lambda rows, dim, dtype: DeviceRows(rows, dim, dtype, STATE, torch.device("cpu")),
+    "MappedRows": lambda rows, dim, dtype: MappedRows(rows, dim, dtype, STATE, torch.device("cpu")),
     "SlottedRows, memory": slotted(MemoryHome, DirectLink),
     "SlottedRows, file": slotted(FileHome, QueuedLink),
     "SlottedRows, log": slotted(LogHome, QueuedLink),

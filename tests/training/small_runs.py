@@ -9,6 +9,7 @@ from typing import Any
 
 ROWS = (600, 300, 10)  # of three tables
 ROW = 4 * 4 + 4  # bytes: 4 columns and row-wise Adagrad's scalar, as of SMALL
+FILE = {"host_memory": "1KiB", "strategy": "cached"}  # rows in a file that is not mapped
 TENTH = str(sum(ROWS) * ROW // 10)
 HALF = str(sum(ROWS) * ROW // 2)
 SMALL: dict[str, Any] = {

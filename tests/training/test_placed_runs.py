@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_runs import HALF, ROW, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
+from small_runs import FILE, HALF, ROW, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
 
 import stoker
 from stoker.base.errors import ConfigError
@@ -48,7 +48,7 @@ def resident(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=[{}, {"host_memory": "1KiB"}], ids=["memory", "file"])
+@pytest.fixture(scope="module", params=[{}, FILE], ids=["memory", "file"])
 def tenth(
     request: pytest.FixtureRequest, data: Dataset, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrainResult]:
@@ -70,7 +70,7 @@ def test_a_placed_run_ends_with_the_files_of_a_resident_one(resident: Path, tent
 
 def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tmp_path: Path) -> None:
     window = {"in_flight": 3, "lookahead": 5, "spill": "refuse"}
-    home = {"host_memory": "1KiB", "home_path": str(tmp_path / "home")}
+    home = {**FILE, "home_path": str(tmp_path / "home")}
     result = stoker.train(data, out=tmp_path / "run", **SETTINGS, **window, **home, device_memory=HALF)
     assert is_slotted(result)
     assert_same_run(tmp_path / "run", resident)
@@ -79,7 +79,7 @@ def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tm
     assert not list((tmp_path / "home").glob("*"))
 
 
-@pytest.mark.parametrize("home", [{}, {"host_memory": "1KiB"}], ids=["memory", "file"])
+@pytest.mark.parametrize("home", [{}, FILE], ids=["memory", "file"])
 def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     data: Dataset, resident: Path, tmp_path: Path, home: dict[str, Any]
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_ram_tier_over_a_file_ends_with_the_files_of_a_resident_run(tmp_path: 
     data = make_dataset(tmp_path / "d", rows=4000, num_embeddings=(20_000, 8_000))
     settings = {**SMALL, "save_every": 25, "eval_every": 50, "log_every": 10}
     stoker.train(data, out=tmp_path / "resident", **settings, steps=100)
-    placed = {"device_memory": "60KiB", "host_memory": "400KiB", "home_path": str(tmp_path / "home")}
+    placed = {**FILE, "device_memory": "60KiB", "host_memory": "400KiB", "home_path": str(tmp_path / "home")}
     result = stoker.train(data, out=tmp_path / "nested", **settings, **placed, steps=60)
     homes = [group.storage.home for group in result.model.embeddings.groups if hasattr(group.storage, "home")]
     assert [home.kind for home in homes] == ["memory over file"]
@@ -194,8 +194,8 @@ def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_p
     out = tmp_path / "run"
     stoker.train(data, out=out, steps=45, **SHORT, device_memory=TENTH)
     stoker.train(resume=out, display="quiet", steps=95, device_memory=None)
-    stoker.train(resume=out, display="quiet", steps=150, device_memory=HALF, host_memory="1KiB")
-    last = stoker.train(resume=out, display="quiet", steps=200, device_memory=TENTH, host_memory=None)
+    stoker.train(resume=out, display="quiet", steps=150, device_memory=HALF, **FILE)
+    last = stoker.train(resume=out, display="quiet", steps=200, device_memory=TENTH, strategy="mapped")
     assert last.step == 200
     reference, kept = checkpoint_files(resident, 200), checkpoint_files(out, 200)
     assert kept
@@ -206,7 +206,7 @@ def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_p
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
-@pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, "host_memory": "1KiB"}])
+@pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, **FILE}])
 def test_a_stopped_run_resumed_under_another_budget_is_whole(
     data: Dataset, resident: Path, tmp_path: Path, budget: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +295,7 @@ def test_evaluation_is_no_part_of_what_moved(data: Dataset, tmp_path: Path) -> N
 
 def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**SHORT, "display": "plain", "steps": 2}
-    stoker.train(data, out=tmp_path / "a", **settings, device_memory=TENTH, host_memory="1KiB").model.embeddings.close()
+    stoker.train(data, out=tmp_path / "a", **settings, device_memory=TENTH, **FILE).model.embeddings.close()
     err = capsys.readouterr().err
     assert "910 rows, 17.8 KiB with optimizer state" in err
     assert "placement: 10.0% of 910 rows in fast memory" in err

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from killing import Server, kill_numbers
-from small_runs import HALF, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
+from small_runs import FILE, HALF, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     **SMALL, "epochs": 2, "save_every": 30, "log_every": 10, "schedule_rows": 1, "keep_last": 3,
 }  # fmt: skip
 PLACED: list[dict[str, Any]] = [
-    {}, {"foresight": True}, {"host_memory": "1KiB"}, {"strategy": "hot-cold", "device_memory": HALF},
+    {}, {"foresight": True}, FILE, {"strategy": "hot-cold", "device_memory": HALF},
     {"strategy": "host-pipelined"},
 ]  # fmt: skip
 IDS = ["memory", "foresight", "file", "hot rows stay", "transit only"]
@@ -164,7 +164,7 @@ def test_placement_changes_no_number(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
-@pytest.mark.parametrize("placed", [{}, {"device_memory": TENTH}, {"device_memory": TENTH, "host_memory": "1KiB"}])
+@pytest.mark.parametrize("placed", [{}, {"device_memory": TENTH}, {"device_memory": TENTH, **FILE}])
 def test_a_run_stopped_anywhere_goes_on_to_the_bit(
     data: Dataset, resident: Path, tmp_path: Path, placed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_run_that_is_made_longer_decides_at_its_old_end(data: Dataset, residen
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="needs os.fork, which this system lacks")
 def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(data: Dataset, tmp_path: Path, resident: Path) -> None:
-    placed = {"device_memory": TENTH, "home_path": str(tmp_path / "home"), "host_memory": "1KiB"}
+    placed = {"device_memory": TENTH, "home_path": str(tmp_path / "home"), **FILE}
     with Server(tmp_path, data.path, out=tmp_path / "first", **SETTINGS, **placed) as server:
         whole = server.run(data.path, out=tmp_path / "whole", **SETTINGS, **placed)
         for number in kill_numbers(4):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import SMALL
+from small_runs import FILE, SMALL
 
 import stoker
 from stoker.base.errors import ConfigError
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> None:
     settings: dict[str, Any] = {} if home else {"device_memory": "all"}
     if home == "file":
-        settings = {"host_memory": "1KiB", "home_path": str(tmp_path), "device_memory": "9KiB"}
+        settings = {**FILE, "home_path": str(tmp_path), "device_memory": "9KiB"}
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     found = stoker.trace(run, steps=12, out=tmp_path / "t.json", begin="start", foresight=home == "memory", **settings)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

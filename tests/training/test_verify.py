@@ -52,7 +52,7 @@ def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str,
     before, drawn = contents(run), torch.get_rng_state()
     settings: dict[str, Any] = {"in_flight": 2, "foresight": foresight}
     if home == "file":
-        settings |= {"host_memory": "1KiB", "home_path": str(tmp_path)}
+        settings |= {**small_runs.FILE, "home_path": str(tmp_path)}
     found: Verification = stoker.verify(run, steps=12, **settings)
     assert found.difference is None
     assert found.identical

@@ -115,7 +115,9 @@ def total_memory() -> int | None:
 def available_memory() -> int | None:
     """Return the bytes that can still be taken without swapping."""
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    rest = None if limit is None or used is None else max(0, limit - used)
+    counts = dict(line.split() for line in (_read(_CGROUP / "memory.stat") or "").splitlines())
+    idle = int(counts.get("inactive_file", 0))  # page cache, which is freed on demand
+    rest = None if limit is None or used is None else max(0, limit - used + idle)
     return _least(_field(_MEMINFO, "MemAvailable") or _sysconf("SC_AVPHYS_PAGES"), rest)
 
 

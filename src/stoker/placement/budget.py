@@ -15,7 +15,7 @@ from stoker.base.settings import Settings, Useless, setting
 from stoker.base.units import parse_count, parse_share, parse_size
 from stoker.optim import ROW_OPTIMIZERS
 
-Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
+Choice = Literal["auto", "cached", "hot-cold", "host-pipelined", "mapped"]
 
 _SLOTS = "Fast memory (one of three)"
 
@@ -50,7 +50,7 @@ class MemoryBudget(Settings, panel="Memory"):
     )
     strategy: Choice = setting(
         "auto",
-        "Strategy of tables that do not fit. auto takes the quickest one; behind a file, the fewest bytes moved.",
+        "Strategy of tables that do not fit. auto takes the quickest one, and maps a file that free memory holds.",
     )
     lookahead: int | None = setting(
         None, "Batches whose ids are read ahead, beyond those in flight.", unset="adapts", least=0

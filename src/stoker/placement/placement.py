@@ -28,7 +28,7 @@ from stoker.placement.expected import (
 from stoker.placement.footprint import Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import Cached, Device, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
+from stoker.tables.config import Cached, Device, Mapped, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
 from stoker.tables.stores.registry import store_class, store_of
 
 _MIB = 2**20
@@ -218,7 +218,7 @@ class Placement(Shown, UserDict[str, Strategy]):
     @property
     def resident(self) -> bool:
         """True if all rows are on the device."""
-        return not any(isinstance(strategy, Slotted) for strategy in self.values())
+        return not any(isinstance(strategy, Slotted | Mapped) for strategy in self.values())
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -278,7 +278,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         """Return tables, slots, share of the rows and backing store in one line. Measures nothing."""
         bundles = self._bundles()
         trains = [each for each in bundles if isinstance(each.strategy, TensorTrain)]
-        slotted = [each for each in bundles if isinstance(each.strategy, Slotted)]
+        slotted = [each for each in bundles if each.home is not None]
         words = []
         if trains:
             small, large = (
@@ -370,14 +370,18 @@ class _Bundle:
             self.cache_bytes = min(int(size), self.bytes)
             self.fast_bytes = self.slots * self.row_bytes
             self.hot = strategy.count_hot(tables)
+        if isinstance(strategy, Mapped):
+            self.slots, self.home, self.fast_bytes = 0, "file", 0
         if isinstance(strategy, TensorTrain):
             cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], strategy))
             self.bytes = self.fast_bytes = sum(core.num_embeddings * row_bytes(core, state) for core in cores)
 
     def words(self) -> str:
         """Describe the slots of the tables and their backing store."""
-        assert isinstance(self.strategy, Slotted)
-        where = store_class(self.strategy.home).place(self.strategy.path)
+        assert isinstance(self.strategy, Slotted | Mapped)
+        where = store_class(str(self.home)).place(self.strategy.path)
+        if isinstance(self.strategy, Mapped):
+            return f"{plural(len(self.tables), 'table')} Mapped, all rows {where} ({format_size(self.bytes)})"
         where += f" behind {format_size(self.cache_bytes)} of memory" if self.cache_bytes else ""
         own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
         return (

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from stoker.base.device import available_memory, resolve_device
+from stoker.base.device import available_memory, resolve_device, total_memory
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import ConfigError
 from stoker.base.settings import with_arguments_of
@@ -33,7 +36,7 @@ from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Slotted, TableConfig, TensorTrain
+from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Mapped, Slotted, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.stores.registry import store_class, store_for
 
@@ -99,8 +102,9 @@ def plan(
             a CPU it also covers bookkeeping; the dense part is not in it. ``host_memory``: main memory for all rows,
             and with a GPU for bookkeeping; None takes 80 % of what is available (on a CPU, less ``device_memory``).
             Rows that need more are in a file in the directory ``path``; None: the temporary one of the system.
-            ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is
-            expected to take the least time; behind a file, to move the fewest bytes. ``lookahead``, ``in_flight`` and
+            ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", "mapped" (on a CPU), or
+            "auto", the one that is expected to take the least time: "mapped" if rows go to a file that the page cache
+            can hold; behind another file, the one that moves the fewest bytes. ``lookahead``, ``in_flight`` and
             ``foresight`` as for :func:`stoker.stage`. ``spill``: "parts" splits a batch with more rows than slots,
             "refuse" refuses it.
 
@@ -147,6 +151,15 @@ def plan(
     limit -= cores
     on_cpu = chosen.type == "cpu"
 
+    def mapped(note: str) -> Placement:
+        resident, path, choice = _map(tables, limit, needs, settings)
+        at: dict[str, Any] = {table.name: Mapped(path=path) for table in tables}
+        at |= {table.name: Device() for table in resident}
+        return Placement(everything, {**at, **trains}, work, profile, note, choice=choice)
+
+    if settings.strategy == "mapped":
+        return mapped("")
+
     def placed(limit: int) -> _Placed:
         needs.check(tables, limit, batch_size)
         resident, slots = _divide(tables, limit, needs, work)
@@ -161,7 +174,12 @@ def plan(
         beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
         return _choose_store(homes, beside, given, settings)
 
-    found = placed(limit)
+    found, unmapped = placed(limit), ""
+    if on_cpu and settings.strategy == "auto" and store_class(found.home).in_files:
+        try:
+            return mapped(found.note)
+        except ConfigError as error:
+            unmapped = f"; no Mapped: {error}"
     options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
     room = 0.0  # bytes of main memory for a RAM tier
     if not store_class(found.home).in_memory:
@@ -189,7 +207,7 @@ def plan(
         for kind, members in kinds.items()
     }  # fmt: skip
     strategies = {table.name: Device() if table in resident else of_kind[kind_of(table)] for table in tables}
-    return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice)
+    return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice + unmapped)
 
 
 def _settings(budget: MemoryBudget | None, given: dict[str, Any]) -> MemoryBudget:
@@ -443,6 +461,40 @@ def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) 
     home = store_for(path)
     why = f"the backing store needs {format_size(needed)}, more than {given}: it is {store_class(home).place(path)}"
     return home, room - beside, why
+
+
+def _map(
+    tables: Sequence[TableConfig], limit: int, needs: _Needs, settings: MemoryBudget
+) -> tuple[list[TableConfig], str | None, str]:
+    """Return the tables on the device, if the other ones are mapped, the directory of the file, and the reason.
+
+    Raises:
+        ConfigError: the slots are on a GPU, or memory or the disk does not hold the file.
+    """
+    resident, taken = [], 0
+    for table in sorted(tables, key=lambda table: (-needs.density(table), table.name)):
+        if taken + needs.bytes(table) <= limit:
+            resident.append(table)
+            taken += needs.bytes(table)
+    size = sum(map(needs.bytes, tables)) - taken
+    path = None if settings.home_path is None else str(settings.home_path)
+    available = available_memory()
+    room = _HOME_SHARE * max(0, (total_memory() or 0 if available is None else available) - taken)
+    store = store_class(store_for(path))
+    folder = Path(path or tempfile.gettempdir()).absolute()
+    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    if needs.work.device.type != "cpu":
+        problem = "a GPU does not train rows in a mapped file"
+    elif not store.in_files:
+        problem = f"rows {store.place(path)} cannot be mapped"
+    elif size > room:
+        problem = f"80 % of the available memory, {format_size(room)}, do not hold a file of {format_size(size)}"
+    elif size > free:
+        problem = f"a mapped file takes {format_size(size)} at once, and its disk has {format_size(free)} free"
+    else:
+        why = f"Mapped: the page cache can hold the file of {format_size(size)}, because {format_size(room)} are free"
+        return resident, path, f"{why} for it; rows are trained in it, and none is planned or copied"
+    raise ConfigError(problem, settings=("strategy",))
 
 
 def _tiers(

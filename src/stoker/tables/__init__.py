@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from stoker.tables.compressed.tt_bag import TTEmbeddingBag
-from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strategy, TableConfig, TensorTrain, tables_for
+from stoker.tables.config import (
+    Cached,
+    Device,
+    HostPipelined,
+    HotCold,
+    Mapped,
+    Strategy,
+    TableConfig,
+    TensorTrain,
+    tables_for,
+)
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.replicas import Replicas
 from stoker.tables.stage import Stage, stage
@@ -15,6 +25,7 @@ __all__ = [
     "EmbeddingTables",
     "HostPipelined",
     "HotCold",
+    "Mapped",
     "Replicas",
     "Stage",
     "Strategy",

@@ -20,6 +20,7 @@ __all__ = [
     "Device",
     "HostPipelined",
     "HotCold",
+    "Mapped",
     "Slotted",
     "Strategy",
     "TableConfig",
@@ -56,6 +57,24 @@ class Device(Strategy):
       t: 8 columns, Device, on cpu
     )
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped(Strategy):
+    """All rows in a file that is mapped into main memory, for training on a CPU: nothing is planned or copied.
+
+    Fast while the page cache of the system holds the file. If it does not, a page is read for nearly every row, so take
+    ``Cached(home="file", ...)`` there.
+
+    >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
+    >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Mapped())
+    EmbeddingTables(
+      1 table, 1,000 rows, 31.2 KiB with state, sgd
+      t: 8 columns, Mapped, on cpu
+    )
+    """
+
+    path: str | None = None  # directory of the file, which has no name there; None: the system's temporary one
 
 
 @dataclass(frozen=True, kw_only=True)

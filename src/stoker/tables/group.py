@@ -21,11 +21,11 @@ from stoker.ops.lamb import Touched, squares, touched, trust_ratios
 from stoker.ops.reference import addresses, derive_key
 from stoker.ops.space import slot_space
 from stoker.optim import RowOptimizer
-from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
+from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
 from stoker.tables.lookups import Lookups, keep_lookups
 from stoker.tables.replicas import Replicas
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
-from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
+from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
 __all__ = ["TableGroup", "row_gradients"]
 
@@ -66,7 +66,9 @@ class TableGroup:
         state: dict[str, str] = dict(optimizer.state)
         if isinstance(self.strategy, Slotted):
             return make_slotted(self.strategy, self.tables, self.space, self.seed, state, device)
-        storage = DeviceRows(self.space.num_rows, self.dim, dtype, state, device)
+        rows = self.space.num_rows, self.dim, dtype, state, device
+        at = self.strategy
+        storage = MappedRows(*rows, at.path) if isinstance(at, Mapped) else DeviceRows(*rows)
         for index, table in enumerate(self.tables):
             begin, stop = self.space.table_range(index)
             key = derive_key(self.seed, "init", table.name)

@@ -7,6 +7,9 @@ other ranks see only the canonical numbers of rows, those of the group's address
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,12 +22,12 @@ import torch
 from torch import Tensor
 
 from stoker.base.device import device_memory
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags, Rounding
 from stoker.tables.lookups import version_of
 
-__all__ = ["DeviceRows", "Lease", "Rows", "Staged", "Storage", "allocate", "row_bytes", "shapes_of"]
+__all__ = ["DeviceRows", "Lease", "MappedRows", "Rows", "Staged", "Storage", "allocate", "row_bytes", "shapes_of"]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -259,7 +262,7 @@ class DeviceRows(Storage):
         self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device
     ) -> None:
         try:
-            made = Rows.make(num_rows, dim, dtype, state, lambda shape, dtype: allocate(shape, dtype, device))
+            made = Rows.make(num_rows, dim, dtype, state, lambda shape, dtype: self._allocate(shape, dtype, device))
         except (MemoryError, torch.OutOfMemoryError) as error:
             size, free = num_rows * row_bytes(dim, dtype, state), device_memory(device)[0]
             raise ConfigError(
@@ -271,6 +274,9 @@ class DeviceRows(Storage):
             ) from error
         self.weight, self.state = made.weight, made.state
 
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return allocate(shape, dtype, device)
+
     @property
     def num_rows(self) -> int:
         return self.weight.shape[0]
@@ -280,7 +286,7 @@ class DeviceRows(Storage):
 
     def reset_state(self, state: dict[str, str]) -> None:
         shapes = shapes_of(state, *self.weight.shape).items()
-        self.state = {name: allocate(shape, torch.float32, self.weight.device) for name, shape in shapes}
+        self.state = {name: self._allocate(shape, torch.float32, self.weight.device) for name, shape in shapes}
 
     def read(self, start: int, stop: int) -> Rows:
         return self.slots[start:stop]
@@ -294,3 +300,47 @@ class DeviceRows(Storage):
     def to(self, device: torch.device) -> None:
         moved = self.slots.map(lambda tensor: tensor.to(device))
         self.weight, self.state = moved.weight, moved.state
+
+
+class MappedRows(DeviceRows):
+    """Every row in files that are mapped into memory: the page cache of the system has them, and takes pages back.
+
+    The files have no name, so no other program can change or shorten them, and they vanish with the process.
+
+    Raises:
+        ConfigError: the rows are for a GPU.
+        HomeError: the files cannot be made, or the disk has no room for all rows.
+    """
+
+    def __init__(
+        self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device,
+        folder: str | None = None,
+    ) -> None:  # fmt: skip
+        self._folder = folder or tempfile.gettempdir()
+        self.to(device)
+        super().__init__(num_rows, dim, dtype, state, device)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                if hasattr(os, "posix_fallocate"):  # writing to a map of a full disk would kill the process
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+                memory = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise HomeError(
+                f"a file of {format_size(size)} for rows cannot be made in {self._folder}: {error.strerror}. Name a "
+                "directory on a disk with room for all rows, or choose stoker.Cached(home='file')."
+            ) from error
+        if hasattr(mmap, "MADV_RANDOM"):
+            memory.madvise(mmap.MADV_RANDOM)  # a missing page brings no others
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def to(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ConfigError(
+                f"stoker.Mapped is for training on a CPU, not on {device}. Take stoker.Cached(memory=..., home='file')."
+            )

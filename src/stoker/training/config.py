@@ -73,8 +73,8 @@ class TrainConfig(  # the fields of the last base come first
     Raises:
         ConfigError: a value is out of range, or values contradict each other.
 
-    >>> TrainConfig(model="dcn", device_memory="4GiB").replace(epochs=2).lookahead
-    64
+    >>> TrainConfig(model="dcn", device_memory="4GiB").replace(epochs=2).spill
+    'parts'
     """
 
     #: Wrong arguments that users try, and what to give instead.

@@ -22,7 +22,7 @@ from stoker.models import MODELS
 from stoker.ops.reference import bag_lengths
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import Strategy
+from stoker.tables import Mapped, Strategy
 from stoker.tables.config import Slotted
 from stoker.training.config import TrainConfig
 from stoker.training.placing import slotted
@@ -155,7 +155,7 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
                 strategy, hot=tuple(hot.items()), slots=None, memory=None, fraction=1.0, home="memory", path=None,
                 host_memory=None, direct=False, writes=None,
             )  # fmt: skip
-        found[name] = strategy
+        found[name] = Mapped() if isinstance(strategy, Mapped) else strategy  # a plan makes no directory
     return found
 
 

@@ -361,6 +361,7 @@ class Queue:
 
     @property
     def decides(self) -> bool:
+        """Whether the residency knows the batches of this queue."""
         return bool(self._storage._queues) and self._storage._queues[-1] is self
 
     @spanned("plan")

@@ -228,6 +228,8 @@ def _check_memory(section: Section, placement: Placement) -> None:
 
 def _describe(model: RecModel) -> str:
     storages = slotted(model)
+    if not storages:
+        return f"{sum(table.num_embeddings for table in model.tables):,} rows, in part in a mapped file"
     rows, slots = sum(storage.num_rows for storage in storages), sum(storage.num_slots for storage in storages)
     homes = " and ".join(sorted({storage.home.kind for storage in storages}))
     return f"{slots:,} slots for {rows:,} rows in {homes}"
