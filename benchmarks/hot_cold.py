@@ -245,8 +245,8 @@ class _Placed:
         self.dense = _dense(self.model)
         self.wires = Wire(math.inf), Wire(math.inf)
         for storage in slotted(self.model):
-            storage._link = PacedLink(
-                storage.home, storage.transit, storage.stats, incoming=self.wires[0], outgoing=self.wires[1]
+            storage.move_by(
+                PacedLink(storage.home, storage.transit, storage.stats, incoming=self.wires[0], outgoing=self.wires[1])
             )
 
     def train(self, batches: Sequence[Batch]) -> Iterator[float]:

@@ -38,6 +38,7 @@ class Contestant:
     options: dict[str, Any] = field(default_factory=dict)
     environment: str | None = None  # peer environment; None is ours
     threads: int = 2
+    sources: Path | None = None  # of the package, if the environment is ours; None is this clone's
 
 
 def peer_python(environment: str | None) -> Path:
@@ -66,7 +67,7 @@ def worker_env(contestant: Contestant) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
     }
     if contestant.environment is None:
-        env["PYTHONPATH"] = str(ROOT / "src")
+        env["PYTHONPATH"] = str(contestant.sources or ROOT / "src")
     return env
 
 

@@ -59,8 +59,8 @@ class _Mixed:
         self.dense = torch.optim.SGD(self.model.dense_parameters(), lr=0.1, fused=True)
         self.wires = Wire(math.inf), Wire(math.inf)
         for storage in slotted(self.model):
-            storage._link = PacedLink(
-                storage.home, storage.transit, storage.stats, incoming=self.wires[0], outgoing=self.wires[1]
+            storage.move_by(
+                PacedLink(storage.home, storage.transit, storage.stats, incoming=self.wires[0], outgoing=self.wires[1])
             )
 
     def train(self, batches: Sequence[Batch], warm: int) -> tuple[list[float], float]:

@@ -47,7 +47,8 @@ def test_the_hybrid_trains_the_same_bits_and_sends_pooled_rows_both_ways() -> No
     (storage,) = (group.storage for group in placed.embeddings.groups)
     assert isinstance(storage, SlottedRows)
     incoming, outgoing = Wire(math.inf), Wire(math.inf)
-    storage._link = PacedLink(storage.home, storage.transit, storage.stats, incoming=incoming, outgoing=outgoing)
+    link = PacedLink(storage.home, storage.transit, storage.stats, incoming=incoming, outgoing=outgoing)
+    storage.move_by(link)
     hybrid = Hybrid(host, optimizer(host), Wire(math.inf), Wire(math.inf))
     dense = optimizer(placed)
     for batch in batches():

@@ -352,7 +352,7 @@ def placed_run(case: Case, alter: Callable[[SlottedRows], None] | None = None, w
             storage.write(0, rows)
         if case.slow:
             link = SlowLink(storage.home, storage.transit, storage.stats, random=random)
-            storage._link = link
+            storage.move_by(link)
         if alter is not None:
             alter(storage)
     found = carry_out(case, tables, watch, background=case.background and not case.slow)

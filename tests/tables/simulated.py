@@ -259,7 +259,7 @@ def _awaited(method: Callable[..., float], backend: _Deferred) -> Callable[..., 
 
 def use(storage: SlottedRows, device: SimulatedStreams, kind: type[CudaLink] = SimulatedLink, **settings: Any) -> None:
     """Give ``storage`` a link on ``device``."""
-    storage._link = kind(storage.home, storage.transit, storage.stats, streams=device, **settings)
+    storage.move_by(kind(storage.home, storage.transit, storage.stats, streams=device, **settings))
 
 
 def draw_case(seed: int) -> Case:

@@ -369,7 +369,7 @@ def gpu_run(case: Case):
             "buffer_bytes": storage.home.row_bytes * int(random.integers(1, 20)),
             "buffers": int(random.integers(1, 4)),
         }
-        storage._link = CudaLink(storage.home, storage.transit, storage.stats, **settings)
+        storage.move_by(CudaLink(storage.home, storage.transit, storage.stats, **settings))
         LateStreams(storage._link, case.seed)
 
     def watch(tables):
@@ -411,7 +411,7 @@ def test_long_training_with_large_batches_on_a_gpu_equals_the_resident_one(dtype
         storage = tables.groups[0].storage
         if placement is not None:
             reading = "direct" if pin and len(found) == 1 else "staged"
-            storage._link = CudaLink(storage.home, storage.transit, storage.stats, reading=reading)
+            storage.move_by(CudaLink(storage.home, storage.transit, storage.stats, reading=reading))
         losses = []
         for batch in stage(batches, tables, lookahead=8, in_flight=3):
             loss = tables(batch.ids.to("cuda")).square().mean(dim=(1, 2)).sum()

@@ -28,17 +28,14 @@ from numba import _dispatcher, typeof, types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.imputils import impl_ret_borrowed
-from numba.core.options import DefaultOptions
 from numba.extending import intrinsic
 
 from stoker.base.progress import compiling
-from stoker.ops.codegen.jit import cached, jit, stamped
+from stoker.ops.codegen.jit import PLAIN, cached, jit, stamped
 from stoker.ops.codegen.threads import team
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()
-# Without reference counts of arrays, kernels compile a fifth faster.
-_PLAIN: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
 
 
 def _box(context: Any, kind: types.BaseTuple) -> ir.Type:
@@ -152,7 +149,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None], *, called: bool = False, allocates: bool = False) -> None:
         self._function = function
         self._numbers = [types.int64] * 3 if called else []
-        self._options: dict[str, Any] = {} if allocates else _PLAIN
+        self._options: dict[str, Any] = {} if allocates else PLAIN
         self._compiled: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by Numba's types
         self._entries: dict[Any, tuple[int, Any]] = {}  # the same, by their fingerprints
 

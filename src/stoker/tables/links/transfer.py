@@ -71,6 +71,8 @@ class DirectLink:
         stats: the counters.
     """
 
+    landing = 0  # see :class:`stoker.tables.slots.residency.Residency`
+
     def __init__(self, home: Home, slots: Rows, stats: TransferStats) -> None:
         self.home, self.slots, self.stats = home, slots, stats
 
@@ -176,6 +178,8 @@ class QueuedLink(DirectLink):
     The next call raises an error of that thread, with its cause. The rows that could not be written are kept: a later
     :meth:`drain` tries them again, and nothing is lost while the process lives.
     """
+
+    landing = LANDED
 
     def __init__(self, home: Home, slots: Rows, stats: TransferStats) -> None:
         super().__init__(home, slots, stats)

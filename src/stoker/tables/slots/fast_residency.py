@@ -15,7 +15,8 @@ them the batches in flight that use it, rank of its row.
 Slots that may be given up are *parked*. Those without a known use, farther than all others, are in a bit tree over the
 rows' ranks, which finds the rarest in a few words. The others are in a max-heap of (next step, rank) in one integer.
 The heap is lazy: a slot that is used again, or whose next use changes, leaves an outdated key, which is skipped later.
-The heap exists only while plans need it: if the window needs more rows than there are slots, or with hints.
+The heap exists only while plans need it: if the window needs more rows than there are slots, or with hints. If rows are
+transient, all parked slots are given up, and instead of a heap there is a list of them.
 
 Legend: C slots, E entries of the window, T tables, G segments (:func:`_ranks`).
 """
@@ -32,15 +33,15 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm_memory import prefetch
-from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Hints, Ints, Residency, SlotPlan
+from stoker.tables.slots.residency import FARTHEST, NEVER, Hints, Ints, Residency, SlotPlan
 from stoker.tables.stores.kernels import segment_of
 
 __all__ = ["FastResidency"]
 
 _LOAD = 0.75  # largest load of the directory
-_AHEAD = 12  # lines to prefetch ahead
+_AHEAD = 24  # lines to prefetch ahead
 _RANK_BITS = 40
 _STEPS = 2**22  # steps that heap keys can count before a rebuild from a later base
 _NO_ROWS = np.zeros(0, np.int64)
@@ -50,23 +51,23 @@ ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot
 CHANGED, PARKED_FLAG = 1, 2  # flags: must be stored when it leaves; may be given up
 USER = 4  # unit of the count of batches in flight, above the flags
 # Counters: empty slots, parked slots, records of the directory, rows with an announced use; keys in the heap, whether
-# it exists, keys taken since it was rebuilt, the first step of keys.
-FREE, PARKED, RECORDS, WANTED, HEAP, KEPT, POPPED, BASE = range(8)
+# it exists, keys taken since it was rebuilt, the first step of keys; whether rows are transient.
+FREE, PARKED, RECORDS, WANTED, HEAP, KEPT, POPPED, BASE, TRANSIENT = range(9)
 
 
-@jit
+@jit(**PLAIN)
 def _hash(key):
     h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(32))
 
 
-@jit
+@jit(**PLAIN)
 def _prefetch_record(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
     prefetch(directory, at * 4)
 
 
-@jit
+@jit(**PLAIN)
 def _find(directory, row):
     """Return the place of the record of ``row``, or of the free record where it belongs."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -77,7 +78,7 @@ def _find(directory, row):
     return np.int64(at)
 
 
-@jit
+@jit(**PLAIN)
 def _insert(directory, row, counters):
     """Return the place of the record of ``row``; create it if it is missing."""
     at = _find(directory, row)
@@ -90,7 +91,7 @@ def _insert(directory, row, counters):
     return at
 
 
-@jit
+@jit(**PLAIN)
 def _remove(directory, at, counters):
     """Remove a record, and move up records that would no longer be found."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -107,19 +108,19 @@ def _remove(directory, at, counters):
     counters[RECORDS] -= 1
 
 
-@jit
+@jit(**PLAIN)
 def _forget_idle(directory, row, counters):
     """Drop the record of a row that is neither resident nor announced nor being written back."""
     _forget_at(directory, _find(directory, row), counters)
 
 
-@jit
+@jit(**PLAIN)
 def _forget_at(directory, at, counters):
     if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, USE] < 0:
         _remove(directory, at, counters)
 
 
-@jit
+@jit(**PLAIN)
 def _rehash(old, new):
     """Move all records into the empty, larger ``new``."""
     for i in range(old.shape[0]):
@@ -141,7 +142,7 @@ def _highest_bit(typingctx, word):
     return signature, codegen
 
 
-@jit
+@jit(**PLAIN)
 def _rank_of(row, ranks):
     """Return the place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
     first_row, start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3], ranks[4]
@@ -151,7 +152,7 @@ def _rank_of(row, ranks):
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
-@jit
+@jit(**PLAIN)
 def _row_of_rank(rank, ranks):
     first_row, start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[3], ranks[5]
     segment = segment_of(base, rank)
@@ -160,7 +161,7 @@ def _row_of_rank(rank, ranks):
     return first_row[table] + local
 
 
-@jit
+@jit(**PLAIN)
 def _mark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -171,7 +172,7 @@ def _mark(tree, levels, rank):
         rank = word
 
 
-@jit
+@jit(**PLAIN)
 def _unmark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -182,10 +183,15 @@ def _unmark(tree, levels, rank):
         rank = word
 
 
-@jit
-def _take_highest(tree, levels, ranks):
-    """Remove the highest ranks from the tree, as many as ``ranks`` holds; write them, falling; return their number."""
-    words, found = np.zeros(ranks.size, np.int64), np.int64(ranks.size > 0)
+@jit(**PLAIN)
+def _take_highest(tree, levels, ranks, words):
+    """Remove the highest ranks from the tree, as many as ``ranks`` holds; write them, falling; return their number.
+
+    ``words`` is as large, for the positions of words.
+    """
+    found = np.int64(ranks.size > 0)
+    for i in range(found):
+        words[i] = 0
     # Level by level from the top: a word has a rank or more, so the first words of a level are enough, and the cache
     # misses of a level overlap.
     for level in range(levels.size - 1, -1, -1):
@@ -199,19 +205,20 @@ def _take_highest(tree, levels, ranks):
                 bits ^= np.uint64(1) << np.uint64(bit)
                 ranks[found] = (words[i] << 6) + bit
                 found += 1
-        words[:found] = ranks[:found]
+        for i in range(found):
+            words[i] = ranks[i]
     for i in range(found):
         _unmark(tree, levels, ranks[i])
     return found
 
 
-@jit
+@jit(**PLAIN)
 def _key(slot, slots, counters):
     step = slots[slot, NEXT] - counters[BASE]
     return (step << _RANK_BITS) | slots[slot, RANK]
 
 
-@jit
+@jit(**PLAIN)
 def _sink(heap, size, at):
     """Move the key at ``at`` down to its place."""
     key = heap[at]
@@ -228,7 +235,7 @@ def _sink(heap, size, at):
     heap[at] = key
 
 
-@jit
+@jit(**PLAIN)
 def _rebuild(slots, order, counters):
     """Build the heap of all parked slots with a known use."""
     heap, size = order[2], 0
@@ -247,7 +254,7 @@ def _rebuild(slots, order, counters):
     counters[HEAP], counters[KEPT], counters[POPPED] = size, 1, 0
 
 
-@jit
+@jit(**PLAIN)
 def _push(slot, slots, order, counters):
     """Enter a parked slot that has a known use, if the heap exists."""
     heap = order[2]
@@ -269,7 +276,7 @@ def _push(slot, slots, order, counters):
     heap[at] = key
 
 
-@jit
+@jit(**PLAIN)
 def _pop(directory, slots, order, ranks, counters):
     """Take the parked slot with the farthest known use, then the rarest row; there must be one."""
     heap = order[2]
@@ -287,27 +294,29 @@ def _pop(directory, slots, order, ranks, counters):
             return slot
 
 
-@jit
+@jit(**PLAIN)
 def _park(slot, slots, order, counters):
     """Allow plans to give the slot up."""
     slots[slot, FLAGS] |= PARKED_FLAG
-    counters[PARKED] += 1
-    if slots[slot, NEXT] < 0:
+    if counters[TRANSIENT]:
+        order[2][counters[PARKED]] = slot
+    elif slots[slot, NEXT] < 0:
         _mark(order[0], order[1], slots[slot, RANK])
     else:
         _push(slot, slots, order, counters)
+    counters[PARKED] += 1
 
 
-@jit
+@jit(**PLAIN)
 def _unpark(slot, slots, order, counters):
     """Forbid plans to give the slot up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
     counters[PARKED] -= 1
-    if slots[slot, NEXT] < 0:
+    if slots[slot, NEXT] < 0 and not counters[TRANSIENT]:
         _unmark(order[0], order[1], slots[slot, RANK])
 
 
-@jit
+@jit(**PLAIN)
 def _set_next(slot, step, slots, order, counters):
     """Record the next use of the row in ``slot``: at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
@@ -324,10 +333,27 @@ def _set_next(slot, step, slots, order, counters):
         _push(slot, slots, order, counters)
 
 
-@jit
-def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
+@jit(**PLAIN)
+def _take_all(victims, slots, parked, counters):
+    """Take all slots that are still parked, in the order of their release."""
+    at, found = 0, 0
+    while found < victims.size:
+        slot = parked[at]
+        at += 1
+        if slots[slot, FLAGS] & PARKED_FLAG:
+            slots[slot, FLAGS] &= ~PARKED_FLAG
+            victims[found] = slot
+            found += 1
+    counters[PARKED] = 0
+
+
+@jit(**PLAIN)
+def _take_farthest(needed, victims, words, directory, slots, order, ranks, counters):
     """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be enough."""
-    found = _take_highest(order[0], order[1], victims[:needed])
+    if counters[TRANSIENT]:
+        _take_all(victims[:needed], slots, order[2], counters)
+        return
+    found = _take_highest(order[0], order[1], victims[:needed], words[:needed])
     for i in range(found + _AHEAD):
         if i < found:
             victims[i] = _row_of_rank(victims[i], ranks)
@@ -348,15 +374,27 @@ def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
     counters[PARKED] -= needed
 
 
-@jit
-def _announce(rows, hints, begin, step, directory, window, slots, order, counters):
+@jit(**PLAIN)
+def _announce(rows, hints, places, begin, step, directory, window, slots, order, counters):
     """Enter rows of a batch in the window from ``begin`` on; ``hints`` [U or 0]: batches until their next uses."""
-    ring = window.size - 1
+    ring, total = window.size - 1, rows.size
     hinted = hints.size > 0
-    for i in range(rows.size):
-        if i + _AHEAD < rows.size:
-            _prefetch_record(directory, rows[i + _AHEAD])
-        at = _insert(directory, rows[i], counters)
+    for i in range(-2 * _AHEAD, total):
+        if i + 2 * _AHEAD < total:
+            _prefetch_record(directory, rows[i + 2 * _AHEAD])
+        if 0 <= i + _AHEAD < total:
+            at = _find(directory, rows[i + _AHEAD])
+            places[i + _AHEAD] = at
+            if directory[at, ADDRESS] != 0:
+                if directory[at, LAST] >= 0:
+                    prefetch(window, directory[at, LAST] & ring)
+                elif directory[at, SLOT] >= 0:
+                    prefetch(slots, directory[at, SLOT] * 4)
+        if i < 0:
+            continue
+        at = places[i]
+        if directory[at, ADDRESS] != rows[i] + 1:
+            at = _insert(directory, rows[i], counters)  # its place may have been taken since
         window[(begin + i) & ring] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
         last = directory[at, LAST]
         directory[at, LAST] = begin + i
@@ -370,18 +408,18 @@ def _announce(rows, hints, begin, step, directory, window, slots, order, counter
             _set_next(slot, step, slots, order, counters)
 
 
-@jit
+@jit(**PLAIN)
 def _plan(
-    rows, begin, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
-    landed, ranks, directory, window, empty, slots, order, counters,
+    rows, begin, number, fenced, places, following, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots,
+    landed_rows, landed, ranks, directory, window, empty, slots, order, counters,
 ):  # fmt: skip
     """Give every row of a batch a slot (``taken``); its entries in the window begin at ``begin`` (-1: it has none).
 
-    Plan ``landed`` evicted ``landed_rows``; its writebacks have landed. ``evict_rows`` gets all evicted rows, rows to
-    write first. Returns (fence, fetched, to write); if fetched is -1, nothing has changed.
+    ``fenced``: writebacks may land after the fetches of this plan. Plan ``landed`` evicted ``landed_rows``; its
+    writebacks have landed. ``evict_rows`` gets all evicted rows, rows to write first; ``places`` and ``following`` are
+    scratch. Returns (fence, fetched, to write); if fetched is -1, nothing has changed.
     """
     total, staged = rows.size, begin >= 0
-    places, following = np.empty(total, np.int64), np.empty(total, np.int64)
     missing, kept, fence = 0, 0, np.int64(-1)
     for i in range(total):
         if i + _AHEAD < total:
@@ -420,8 +458,9 @@ def _plan(
                 slots[slot, NEXT] = following[i]
         else:  # a row in its slot keeps its known next use
             following[i] = directory[at, USE]
+    transient = counters[TRANSIENT] != 0
     needed = candidates if transient else max(0, missing - counters[FREE])
-    _take_farthest(needed, victims, directory, slots, order, ranks, counters)
+    _take_farthest(needed, victims, evict_rows, directory, slots, order, ranks, counters)
     # Changed rows first, each with its slot; then the others, which are not written.
     written = 0
     for i in range(needed):
@@ -449,7 +488,8 @@ def _plan(
                 used += 1
             directory[at, SLOT] = slot
             slots[slot, ROW] = rows[i]
-            slots[slot, RANK] = _rank_of(rows[i], ranks)
+            if not transient:
+                slots[slot, RANK] = _rank_of(rows[i], ranks)
             slots[slot, NEXT] = following[i]
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
@@ -463,7 +503,7 @@ def _plan(
     for i in range(evicted):
         if i + _AHEAD < evicted:
             _prefetch_record(directory, evict_rows[i + _AHEAD])
-        directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if i < written else -1
+        directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if fenced and i < written else -1
     for i in range(landed_rows.size):
         if i + _AHEAD < landed_rows.size:
             _prefetch_record(directory, landed_rows[i + _AHEAD])
@@ -471,12 +511,12 @@ def _plan(
         if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -2 - landed:
             directory[at, SLOT] = -1
             _forget_at(directory, at, counters)
-    for i in range(written, evicted):
+    for i in range(written if fenced else 0, evicted):
         _forget_idle(directory, evict_rows[i], counters)
     return fence, fetched, written
 
 
-@jit
+@jit(**PLAIN)
 def _release(given, mark, slots, order, counters):
     """Release the slots of a batch; those of no other batch in flight may be given up."""
     for i in range(given.size):
@@ -492,7 +532,7 @@ def _release(given, mark, slots, order, counters):
             _park(slot, slots, order, counters)
 
 
-@jit
+@jit(**PLAIN)
 def _cancel(rows, directory, slots, order, counters):
     """Drop every announced use of ``rows``."""
     for i in range(rows.size):
@@ -508,7 +548,7 @@ def _cancel(rows, directory, slots, order, counters):
             _forget_idle(directory, rows[i], counters)
 
 
-@jit
+@jit(**PLAIN)
 def _forget_hints(step, slots, order, counters):
     """Drop hints of next uses before ``step``; announced uses are not before it."""
     for slot in range(slots.shape[0]):
@@ -516,7 +556,7 @@ def _forget_hints(step, slots, order, counters):
             _set_next(slot, np.int64(-1), slots, order, counters)
 
 
-@jit
+@jit(**PLAIN)
 def _skip(rows, begin, directory, window, slots, order, counters):
     """Drop the first announced use of ``rows``, at the entries from ``begin`` on."""
     for i in range(rows.size):
@@ -577,7 +617,8 @@ class FastResidency(Residency):
         self.row_in_slot = self._slots[:, ROW]
         self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self._heap = np.zeros(2 * slots, np.int64)  # untouched pages take no memory; few runs use it
-        self._counters = np.zeros(8, np.int64)
+        self._counters = np.zeros(9, np.int64)
+        self._counters[TRANSIENT] = self.transient
         self._counters[FREE] = slots
 
     @property
@@ -588,7 +629,9 @@ class FastResidency(Residency):
     def _enter(self, rows: Ints, upcoming: Hints | None) -> None:
         hints = _NO_HINTS if upcoming is None else np.ascontiguousarray(upcoming, np.int32)
         self._make_room(len(rows), window=True)
-        _announce(rows, hints, self._entries, self._step, self._directory, self._ring, *self._structures)
+        _announce(
+            rows, hints, np.empty_like(rows), self._entries, self._step, self._directory, self._ring, *self._structures
+        )
 
     def _make_room(self, more: int, *, window: bool) -> None:
         needed = int(self._counters[RECORDS]) + more
@@ -614,14 +657,15 @@ class FastResidency(Residency):
             self._make_room(len(rows), window=False)
         parked = int(self._counters[PARKED])
         most = parked if self.transient else min(parked, len(rows))
-        taken, fetch_rows, fetch_slots = np.empty((3, len(rows)), np.int64)
+        places, following, taken, fetch_rows, fetch_slots = np.empty((5, len(rows)), np.int64)
         victims, evict_rows, evict_slots = np.empty((3, most), np.int64)
         landed, gone = -1, _NO_ROWS
-        if self._leaving and self._leaving[0][0] <= self.plans - LANDED:
+        if self._leaving and self._leaving[0][0] <= self.plans - self.landing:
             landed, gone = self._leaving[0]
         fence, fetched, written = _plan(
-            rows, begin, self.plans, self.transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots,
-            gone, landed, self._ranks, self._directory, self._ring, self._empty, *self._structures,
+            rows, begin, self.plans, self.landing > 0, places, following, taken, fetch_rows, fetch_slots, victims,
+            evict_rows, evict_slots, gone, landed, self._ranks, self._directory, self._ring, self._empty,
+            *self._structures,
         )  # fmt: skip
         if fetched < 0:
             return None
@@ -631,7 +675,8 @@ class FastResidency(Residency):
             number=self.plans, slots=taken, fetch_rows=fetch_rows[:fetched], fetch_slots=fetch_slots[:fetched],
             evict_rows=evict_rows[:written], evict_slots=evict_slots[:written], fence=int(fence),
         )  # fmt: skip
-        self._leaving.append((self.plans, made.evict_rows))
+        if self.landing:
+            self._leaving.append((self.plans, made.evict_rows))
         self.plans += 1
         return made
 

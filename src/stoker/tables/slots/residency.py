@@ -83,11 +83,13 @@ class Residency:
     Args:
         first_row: [T + 1] first address of each table; the last is N.
         slots: C.
-        transient: every row leaves at the first plan after its last use in flight.
+        transient: every row leaves at the first plan after its last use in flight, whatever batches are announced. Rows
+            leave in the order in which their slots were released.
     """
 
     def __init__(self, first_row: Ints, slots: int, *, transient: bool) -> None:
         self.first_row, self.slots, self.transient = first_row, slots, transient
+        self.landing = LANDED  # plans until the writebacks of a plan have landed; 0: before its own fetches
         self.plans = 0  # made so far
         self.row_in_slot: Ints = np.full(slots, -1, np.int64)
         self._window: deque[tuple[int, int, Ints]] = deque()  # step, rows announced before it, rows
@@ -103,7 +105,7 @@ class Residency:
         self._unused = list(range(self.slots - 1, -1, -1))
         self._users = [0] * self.slots
         self._changed: set[int] = set()
-        self._parked: set[int] = set()  # slots that may be given up
+        self._parked: dict[int, None] = {}  # slots that may be given up, in order of their release
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
         """Record that another batch will use the distinct addresses ``rows`` [U].
@@ -132,7 +134,8 @@ class Residency:
                 self._rows_since = self._batches_since = 0
                 self._forget_before(self._window[0][0] if self._window else self._step)
         rows = np.ascontiguousarray(rows, np.int64)
-        self._enter(rows, upcoming)
+        if not self.transient:
+            self._enter(rows, upcoming)
         self._window.append((self._step, self._entries, rows))
         self._step += 1
         self._entries += len(rows)
@@ -140,7 +143,7 @@ class Residency:
     def plan(self) -> SlotPlan | None:
         """Give slots to the first announced batch without a plan; None, and no change, if too few are free."""
         _, begin, rows = self._window[0]
-        made = self._plan(rows, begin)
+        made = self._plan(rows, -1 if self.transient else begin)
         if made is not None:
             self._window.popleft()
         return made
@@ -152,7 +155,8 @@ class Residency:
     def skip(self) -> None:
         """Drop the first announced batch without a plan, but not its hints."""
         _, begin, rows = self._window.popleft()
-        self._skip(rows, begin)
+        if not self.transient:
+            self._skip(rows, begin)
 
     def cancel(self) -> None:
         """Drop the announced batches without a plan, and all hints."""
@@ -187,30 +191,30 @@ class Residency:
                 item.hint = NEVER
 
     def _plan(self, wanted: Ints, begin: int) -> SlotPlan | None:
-        """Give slots to a batch that was announced as the rows ``begin`` on of all; -1: it was not announced."""
+        """Give slots to a batch that was announced as the rows ``begin`` on of all; -1: its uses were not entered."""
         rows: list[int] = wanted.tolist()
         known = [self._rows.get(row, _Row()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
         missing = sum(item.slot < 0 for item in known)
-        candidates = self._parked - kept
+        candidates = [slot for slot in self._parked if slot not in kept]
         if missing > len(self._unused) + len(candidates):
             return None
         number, self.plans = self.plans, self.plans + 1
-        self._parked -= kept
+        for slot in kept:
+            self._parked.pop(slot, None)
         fence = max((item.left for item in known if item.slot < 0), default=-1)
 
         def far(slot: int) -> tuple[int, int, int]:
             row = int(self.row_in_slot[slot])
             return (self._rows[row].next_use, *self._local(row))
 
-        needed = len(candidates) if self.transient else max(0, missing - len(self._unused))
-        victims = nlargest(needed, candidates, key=far)
+        victims = candidates if self.transient else nlargest(max(0, missing - len(self._unused)), candidates, key=far)
         evict_rows, evict_slots = [], []
         left = []
         for slot in victims:
             row = int(self.row_in_slot[slot])
             self.row_in_slot[slot] = -1
-            self._parked.discard(slot)
+            del self._parked[slot]
             self._rows[row].slot, self._rows[row].hint = -1, NEVER
             left.append(row)
             if slot in self._changed:
@@ -233,7 +237,7 @@ class Residency:
             slots.append(item.slot)
         self._unused.extend(reversed(given_up))
         self._leaving.append((number, np.array(left, np.int64)))
-        while self._leaving[0][0] <= number - LANDED:
+        while self._leaving and self._leaving[0][0] <= number - self.landing:
             landed, gone = self._leaving.popleft()
             for row in gone.tolist():
                 gone_row = self._rows.get(row)
@@ -261,7 +265,7 @@ class Residency:
             if changed:
                 self._changed.add(slot)
             if self._users[slot] == 0:
-                self._parked.add(slot)
+                self._parked[slot] = None
 
     def _skip(self, rows: Ints, begin: int) -> None:
         for row in rows.tolist():
@@ -300,7 +304,7 @@ class Residency:
         chose among known uses: a longer window would have changed nothing.
         """
         idle = (self._rows[int(self.row_in_slot[slot])].next_use == NEVER for slot in self._parked)
-        return not self._unused and any(idle)
+        return not self._unused and not self.transient and any(idle)
 
     @property
     def wanted(self) -> int:

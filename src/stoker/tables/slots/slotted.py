@@ -121,7 +121,11 @@ class SlottedRows(Storage):
         # Table and row in each slot, for the random bits of bfloat16.
         self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
         self._fill_hot()
-        self._link = (link or DirectLink)(home, self.transit, self.stats)
+        self.move_by((link or DirectLink)(home, self.transit, self.stats))
+
+    def move_by(self, link: DirectLink) -> None:
+        """Run plans by ``link`` from now on, before the first one."""
+        self._link, self.residency.landing = link, link.landing
 
     def _fill_hot(self) -> None:
         """Fetch the hot rows into their slots."""

@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 from llvmlite import ir
 
-from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm import BYTE, I32, I64, Int, Row, operation
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, row_move, set_bits
 from stoker.ops.codegen.llvm_rows import row_init
@@ -34,7 +34,7 @@ _PAGE = mmap.PAGESIZE
 _EINTR = errno.EINTR
 
 
-@jit
+@jit(**PLAIN)
 def segment_of(first_row, row):
     """Return the segment of a row: segment i begins at ``first_row[i]``; the last entry is the end."""
     low, high = 0, len(first_row) - 1
