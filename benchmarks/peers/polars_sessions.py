@@ -88,7 +88,7 @@ def job(config, source, model, loss_of):
     start = time.perf_counter()
     codes, values, labels, train, sizes = prepared(source, config["dims"], config["numbers"])
     middle = time.perf_counter()
-    torch.manual_seed(0)
+    torch.manual_seed(config["seed"])
     for layer in model:
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
