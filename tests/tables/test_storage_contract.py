@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from placed import Pairs
 
 from stoker import TableConfig
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, HomeError
 from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.links.transfer import DirectLink, QueuedLink
@@ -189,3 +192,24 @@ def test_rows_that_do_not_fit_are_refused_with_a_remedy(monkeypatch: pytest.Monk
     monkeypatch.setattr("stoker.tables.storage.np.zeros", none_left)
     with pytest.raises(ConfigError, match=r"2,147,483,653 rows of 4 columns need 64.0 GiB.*Cached\(fraction=0.1\)"):
         DeviceRows(2**31 + 5, 4, torch.float32, {"sum": "row"}, torch.device("cpu"))
+
+
+def test_mapped_rows_are_in_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cpu = str(tmp_path / "new"), torch.device("cpu")
+    storage = MappedRows(10, 4, torch.float32, {"sum": "row"}, cpu, folder)
+    assert os.listdir(folder) == []
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or maps.read_text().count(folder) == 2
+    storage.weight.fill_(7.0)
+    storage.reset_state({"sum": "scalar"})
+    assert (storage.read(9, 10).weight == 7.0).all()
+    assert storage.state["sum"].shape == (10,)
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(HomeError, match=r"file of 160 B for rows cannot be made in .*: No space left on device\. Name"):
+        MappedRows(10, 4, torch.float32, {}, cpu, folder)
+    with pytest.raises(ConfigError, match=r"stoker\.Mapped is for training on a CPU, not on cuda"):
+        MappedRows(10, 4, torch.float32, {}, torch.device("cuda"), folder)
