@@ -403,7 +403,7 @@ class Queue:
             storage.stats.plan_seconds += time.perf_counter() - begin
             if plan is None:
                 return None
-            self.guesses = self.decides and residency.guesses
+            self.guesses = self.decides and residency.guesses and storage.num_slots < storage.num_rows
             self._drop_first()
             # The lookup will bring offsets and weights.
             lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
