@@ -29,10 +29,16 @@ def test_a_person_sees_a_table_by_hit_rate(
     code, out, err = output(capsys, "replay", data.path, *SMALL)
     assert (code, err.strip()) == (0, "")  # a slow first run may have shown a bar
     rates = [float(rate) for rate in re.findall(r"│\s+([\d.]+)% │\s+[\d.]+% │", out)]
-    assert len(rates) == 10
+    assert len(rates) == 12
     assert rates == sorted(rates, reverse=True)
     assert re.search(r"belady\s+│.*\+0\.0%", out)
-    for words in ("16 batches of 50 (shuffled)", "152 slots of 68 bytes", "lookahead-256", "Hit rate: the share"):
+    for words in (
+        "16 batches of 50 (shuffled)",
+        "152 slots of 68 bytes",
+        "lookahead-256",
+        "pinned",
+        "Hit rate: the share",
+    ):
         assert words in out
 
 
@@ -43,7 +49,7 @@ def test_a_script_reads_what_the_function_returns(data: Dataset, capsys: pytest.
     )  # fmt: skip
     assert code == 0
     found = json.loads(out)
-    names = ["lru", "lfu", "lookahead-2", "lookahead-8", "hot-cold", "host-pipelined", "belady"]
+    names = ["lru", "lfu", "lookahead-2", "lookahead-8", "adaptive", "pinned", "hot-cold", "host-pipelined", "belady"]
     expected = stoker.replay(
         data, slots=150, strategies=names, in_flight=2, batch_size=40, seed=None, steps=11, dim=8, optimizer="adam",
         dtype="bfloat16",

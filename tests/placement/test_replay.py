@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 import stoker
 from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.progress import quiet
 from stoker.dataset.dataset import Dataset
-from stoker.placement.replay import IdTrace, record, row_size, simulate
+from stoker.placement.replay import IdTrace, _pinned, record, row_size, simulate
 from stoker.placement.replay_reference import CacheStrategy, Counts, Row, replay_reference
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
 
 TABLES = 3
-NAMES = ("lru", "lfu", "lookahead-1", "lookahead-2", "lookahead-5", "hot-cold", "host-pipelined", "belady")
+NAMES = ("lru", "lfu", "lookahead-1", "lookahead-2", "lookahead-5", "adaptive", "hot-cold", "host-pipelined", "belady")
 
 Lookups = list[Row]  # (id, table) of each lookup of a batch
 
@@ -147,6 +148,34 @@ def test_replay_says_what_the_tables_plan(
     strategy = CacheStrategy(kind="host-pipelined") if transient else CacheStrategy(kind="lookahead", window=window)
     found = simulate(traced(batches), strategy, slots, in_flight)
     assert (found.misses, found.written_back) == (fetched, evicted)
+
+
+@pytest.mark.parametrize("memory", [0, 6_000, 2**20])
+@pytest.mark.parametrize("hot", [0, 15])
+def test_an_adaptive_cache_fetches_what_replay_says(memory: int, hot: int) -> None:
+    """Rows of three tables come back after about 40 batches; a window of 8 batches does not see that."""
+    rng = np.random.default_rng(3)
+    drawn = [(rng.integers(0, 20, (12, TABLES)) + 3 * step) % 120 for step in range(400)]
+    batches = [[(int(row), table) for row, table in zip(ids.flat, [0, 1, 2] * 12, strict=True)] for ids in drawn]
+    pins = frozenset((row, table) for row in range(hot) for table in range(TABLES))
+    strategy = CacheStrategy(kind="pinned", memory=memory)
+    trace, slots = traced(batches), 150 + TABLES * hot
+    found = _pinned(trace, strategy, [hot] * TABLES, slots, 1, quiet)
+    assert found.counts == replay_reference(counted(batches), slots, strategy, pinned=pins)
+    best = replay_reference(counted(batches), slots, CacheStrategy(kind="belady"), pinned=pins)
+    assert (found.counts.misses < 1.01 * best.misses) is (memory == 2**20) is (found.ahead > 20)
+
+    names = [f"t{table}" for table in range(TABLES)]
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name=name, num_embeddings=120, embedding_dim=1) for name in names],
+        optimizer=stoker.SGD(lr=0.1),
+        placement=stoker.Cached(slots=slots, hot=dict.fromkeys(names, hot), window=memory),
+    )
+    stream = [torch.from_numpy(ids) for ids in drawn]
+    for ids in stoker.stage(stream, tables, in_flight=1, background=False, lookups=lambda ids: ids):
+        tables(ids).sum().backward()
+    assert tables.groups[0].storage.stats.fetched + TABLES * hot == found.counts.misses  # type: ignore[attr-defined]
+    tables.close()
 
 
 def least_misses(batches: Sequence[Counter[Row]], slots: int) -> int:

@@ -118,6 +118,23 @@ def test_a_window_that_adapts_is_as_good_as_the_whole_future_and_no_longer_than_
     assert sorted(ahead) != ahead, "it never shrinks"
 
 
+def test_batches_in_flight_follow_the_stalls() -> None:
+    adapts = stoker.stage(Source(), tables_with(Cached(slots=100)), background=True)
+
+    def after(share: float, checks: int) -> int:
+        for _ in range(checks):
+            adapts._judge_stalls(share)
+        return adapts.in_flight
+
+    assert [after(0.1, 1), after(0.1, 2), after(0.1, 20)] == [3, 5, 8]
+    assert [after(0.01, 100), after(0.0, 7), after(0.01, 1), after(0.0, 7)] == [8] * 4  # some stalls: as it is
+    assert [after(0.0, 1), after(0.0, 15), after(0.0, 1)] == [7, 7, 6]  # the second shrink takes twice as long
+    assert after(0.0, 1000) == 2
+    fixed = stoker.stage(Source(), tables_with(Cached(slots=100)), background=True, in_flight=3)
+    fixed._judge_stalls(0.5)
+    assert fixed.in_flight == 3
+
+
 def test_a_window_keeps_to_its_memory() -> None:
     batch = int(known_bytes(EACH, EACH))
     _, _, most = watched(window=3 * batch)

@@ -162,9 +162,11 @@ def replay(
     """Compare cache strategies on the ids of a dataset.
 
     Prints hit rates and traffic without training: for least recently used
-    (lru), least frequently used (lfu), lookahead with several windows, the
-    most used rows pinned (hot-cold), no cache (host-pipelined), and the
-    optimum that knows all batches (belady, as stoker train --foresight).
+    (lru), least frequently used (lfu), lookahead with several windows, with
+    one that adapts as in training (adaptive), and the same with most slots
+    pinned (pinned), the most used rows pinned and no other kept (hot-cold),
+    no cache (host-pipelined), and the optimum that knows all batches (belady,
+    as stoker train --foresight).
 
     \b
     stoker replay data/criteo
@@ -185,7 +187,7 @@ def replay(
     settings.setdefault("batch_size", batch_for(len(data.train)))  # as stoker train
     if order == "file":
         settings["seed"] = None
-    strategies = ["lru", "lfu", *windows, "hot-cold", "host-pipelined", "belady"]
+    strategies = ["lru", "lfu", *windows, "adaptive", "pinned", "hot-cold", "host-pipelined", "belady"]
     with Bars(quiet=as_json) as bars:
         found = run_replay(data, strategies=strategies, progress=bars, **settings)
     if not printed({"dataset": str(dataset), "order": order, **found.to_dict()}, as_json):

@@ -97,6 +97,12 @@ class ReplaySettings(Settings, panel="Batches"):
     device_memory: int | str | None = setting(
         None, "Memory for rows and their optimizer state, such as 1GiB.", parse=parse_size, least=1, panel=_SLOTS
     )
+    pinned: float | str = setting(
+        0.9, "Share of the slots whose rows the strategy pinned pins, 0.9 or 90%.", parse=parse_share, panel=_SLOTS
+    )
+    window: int | str | None = setting(
+        None, "Memory for the known batches of adaptive and pinned.", unset="a 64th of main memory", parse=parse_size
+    )
     in_flight: int = setting(1, "Batches in flight, whose rows may not be evicted.", least=1)
     batch_size: int = setting(2048, "Examples per batch.")
     steps: int | None = setting(None, "Batches to replay.", unset="one epoch", least=1)

@@ -29,12 +29,12 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from stoker.base.device import total_memory
 from stoker.base.units import parse_size
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import known_bytes
+from stoker.tables.slots.window import SHARE, default_memory
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: record and entry in the list of empty slots; and two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device for bfloat16 weights: table and row, for the random bits
@@ -42,7 +42,6 @@ _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 # Rows in the window for each slot: more have no use; where they share the slots' memory, more cost too many slots.
 _ENOUGH, _ENOUGH_ON_CPU = 4, 2
 _AHEAD = 64  # batches, if the lookahead adapts and its memory is that of the slots
-_SHARE = 64  # else it may take one part of main memory
 _PLANS = 2  # with writebacks in flight
 _MOMENTS = 16  # bytes per slot
 _KEPT = 1.1  # factor for memory that allocator and threads keep (2 to 9 % were measured)
@@ -82,7 +81,8 @@ class Window:
         self.batch_bytes = known_bytes(sum(use.distinct for use in uses), lookups)
         lookahead = budget.lookahead
         if lookahead is None:
-            memory = 0 if on_cpu else parse_size(budget.host_memory or total_memory() or 0) // _SHARE
+            given = budget.host_memory
+            memory = 0 if on_cpu else default_memory() if given is None else parse_size(given) // SHARE
             lookahead = max(_AHEAD, min(2**16, int(memory / max(self.batch_bytes, 1))))
         self.lookahead, self._enough = lookahead, _ENOUGH_ON_CPU if on_cpu else _ENOUGH
         # Rows of the first batches, at some widths; values between are interpolated.

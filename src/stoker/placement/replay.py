@@ -11,10 +11,10 @@ C slots, B examples, F features.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import KW_ONLY, asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.spool import Spool
-from stoker.base.units import format_size, parse_count, parse_share
+from stoker.base.units import format_size, parse_count, parse_share, parse_size
 from stoker.dataset.dataset import Dataset
 from stoker.ops.space import AddressSpace, make_space
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
@@ -33,9 +33,11 @@ from stoker.placement.budget import ReplaySettings
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables import tables_for
 from stoker.tables.config import DTYPES, Cached, bytes_of_row
+from stoker.tables.slots.window import default_memory
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+_ADAPTIVE = ("adaptive", "pinned")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +55,7 @@ class IdTrace:
     following: Int64  # [L] place of the next use of the row; L + row if there is none
     num_rows: int  # K
     lookups: int  # occurrences of all rows
+    keys: Int64  # [K] key of each row: its id times the number of tables, plus the position of the table
 
     @property
     def steps(self) -> int:
@@ -178,21 +181,20 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
         for begin, end in spool.spans(len(places)):
             numbers.add(np.searchsorted(known, places[begin:end]))
         rows, occurrences = numbers.mapped(), narrow.mapped()
-    greatest = int(known[-1])
     nearest = len(rows) + np.arange(len(known), dtype=np.int64)
     for begin, end in reversed(list(spool.spans(len(rows)))):
         link(rows, begin, end, nearest, places)  # the file of the keys, which are no longer needed, takes the links
     trace = IdTrace(
         offsets=np.array(offsets, np.int64), rows=rows, counts=occurrences, following=places, num_rows=len(known),
-        lookups=lookups,
+        lookups=lookups, keys=known,
     )  # fmt: skip
-    return trace, greatest
+    return trace, int(known[-1])
 
 
 #: the default strategies
 STRATEGIES = (
-    "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "hot-cold",
-    "host-pipelined", "belady",
+    "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "adaptive", "pinned",
+    "hot-cold", "host-pipelined", "belady",
 )  # fmt: skip
 
 
@@ -210,6 +212,8 @@ class StrategyFigures:
     mib_in_per_step: float  # MiB fetched per step, weights and optimizer state
     mib_out_per_step: float  # MiB written back per step
     above_belady: float | None  # misses / misses of belady - 1; None without belady
+    ahead: int | None  # most batches known ahead; None if the strategy knows none, or all
+    window_mib: float | None  # most MiB of those batches
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -256,12 +260,13 @@ class Replay(Shown):
 
     def grids(self) -> tuple[Grid]:
         """Return a table with a line for each strategy."""
-        headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "in a step", "out a step"]
+        headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "in a step", "out a step", "ahead"]
         rows = [
             [
                 each.strategy, f"{each.hit_rate:.2%}", f"{each.lookup_hit_rate:.2%}", f"{each.misses:,}",
                 "-" if each.above_belady is None else f"{each.above_belady:+.1%}",
                 format_size(each.mib_in_per_step * 2**20), format_size(each.mib_out_per_step * 2**20),
+                f"{each.ahead:,} ({format_size((each.window_mib or 0) * 2**20)})" if each.ahead is not None else "-",
             ]
             for each in self.strategies
         ]  # fmt: skip
@@ -293,6 +298,7 @@ class ReplayArguments(ReplaySettings):
     source: Dataset | str | Path | Iterable[Any]
     _: KW_ONLY
     strategies: Sequence[str] = STRATEGIES
+    hot: Mapping[str, int] | None = None
     num_embeddings: int | None = None
     progress: Progress | None = None
     if TYPE_CHECKING:
@@ -309,8 +315,13 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         slots: rows in fast memory. Give at most one of slots, fraction and device_memory.
         fraction: the slots as a share of all rows, ``0.1`` or ``"10%"``. The default is 10 %.
         device_memory: the slots in bytes, such as ``"1GiB"``, all for rows and their state.
-        strategies: ``"lru"``, ``"lfu"``, ``"hot-cold"``, ``"host-pipelined"``, ``"belady"``, and ``"lookahead-W"`` for
-            W batches known ahead.
+        strategies: ``"lru"``, ``"lfu"``, ``"hot-cold"``, ``"host-pipelined"``, ``"belady"``, ``"lookahead-W"`` for
+            W batches known ahead, ``"adaptive"`` for as many as evictions need, and ``"pinned"`` for the same with
+            pinned rows.
+        hot: table -> ids that ``"pinned"`` pins, as ``Cached(hot=...)`` does. None pins the most used ids of a dataset,
+            in ``pinned`` of the slots, or in as many as the rows in flight leave.
+        pinned: that share, ``0.9`` or ``"90%"``. The ids of arrays are pinned from 0 on.
+        window: bytes for the known batches of ``"adaptive"`` and ``"pinned"``, such as ``"256MiB"``.
         in_flight: batches whose rows may not be evicted, including the current one.
         batch_size: examples per batch.
         steps: batches in all, over several epochs if needed; None takes one epoch, or all arrays.
@@ -332,14 +343,15 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
 
     >>> batches = [[0, 1], [0, 2], [0, 3], [0, 1]]
     >>> print(stoker.replay(batches, slots=3, strategies=["lru", "belady"]).grids()[0].text())
-    strategy  hit rate  of lookups  misses  above belady  in a step  out a step
-    --------  --------  ----------  ------  ------------  ---------  ----------
-    belady      50.00%      50.00%       4         +0.0%       68 B        17 B
-    lru         37.50%      37.50%       5        +25.0%       85 B        34 B
+    strategy  hit rate  of lookups  misses  above belady  in a step  out a step  ahead
+    --------  --------  ----------  ------  ------------  ---------  ----------  -----
+    belady      50.00%      50.00%       4         +0.0%       68 B        17 B      -
+    lru         37.50%      37.50%       5        +25.0%       85 B        34 B      -
     """
     asked = ReplayArguments(source, **given)
     in_flight, steps, num_embeddings = asked.in_flight, asked.steps, asked.num_embeddings
-    chosen = [CacheStrategy.parse(name) for name in dict.fromkeys(asked.strategies)]
+    window = default_memory() if asked.window is None else parse_size(asked.window)
+    chosen = [replace(CacheStrategy.parse(name), memory=window) for name in dict.fromkeys(asked.strategies)]
     if not chosen:
         raise ConfigError(f"no strategy was named. Choose among {', '.join(STRATEGIES)}.")
     size = row_size(asked.dim, asked.dtype, asked.optimizer)
@@ -352,21 +364,30 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         space = dataset_space(source)
         total, keys = dataset_steps(source, space, batch_size=asked.batch_size, seed=asked.seed, steps=steps)
         trace, _ = record(keys, lambda done: report("reading ids", done, total))
-        num_rows = space.num_rows
+        num_rows, hot = space.num_rows, asked.hot
+        if wrong := [name for name in hot or () if name not in space.names]:
+            raise ConfigError(f"there is no table {wrong[0]!r} to pin rows of, only {', '.join(space.names)}.")
+
+        def pins(most: int) -> list[int]:
+            chosen = _most_used(source.counts, most) if hot is None else hot
+            return [min(rows, chosen.get(name, 0)) for name, rows in zip(space.names, space.rows, strict=True)]
     else:
         total = min(len(source), steps or len(source)) if isinstance(source, Sized) else steps or 0
         keys = array_steps(source, num_embeddings, steps)
         trace, greatest = record(keys, lambda done: report("reading ids", done, max(total, done)))
         num_rows = num_embeddings or greatest + 1
+
+        def pins(most: int) -> list[int]:
+            return [min(num_rows, most)]
+
     slots, memory, share = None if asked.slots is None else parse_count(asked.slots), asked.device_memory, None
     if slots is None and memory is None:
         share = parse_share(0.1 if asked.fraction is None else asked.fraction)
     capacity = Cached(slots=slots, memory=memory, fraction=share).count_slots(num_rows, size)
 
     # The strategy without a cache always runs first, because it tells how many slots all strategies need.
-    pipelined, (_, least, step, needed) = _replayed(
-        trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report
-    )
+    pipelined = _replayed(trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report)
+    _, least, step, needed = pipelined.taken
     if step >= 0:
         lower = "batch_size" if in_flight == 1 else "batch_size or in_flight"
         raise ConfigError(
@@ -374,12 +395,19 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
             f"{capacity:,} slots. Give at least {least:,} slots, which is {least / num_rows:.2%} of all rows or "
             f"{format_size(least * size)}; or lower {lower}."
         )
-    counts = {
-        each: pipelined if each.kind == "host-pipelined" else simulate(trace, each, capacity, in_flight, report)
-        for each in chosen
-    }
-    best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
-    figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
+
+    def one(strategy: CacheStrategy) -> _Run:
+        if strategy.kind == "pinned":
+            most = min(int(parse_share(asked.pinned) * capacity), capacity - least)
+            return _pinned(trace, strategy, pins(most), capacity, in_flight, report)
+        replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
+        return (
+            pipelined if strategy.kind == "host-pipelined" else replayed(trace, strategy, capacity, in_flight, report)
+        )
+
+    found = {strategy: one(strategy) for strategy in chosen}
+    best = next((run.counts.misses for strategy, run in found.items() if strategy.kind == "belady"), None)
+    figures = [_figures(strategy, run, trace, size, best) for strategy, run in found.items()]
     return Replay(
         steps=trace.steps, batch_size=asked.batch_size if from_dataset else None, in_flight=in_flight,
         num_rows=num_rows, rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size,
@@ -388,65 +416,99 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
     )  # fmt: skip
 
 
-def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:
-    mib = row_bytes / 2**20 / trace.steps
+def _figures(strategy: CacheStrategy, run: _Run, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:
+    mib, counts = row_bytes / 2**20 / trace.steps, run.counts
+    looks = strategy.kind in ("lookahead", *_ADAPTIVE)
     return StrategyFigures(
-        strategy=name, hit_rate=counts.hits / trace.places, lookup_hit_rate=counts.lookups_hit / trace.lookups,
+        strategy=strategy.name, hit_rate=counts.hits / trace.places, lookup_hit_rate=counts.lookups_hit / trace.lookups,
         hits=counts.hits, misses=counts.misses, compulsory=counts.compulsory, written_back=counts.written_back,
         mib_in_per_step=counts.misses * mib, mib_out_per_step=counts.written_back * mib,
         above_belady=None if best is None else counts.misses / best - 1,
+        ahead=run.ahead if looks else None, window_mib=run.window_bytes / 2**20 if looks else None,
     )  # fmt: skip
+
+
+class _Run(NamedTuple):
+    """What a simulation counted."""
+
+    counts: Counts
+    taken: list[int]  # slots taken at the end, their maximum, first step that needs too many (-1: none), how many
+    ahead: int  # most batches known ahead
+    window_bytes: int  # most bytes of them
 
 
 def _replayed(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress,
     hot: npt.NDArray[np.bool_] | None = None,
-) -> tuple[Counts, list[int]]:  # fmt: skip
-    """Replay a trace once; with ``hot`` [K], those rows are pinned and take no slot, and no other row is cached.
-
-    Returns:
-        The counts; and the slots taken at the end, their maximum, the first step that needs more than the slots
-        (-1: none), and how many it needs.
-    """
+) -> _Run:  # fmt: skip
+    """Replay a trace once; the rows ``hot`` [K] are pinned and take none of the ``slots``."""
     from stoker.placement import replay_kernels as kernels
 
-    passing = hot is not None or strategy.kind == "host-pipelined"
+    passing, adapts = strategy.kind in ("hot-cold", "host-pipelined"), strategy.kind in _ADAPTIVE
+    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
     kind = kernels.PASSING if passing else {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
     state = kernels.State.begin(
         np.zeros(trace.num_rows, np.bool_) if hot is None else hot,
         0 if passing else 2 * min(slots, trace.num_rows) + 1,  # never more slots are taken
+        None if adapts else window,
     )
     places = kernels.Places(trace.rows, trace.counts, trace.following, trace.offsets)
-    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
+    memory = int(min(strategy.memory, 2**62)) if adapts else -1
     for first, last in trace.chunks():
-        kernels.advance(kind, places, first, last, window, in_flight, slots, state)
+        kernels.advance(kind, places, first, last, memory, in_flight, slots, state)
         report(strategy.name, last, trace.steps)
-    return Counts(*state.counts.tolist()), state.taken.tolist()
+    return _Run(Counts(*state.counts.tolist()), state.taken.tolist(), *state.ahead[kernels.WIDEST :].tolist())
 
 
-def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress) -> Counts:
+def _most_used(counts: Mapping[str, Any], most: int) -> dict[str, int]:
+    """Return table -> how many of its first ids are among the ``most`` most used rows, without ties at the end."""
+    every = np.concatenate([np.asarray(found) for found in counts.values()])
+    least = np.partition(every, len(every) - most)[len(every) - most] if 0 < most <= len(every) else 0
+    return {name: int(np.count_nonzero(np.asarray(found) > least)) for name, found in counts.items() if most > 0}
+
+
+def _pinned(
+    trace: IdTrace, strategy: CacheStrategy, hot: Sequence[int], slots: int, in_flight: int, report: Progress
+) -> _Run:
+    """Replay a cache that pins the first ``hot`` [number of tables] ids of each table.
+
+    Raises:
+        ConfigError: they leave too few slots for the other rows in flight.
+    """
+    pins, room = np.array(hot, np.int64), slots - sum(hot)
+    flags = trace.keys // len(pins) < pins[trace.keys % len(pins)]
+    least = _replayed(trace, CacheStrategy(kind="host-pipelined"), slots, in_flight, report, flags).taken[1]
+    if least > room:
+        raise ConfigError(
+            f"{sum(hot):,} pinned rows leave {max(0, room):,} of {slots:,} slots, but the other rows in flight need "
+            f"{least:,}. Pin fewer rows, or give more slots.",
+            settings=("pinned",),
+        )
+    return _replayed(trace, strategy, room, in_flight, report, flags)
+
+
+def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress) -> _Run:
     """Pin as many of the most used rows as leave slots for the others."""
     uses = np.zeros(trace.num_rows, np.int64)
     for first, last in trace.chunks():
         uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
     order = np.argsort(-uses, kind="stable")
 
-    def replayed(count: int) -> tuple[Counts, list[int]]:
+    def replayed(count: int) -> _Run:
         hot = np.zeros(trace.num_rows, np.bool_)
         hot[order[:count]] = True
         return _replayed(trace, strategy, slots, in_flight, report, hot)
 
     # With one more hot row, at most one row less is in flight, so bisection works.
     most = bisect_right(
-        range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count)[1][1]
+        range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count).taken[1]
     )
-    return replayed(most)[0]
+    return replayed(most)
 
 
 def simulate(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
     """Replay one strategy on a trace whose rows in flight fit the slots; equals ``replay_reference``."""
-    if strategy.kind == "hot-cold":
-        return _hot_cold(trace, strategy, slots, in_flight, report)
-    return _replayed(trace, strategy, slots, in_flight, report)[0]
+    replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
+    return replayed(trace, strategy, slots, in_flight, report).counts

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.ops.codegen.jit import jit
+from stoker.tables.slots.window import CALM, FARTHER, LEAST
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -22,6 +23,9 @@ Flags = npt.NDArray[np.bool_]
 
 # Which row is evicted: last use longest ago; fewest batches; farthest next use; any row not in flight.
 LRU, LFU, AHEAD, PASSING = 0, 1, 2, 3
+# Places in ``State.ahead``: batches known; how many to know beyond the current one; plans since the last guess; rows
+# without a known use that may be evicted; bytes of waiting batches; the most batches known ahead, and the most bytes.
+KNOWN, TARGET, CALM_PLANS, IDLE, SIZE, WIDEST, LARGEST = range(7)
 
 
 class Places(NamedTuple):
@@ -45,14 +49,16 @@ class State(NamedTuple):
     size: Int64  # [1] entries of the heap
     taken: Int64  # [4] slots of cold rows, their maximum, first step that needs too many (-1: none), how many it needs
     counts: Int64  # [5] hits, lookups hit, misses, compulsory misses, rows written back
+    ahead: Int64  # [7] see :data:`KNOWN`
 
     @classmethod
-    def begin(cls, hot: Flags, heap: int) -> State:
-        """Return the state before the first step, with a heap of this many entries."""
+    def begin(cls, hot: Flags, heap: int, window: int | None) -> State:
+        """Return the state before the first step, with a heap of this many entries; ``window`` None: it adapts."""
         return cls(
             last_use=np.full(hot.size, -1, np.int32), resident=np.zeros(hot.size, np.bool_), hot=hot,
             rank=np.zeros(hot.size, np.int64), entry=np.full(hot.size, -1, np.int64), heap=np.empty(heap, np.int64),
             size=np.zeros(1, np.int64), taken=np.array([0, 0, -1, 0]), counts=np.zeros(5, np.int64),
+            ahead=np.array([0, LEAST if window is None else window, 0, 0, 0, 0, 0]),
         )  # fmt: skip
 
 
@@ -127,9 +133,9 @@ def _push(heap: Int64, size: int, key: int, entry: Int64, kind: int, rows: Int32
 
 @jit
 def advance(
-    kind: int, trace: Places, first: int, last: int, window: int, in_flight: int, slots: int, state: State
+    kind: int, trace: Places, first: int, last: int, memory: int, in_flight: int, slots: int, state: State
 ) -> None:
-    """Replay steps [first, last) with the strategy of ``kind`` and ``window`` known batches (T or more: all).
+    """Replay steps [first, last) with the strategy of ``kind``; ``memory``: of the window if it adapts, else -1.
 
     The heap has an entry for each row that may be evicted, the smallest first: ``rank * K + (K - 1 - row)``, or the
     distance of the next use of the row (L + row if it is not known) from the end of the places, L + K.
@@ -144,14 +150,23 @@ def advance(
         state.heap,
     )
     used, size, num_rows, steps = state.taken[0], state.size[0], entry.size, offsets.size - 1
+    ahead, adapts = state.ahead, memory >= 0
     end = rows.size + num_rows - 1
     for step in range(first, last):
         begin, stop = offsets[step], offsets[step + 1]
-        horizon = offsets[min(step + window + 1, steps)]
-        if kind == AHEAD and step + window < steps:  # one more batch has become known
-            for place in range(offsets[step + window], horizon):
-                if entry[rows[place]] == num_rows - 1 - rows[place]:
+        while kind == AHEAD and ahead[KNOWN] < steps and ahead[KNOWN] - step <= ahead[TARGET]:
+            if adapts and ahead[KNOWN] - step > in_flight and ahead[SIZE] >= memory:
+                break
+            for place in range(offsets[ahead[KNOWN]], offsets[ahead[KNOWN] + 1]):
+                row = rows[place]
+                ahead[SIZE] += 24 * (not hot[row]) + 12 * trace.counts[place]
+                if entry[row] == num_rows - 1 - row:
                     size = _push(heap, size, end - place, entry, kind, rows)
+                    ahead[IDLE] -= 1
+            ahead[KNOWN] += 1
+        ahead[WIDEST] = max(ahead[WIDEST], ahead[KNOWN] - step - 1)
+        ahead[LARGEST] = max(ahead[LARGEST], ahead[SIZE])
+        horizon = offsets[ahead[KNOWN]]
         missing = 0  # slots to fill
         for place in range(begin, stop):
             row = rows[place]
@@ -180,6 +195,7 @@ def advance(
                 key = rank[row] * num_rows + (num_rows - 1 - row)
                 if kind == AHEAD:
                     key = end - rank[row] if rank[row] < horizon else num_rows - 1 - row
+                    ahead[IDLE] += rank[row] >= horizon
                 size = _push(heap, size, key, entry, kind, rows)
         used += missing - leaving
         state.counts[4] += leaving
@@ -193,8 +209,17 @@ def advance(
                 entry[row] = -1
                 resident[row] = False
                 leaving -= 1
+                ahead[IDLE] -= kind == AHEAD and key < num_rows
         for place in range(begin, stop):
             resident[rows[place]] = True
+            ahead[SIZE] -= 24 * (not hot[rows[place]]) + 12 * trace.counts[place]
+        if adapts:  # as :class:`stoker.tables.slots.window.Ahead` does
+            guessed = used == slots and ahead[IDLE] > 0
+            ahead[CALM_PLANS] = 0 if guessed else ahead[CALM_PLANS] + 1
+            if guessed:
+                ahead[TARGET] = ahead[KNOWN] - step - 1 + FARTHER
+            elif ahead[CALM_PLANS] == CALM:
+                ahead[CALM_PLANS], ahead[TARGET] = 0, max(LEAST, ahead[TARGET] - 1)
         state.taken[1] = max(state.taken[1], used)
         if used > slots and state.taken[2] < 0:
             state.taken[2] = step

@@ -18,10 +18,12 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
+from stoker.tables.slots.residency import known_bytes
+from stoker.tables.slots.window import Ahead
 
 Row = tuple[int, int]  # (id within its table, position of the table): the greater one is rarer and is evicted first
-Kind = Literal["lru", "lfu", "lookahead", "belady", "hot-cold", "host-pipelined"]
-_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "hot-cold", "host-pipelined")
+Kind = Literal["lru", "lfu", "lookahead", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined"]
+_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,9 @@ class CacheStrategy:
     * ``lfu``: the one that the fewest batches have used so far, counted over the whole trace.
     * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
       of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
+    * ``adaptive``: the same with as many batches known as evictions need, within ``memory``
+      (:mod:`stoker.tables.slots.window`): what a cache does that is not told how far to look ahead.
+    * ``pinned``: the same, and the first ids of tables are pinned (``Cached(hot=...)``).
     * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
     * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that
       the most batches of the trace use, as many as leave slots for the other rows in flight (FAE, 2022).
@@ -42,6 +47,7 @@ class CacheStrategy:
 
     kind: Kind
     window: int = 0  # batches known ahead; for lookahead only
+    memory: float = math.inf  # bytes for known batches; for adaptive and pinned only
 
     @property
     def name(self) -> str:
@@ -78,8 +84,9 @@ class Counts(NamedTuple):
 
 
 def replay_reference(
-    batches: Sequence[Mapping[Row, int]], slots: int, strategy: CacheStrategy, *, in_flight: int = 1
-) -> Counts:
+    batches: Sequence[Mapping[Row, int]], slots: int, strategy: CacheStrategy, *, in_flight: int = 1,
+    pinned: frozenset[Row] = frozenset(),
+) -> Counts:  # fmt: skip
     """Simulate one strategy, slowly, in code that is short enough to check by reading.
 
     Args:
@@ -87,6 +94,7 @@ def replay_reference(
         slots: C.
         strategy: which row is evicted.
         in_flight: batches whose rows may not be evicted, including the current one.
+        pinned: rows that are never evicted; each takes one of the slots from the start.
 
     Raises:
         ConfigError: a step whose rows in flight exceed the slots.
@@ -96,7 +104,9 @@ def replay_reference(
     uses: Counter[Row] = Counter()
     hits = lookups_hit = misses = compulsory = written_back = 0
 
-    hot = _hot_rows(batches, slots, in_flight) if strategy.kind == "hot-cold" else set[Row]()
+    hot = _hot_rows(batches, slots, in_flight) if strategy.kind == "hot-cold" else set(pinned)
+    fixed = {"lookahead": strategy.window, "belady": len(batches)}
+    ahead, known, size = Ahead(fixed.get(strategy.kind)), 0, 0.0  # how far to look; batches known; bytes of those left
 
     def rank(row: Row, step: int) -> tuple[float, Row]:
         """Return the rank of a resident row; the highest one is evicted first."""
@@ -104,17 +114,29 @@ def replay_reference(
             return -last_use[row], row
         if strategy.kind == "lfu":
             return -uses[row], row
-        known = batches[step + 1 : None if strategy.kind == "belady" else step + 1 + strategy.window]
-        return next((distance for distance, batch in enumerate(known) if row in batch), math.inf), row
+        return next_use(row, step), row
+
+    def next_use(row: Row, step: int) -> float:
+        return next((distance for distance, batch in enumerate(batches[step + 1 : known]) if row in batch), math.inf)
+
+    def bytes_of(batch: Mapping[Row, int]) -> float:
+        cold = {row: count for row, count in batch.items() if row not in hot}
+        return known_bytes(len(cold), sum(batch.values()))
 
     for step, batch in enumerate(batches):
+        while known < len(batches) and known - step <= ahead.batches:
+            if known - step > in_flight and size >= strategy.memory:
+                break
+            size += bytes_of(batches[known])
+            known += 1
         kept: set[Row] = set().union(*batches[max(0, step - in_flight + 1) : step + 1])
-        if len(kept) > slots:
+        room = slots - len(pinned)
+        if len(kept - pinned) > room:
             raise ConfigError(f"step {step} has {len(kept):,} rows in flight, but there are {slots:,} slots.")
         found, missing = batch.keys() & resident, batch.keys() - resident
         leaving = sorted(resident - kept - hot, key=partial(rank, step=step), reverse=True)
         if strategy.kind not in ("hot-cold", "host-pipelined"):
-            leaving = leaving[: max(0, len(missing) - (slots - len(resident)))]
+            leaving = leaving[: max(0, len(missing - pinned) + len(resident - pinned) - room)]
         hits += len(found)
         lookups_hit += sum(batch[row] for row in found)
         misses += len(missing)
@@ -124,6 +146,9 @@ def replay_reference(
         for row in batch:
             last_use[row] = step
             uses[row] += 1
+        idle = any(next_use(row, step) == math.inf for row in resident - kept - hot)
+        ahead.judge(idle and len(resident - pinned) == room, known - step - 1)
+        size -= bytes_of(batch)
     return Counts(hits, lookups_hit, misses, compulsory, written_back)
 
 

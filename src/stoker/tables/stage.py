@@ -25,7 +25,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stoker.base.device import total_memory
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
@@ -35,15 +34,16 @@ from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
-from stoker.tables.slots.window import Ahead
+from stoker.tables.slots.window import Ahead, default_memory
 from stoker.tables.storage import Lease
 
 __all__ = ["Stage", "stage"]
 
 _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
+_NO_STALL = 0.002  # if it is less for some time, one batch less
 _JUDGED = 16  # batches between two checks of the stalls
-_SHARE = 64  # of main memory, one part is for the ids of coming batches, unless the strategy says how much
+_PATIENCE = 8  # checks without stalls before the first shrink; twice as many before each later one
 
 Item = TypeVar("Item")
 Lookup = Tensor | tuple[Tensor | None, ...]  # ids, with offsets and weights if there are any
@@ -81,6 +81,7 @@ class Stage(Generic[Item]):
         self.step = getattr(stream, "step", 0)  # batches yielded; the number of the next one
         self.hurry: Callable[[], bool] = lambda: False  # called while next uses are recorded: True stops the recording
         self._fixed = in_flight is not None
+        self._calm, self._patience = 0, _PATIENCE  # checks of the stalls: without any in a row, and before a shrink
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader have their own memory: only torch can change them.
         self._private = bool(getattr(stream, "fresh", False))
@@ -164,6 +165,17 @@ class Stage(Generic[Item]):
         """Return the state of the stream after the last batch that was yielded."""
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
         return state
+
+    def _judge_stalls(self, share: float) -> None:
+        """Adapt the batches in flight to the share of the time in which training waited for rows."""
+        if self._fixed:
+            return
+        self._calm = self._calm + 1 if share < _NO_STALL else 0
+        if share > _STALL:
+            self.in_flight = min(self.in_flight + 1, _DEEPEST)
+        elif self._calm >= self._patience and self.in_flight > 2:
+            # Slots of fewer batches in flight hold other rows. If stalls come back, the next try is much later.
+            self._calm, self._patience, self.in_flight = 0, 2 * self._patience, self.in_flight - 1
 
     @property
     def _recorded(self) -> float:
@@ -334,8 +346,7 @@ class _Run:
                 with changed:
                     outstanding -= 1
                     if count % _JUDGED == 0:
-                        if not stage._fixed and stalled > _STALL * (time.perf_counter() - start):
-                            stage.in_flight = min(stage.in_flight + 1, _DEEPEST)
+                        stage._judge_stalls(stalled / (time.perf_counter() - start))
                         start, stalled = time.perf_counter(), 0.0
                     changed.notify_all()
         finally:
@@ -384,8 +395,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 def _window_memory(storages: list[SlottedRows]) -> float:
     """Return the bytes for batches that wait: those of the strategies, else a share of main memory."""
     given = [storage.window for storage in storages if _keeps(storage)]
-    own = (total_memory() or 2**32) / _SHARE if None in given else 0
-    return own + sum(size for size in given if size is not None)
+    return (default_memory() if None in given else 0) + sum(size for size in given if size is not None)
 
 
 def _keeps(storage: SlottedRows) -> bool:
@@ -417,7 +427,8 @@ def stage(
             strategies of the tables allow (``window``).
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
-            fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows.
+            fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and
+            shrinks when it has not for some time.
         background: plan and move rows in a thread next to training. None: only if that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would compete for the same cores.
         foresight: know the next use of every row to the end of the epoch, so that as few rows as possible are fetched.

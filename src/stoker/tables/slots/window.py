@@ -8,11 +8,19 @@ its replay choose the same windows.
 
 from __future__ import annotations
 
-__all__ = ["LEAST", "Ahead"]
+from stoker.base.device import total_memory
+
+__all__ = ["CALM", "FARTHER", "LEAST", "SHARE", "Ahead", "default_memory"]
 
 LEAST = 8  # batches ahead at first, and at least
 FARTHER = 7  # batches more after a guess. They are read before the next step, so a few milliseconds
 CALM = 8  # plans without a guess before the window shrinks by one batch
+SHARE = 64  # of main memory, one part is for the window, unless a strategy says how much
+
+
+def default_memory() -> int:
+    """Return the bytes for batches that wait, if no strategy says how many."""
+    return (total_memory() or 2**32) // SHARE
 
 
 class Ahead:
