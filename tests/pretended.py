@@ -87,7 +87,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Run an operation on the CPU; return its result, and whether it is one of the device."""
     leaves = pytree.tree_leaves((args, kwargs))
     device = kwargs.get("device")
-    there = any(isinstance(each, OnDevice) for each in leaves) if device is None else torch.device(device) == CUDA
+    there = any(isinstance(each, OnDevice) for each in leaves)
+    if device is not None and (not there or func._overloadpacket is _aten._to_copy):  # autograd names its own, the CPU
+        there = torch.device(device) == CUDA
     if func._overloadpacket is _aten.copy_:
         there = isinstance(args[0], OnDevice)
     outs = {id(each.inner): each for each in leaves if isinstance(each, OnDevice)}
@@ -115,6 +117,7 @@ class Pretended(TorchDispatchMode):
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()  # by line
+        self.bytes: Counter[str] = Counter()  # of operands and results, each counted once a launch
         self.clock = 0  # steps of the host
         self.pinned: set[int] = set()
         Pretended.now = self
@@ -122,6 +125,12 @@ class Pretended(TorchDispatchMode):
     def start(self) -> None:
         self.launches.clear()
         self.waits.clear()
+
+    def launch(self, name: str, operands: Any, kernels: int = 1) -> None:
+        """Count a launch, and the memory of its operands; an expanded one counts as often as it is read."""
+        given = {id(each): each for each in pytree.tree_leaves(operands) if isinstance(each, OnDevice)}
+        self.launches[name] += kernels
+        self.bytes[name] += sum(each.numel() * each.element_size() for each in given.values())
 
     def wait(self, why: str) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -161,7 +170,7 @@ class Pretended(TorchDispatchMode):
         if packet in READ or boolean or sized:
             self.wait(str(packet).removeprefix("aten."))
         if not func.is_view and packet not in FREE:
-            self.launches[str(packet).removeprefix("aten.")] += KERNELS.get(packet, 1)
+            self.launch(str(packet).removeprefix("aten."), (args, kwargs, found), KERNELS.get(packet, 1))
         return found
 
 
@@ -214,7 +223,7 @@ class _Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            Pretended.now.launches[self.name] += 1
+            Pretended.now.launch(self.name, args)
             inner = [each.inner if isinstance(each, OnDevice) else each for each in args]
             with torch.utils._python_dispatch._disable_current_modes():
                 self.kernel[grid](*inner, **kwargs)
@@ -225,7 +234,7 @@ class _Kernel:
 def pretend(patch: pytest.MonkeyPatch) -> Pretended:
     """Let torch and Triton use a pretended GPU."""
     from stoker import ops
-    from stoker.ops.gpu import kernels
+    from stoker.ops.gpu import dense, kernels
     from stoker.tables.links import cuda_link
 
     main, pinned = _Stream(), cuda_link.Streams.pinned
@@ -238,16 +247,17 @@ def pretend(patch: pytest.MonkeyPatch) -> Pretended:
     patch.setattr(cuda_link, "_PROBE", 1)
     for name, value in {
         "_lazy_init": lambda: None, "Event": _Event, "Stream": _Stream, "current_stream": lambda *_: main,
-        "stream": _quiet, "device": lambda *_: nullcontext(),
+        "stream": _quiet, "device": lambda *_: nullcontext(), "device_of": lambda *_: nullcontext(),
         "synchronize": lambda *_: Pretended.now.wait("synchronize"), "is_available": lambda: True,
         "mem_get_info": lambda *_: (2**30, 2**30), "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
         ),
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, value)
-    for name, value in vars(kernels).copy().items():
-        if name.endswith("_kernel"):
-            patch.setattr(kernels, name, _Kernel(value, name))
+    for module in (kernels, dense):
+        for name, value in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                patch.setattr(module, name, _Kernel(value, name))
     patch.setattr(ops, "_load", cache(ops._load.__wrapped__))  # with an error word of its own
     patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     return Pretended()

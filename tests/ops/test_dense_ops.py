@@ -65,7 +65,7 @@ def products(request, monkeypatch):
     """Both libraries, whichever this processor would choose."""
     if request.param is ops_mlp._OneDNN and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(ops_mlp, "_products", lambda dtype: request.param)
+    monkeypatch.setattr(ops_mlp, "_products", lambda *_: request.param)
     return request.param
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pretended import CUDA, Pretended, pretend
 
 from stoker import DIN, DLRM, Batch, Cached, Feature, FeatureSpec, RecModel, RowWiseAdagrad, Tabular, stage
+from stoker.ops import interaction, reference
+from stoker.ops.mlp import mlp
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process of test_triton.py's test_interpreter"
@@ -34,12 +37,12 @@ RESIDENT: dict[str, torch.Tensor] = {}
 DEPTH: dict[str, Any] = {"bottom": (8, 8), "top": (8, 8, 8, 8)}  # as many layers as MLPerf's DLRM
 #: kind -> columns, how to build the model, and the most launches of a step
 MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
-    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 80),
-    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 80),
-    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 96),
-    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 83),
-    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 77),
-    "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 113),
+    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 68),
+    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 68),
+    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 84),
+    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 70),
+    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 78),
+    "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 112),
 }
 
 
@@ -144,3 +147,71 @@ def test_bad_offsets_are_reported_late_and_change_nothing(device: Pretended, off
         model.embeddings.groups[0].backend.synchronize()
     for name, rows in zip(("items", "users"), before, strict=True):
         assert torch.equal(model.embeddings.rows(name).inner, rows)
+
+
+def on(device: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(CUDA).detach().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("batch", "features", "dim", "dtype"),
+    [(3, 26, 16, torch.float32), (2, 1, 1, torch.float32), (2, 40, 100, torch.float32), (2, 5, 64, torch.bfloat16)],
+)
+def test_the_fused_interaction_is_that_of_the_reference(
+    device: Pretended, batch: int, features: int, dim: int, dtype: torch.dtype
+) -> None:
+    g = torch.Generator().manual_seed(dim)
+    dense, joint = torch.randn(batch, dim, generator=g).to(dtype), torch.randn(batch, features + 2, dim, generator=g)
+    given, mine = [dense.requires_grad_(), joint.requires_grad_()], on(device, dense, joint)
+    expected = reference.dot_interaction(given[0], given[1][:, 1:-1])
+    found = interaction.dot_interaction(mine[0], mine[1][:, 1:-1], align=16)  # a slice of several groups' output
+    assert (found.dtype, found.shape[1] % 16) == (dtype, 0)
+    grad = torch.randn(found.shape, generator=g).to(dtype)
+    count = expected.shape[1]
+    expected.backward(grad[:, :count])
+    found.backward(grad.to(CUDA))
+    close: dict[str, float] = {"rtol": 2e-2, "atol": 0.3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 3e-5}
+    torch.testing.assert_close(found.inner[:, :count], expected, **close)
+    assert not found.inner[:, count:].any()
+    for one, other in zip(mine, given, strict=True):
+        torch.testing.assert_close(one.grad.inner, other.grad, **close)
+
+
+def test_the_fused_interaction_moves_a_fourth_of_the_bytes(device: Pretended) -> None:
+    """MLPerf's 26 features of 128 columns: bytes of all operands, forward and backward."""
+    moved = []
+    for function in (reference.dot_interaction, interaction.dot_interaction):
+        dense, rows = on(device, torch.randn(2, 128), torch.randn(2, 26, 128))
+        device.bytes.clear()
+        out = function(dense, rows)
+        grad = torch.ones(out.shape, device=CUDA)
+        out.backward(grad)
+        moved.append(device.bytes.total() - device.bytes["ones"])
+    assert moved[1] == 2 * 4 * (3 * 27 * 128 + 2 * (128 + 27 * 13))
+    assert moved[0] > 3.5 * moved[1], moved
+
+
+@pytest.mark.parametrize("relu_last", [True, False])
+def test_layers_on_a_gpu_are_those_of_torch(device: Pretended, relu_last: bool) -> None:
+    g = torch.Generator().manual_seed(1)
+    sizes = (20, 33, 8, 5 if relu_last else 1)
+    weights = [torch.randn(b, a, generator=g) / a**0.5 for a, b in pairwise(sizes)]
+    biases = [torch.randn(b, generator=g) / 9 for b in sizes[1:]]
+    x = torch.randn(300, 20, generator=g)
+    here = [tensor.clone().requires_grad_() for tensor in (x, *weights, *biases)]
+    there = on(device, torch.nn.functional.pad(x, (0, 12)), *weights, *biases)  # with columns of zeros
+    expected = here[0]
+    for layer in range(3):
+        expected = torch.nn.functional.linear(expected, here[1 + layer], here[4 + layer])
+        expected = expected.relu() if relu_last or layer < 2 else expected
+    found = mlp(there[0], there[1:4], there[4:], relu_last=relu_last)
+    grad = torch.randn(expected.shape, generator=g)
+    expected.backward(grad)
+    device.launches.clear()
+    found.backward(grad.to(CUDA))
+    assert device.launches["relu_gradient_kernel"] == 2 + relu_last
+    assert device.launches["threshold_backward"] == 0
+    torch.testing.assert_close(found.inner, expected, rtol=1e-5, atol=1e-5)
+    for one, other in zip(there[1:], here[1:], strict=True):
+        torch.testing.assert_close(one.grad.inner, other.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(there[0].grad.inner[:, :20], here[0].grad, rtol=1e-4, atol=1e-4)

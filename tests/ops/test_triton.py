@@ -78,9 +78,12 @@ if not INTERPRETED:
         done = process(str(script), capability, "--few", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
         assert done.returncode == 0, done.stderr[-4000:]
         found = json.loads(done.stdout.splitlines()[-1])
-        assert len(found["kernels"]) == 10
-        assert found["variants"] >= 15
+        assert len(found["kernels"]) == 13
+        assert found["variants"] >= 30
         assert found["inexact"] == {}
+        assert {name: cost for name, cost in found["cost"].items() if cost["stack"]} == {}, "spilled registers"
+        wide = {name for name, cost in found["cost"].items() if cost["wide loads"]}
+        assert {name for name in found["cost"] if "interaction" in name or "lookup" in name} <= wide
 
     def test_cpu_is_refused_without_interpreter() -> None:
         with pytest.raises(ConfigError, match="TRITON_INTERPRET"):

@@ -2,15 +2,19 @@
 
 Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
 ``--few`` for one width and type (others for each GPU), and prints one JSON object: kernels compiled, and what in their
-PTX would make results differ from the reference.
+PTX would make results differ from the reference, and what each costs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +29,29 @@ from stoker.ops.space import make_space
 
 # A fused multiply-add, an approximate division or square root, or flushing of tiny numbers to zero.
 INEXACT = re.compile(r"\b(?:fma\.\w+(?:\.ftz)?\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|\w+\.(?:rn\.)?ftz\.f32)")
-_TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+#: Kernels that equal the reference within rounding.
+ROUNDING = {"interaction_kernel", "interaction_gradient_kernel", "relu_gradient_kernel"}
+
+
+def _cost(cubin: bytes) -> dict[str, int]:
+    """Count registers, bytes on the stack (spills) and loads of 16 bytes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = [subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+                for what in ("-res-usage", "-sass")]  # fmt: skip
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", said[0])
+    return {"registers": int(registers), "stack": int(stack), "wide loads": said[1].count("LDG.E.128")}
 
 
 class Compiler:
@@ -34,6 +60,7 @@ class Compiler:
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
         self.seen: dict[str, list[str]] = {}
+        self.cost: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         values = dict(zip(kernel.arg_names, args, strict=False))
@@ -54,11 +81,14 @@ class Compiler:
         label = f"{kernel.fn.__name__} {sorted(constants.items())} {sorted(signature.items())}"
         if label in self.seen:
             return
-        assert options["enable_fp_fusion"] is False, f"{kernel.fn.__name__} may contract multiply and add"
+        exact = kernel.fn.__name__ not in ROUNDING
+        assert not exact or options["enable_fp_fusion"] is False, f"{kernel.fn.__name__} may contract multiply and add"
         source = ASTSource(kernel, signature, constants, divisible)
         built = triton.compile(source, target=self.target, options=options)
         assert built.asm["cubin"]
-        self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"])))
+        self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"]))) if exact else []
+        if (kernel.fn.__name__, *options.items()) not in self.cost:
+            self.cost[kernel.fn.__name__, *options.items()] = _cost(built.asm["cubin"])
 
 
 def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -> None:
@@ -90,6 +120,19 @@ def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -
                     _updates(backend, weight, space, bags, grad, full=full and bags is one)
 
 
+def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:
+    """Call the kernels of the dense part for DLRM's 26 features of 128 columns, in these precisions."""
+    from stoker.ops.gpu import dense
+
+    torch.cuda.device_of = lambda _: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    rows, grad = torch.zeros(4, 26, 128), torch.zeros(4, 480)
+    for precision, dtype in kinds:
+        torch.set_float32_matmul_precision(precision)
+        dense.interaction(rows[:, 0].to(dtype), rows, 480)
+        dense.interaction_gradient(rows[:, 0].to(dtype), rows, grad.to(dtype))
+        dense.relu_gradient(grad.to(dtype), grad.to(dtype))
+
+
 def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
     extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
     # The step comes after the sums: every rule with one layout, and with the others only those that differ in shape.
@@ -117,9 +160,12 @@ def main(capability: int, *, full: bool, few: bool) -> None:
     elif few:
         dims, types = ((100,), types[:1]) if capability < 90 else ((16,), types[1:])
     launches(dims, types, full=full)
+    kinds = [("highest", torch.float32), ("high", torch.float32), ("high", torch.bfloat16)]
+    dense_launches(kinds[:1] if few and capability < 90 else kinds[1:2] if few else kinds)
     names = sorted({label.split(" ")[0] for label in compiler.seen})
     inexact = {label: found for label, found in compiler.seen.items() if found}
-    print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact}))
+    print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact,
+                      "cost": {str(kind): cost for kind, cost in compiler.cost.items()}}))  # fmt: skip
 
 
 if __name__ == "__main__":

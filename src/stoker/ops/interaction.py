@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
 from stoker.ops.cpu.arena import Arena, flat
-from stoker.ops.space import HAVE_NUMBA
+from stoker.ops.space import HAVE_NUMBA, HAVE_TRITON
 
+_MOST = 64  # vectors of an example for the kernels of a GPU
 _BLOCK = 32  # examples handed out at a time
 _arena = Arena()
 
@@ -26,6 +27,10 @@ def _width(embedded: Tensor, align: int) -> int:
 
 
 def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
+    if dense.device.type != "cpu":
+        from stoker.ops.gpu.dense import interaction
+
+        return interaction(dense, embedded, _width(embedded, align))
     from stoker.ops.cpu.kernels import interaction_kernel
 
     batch, features, dim = embedded.shape
@@ -43,6 +48,10 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
 
 
 def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    if dense.device.type != "cpu":
+        from stoker.ops.gpu.dense import interaction_gradient
+
+        return interaction_gradient(dense, embedded, grad if grad.stride(1) == 1 else grad.contiguous())
     from stoker.ops.cpu.kernels import interaction_gradient_kernel
 
     batch, features, dim = embedded.shape
@@ -62,7 +71,9 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
 class _Interaction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, embedded: Tensor, align: int) -> Tensor:
-        dense, embedded = dense.contiguous(), embedded.contiguous()
+        dense = dense.contiguous()
+        if embedded.device.type == "cpu" or embedded.stride(2) != 1:
+            embedded = embedded.contiguous()
         ctx.save_for_backward(dense, embedded)
         return _forward(dense, embedded, align)
 
@@ -76,7 +87,13 @@ class _Interaction(torch.autograd.Function):
 def _fast(embedded: Tensor) -> bool:
     if torch.compiler.is_exporting():  # an exported program runs where Stoker is not installed
         return False
-    return HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
+    if embedded.dtype != torch.float32 or not len(embedded):
+        return False
+    if embedded.device.type == "cpu":
+        return HAVE_NUMBA
+    if not HAVE_TRITON or embedded.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return embedded.shape[1] < _MOST
 
 
 @torch.library.custom_op("stoker::dot_interaction", mutates_args=())
@@ -112,12 +129,13 @@ def dot_interaction(dense: Tensor, embedded: Tensor, *, align: int = 1) -> Tenso
     """Return the dense vector, then the dot products of all pairs (Naumov et al. 2019, section 2.1): [B, D + P].
 
     ``dense`` is [B, D], ``embedded`` [B, F, D]. Equals :func:`stoker.ops.reference.dot_interaction` within rounding;
-    the fast path takes float32 on the CPU (a bfloat16 dense vector is widened), and may append columns of zeros up to
-    a multiple of ``align``: the next matrix product is faster on aligned rows.
+    the fast path takes float32 rows (on the CPU a bfloat16 dense vector is widened), and may append columns of zeros up
+    to a multiple of ``align``: the next matrix product is faster on aligned rows.
     """
     if not _fast(embedded):
         return reference.dot_interaction(dense, embedded)
-    dense = dense.to(torch.float32)
+    if embedded.device.type == "cpu" or dense.dtype != torch.bfloat16:
+        dense = dense.to(torch.float32)
     if torch.compiler.is_compiling():
         opaque: Tensor = _opaque(dense, embedded)
         return opaque

@@ -4,8 +4,9 @@ torch sends float32 products on the CPU to MKL, which uses half-width vectors on
 Intel's; oneDNN comes in the same package and uses the full width (2.4 times as fast on a Zen 5). With AVX2 MKL is the
 faster of the two, in weight gradients by a third: there the chain uses MKL, and still saves the fresh memory that
 autograd takes for every ReLU and its gradient. Under bfloat16 autocast the same chain runs in bfloat16
-with float32 weights, each cast once a step. Results agree within rounding. Elsewhere (GPU, other types, inside
-``torch.compile``) this is ``F.linear`` and ReLU.
+with float32 weights, each cast once a step. On a GPU a kernel passes the gradient through a ReLU and sums that of the
+bias in one go, and weights are padded, so that cuBLAS reads aligned rows. Results agree within rounding. Elsewhere
+(other types, inside ``torch.compile``) this is ``F.linear`` and ReLU.
 
 With batch norm after every ReLU (:func:`normed_mlp`), the norm takes no pass over the batch. It makes y = a h + c of a
 column h, which is folded into the next layer, z = W y + b. For the gradient G [B, out] of z, let M = G' h [out, C] and
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stoker.ops.space import HAVE_TRITON
+
 #: Inputs should have a multiple of this many columns: 367 columns take a fifth more time than 368.
 ALIGN = 16
 _SMALL = 2**14  # elements of a weight: MKL computes the gradients of smaller ones, chunk by chunk
@@ -45,6 +48,16 @@ class _Products:
         return result.relu_() if relu else result
 
     @staticmethod
+    def relu_gradient(grad: Tensor, output: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
+        """Return ``grad`` [B, out] where the ReLU's ``output`` is above 0, else 0, and the sums of blocks of its rows.
+
+        ``own``: ``grad`` may be overwritten. Sums are [blocks, out], or None: they are not computed.
+        """
+        if own:
+            return torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=grad), None
+        return torch.ops.aten.threshold_backward(grad, output, 0), None
+
+    @staticmethod
     def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of weight [out, in] and bias [out] from ``grad`` [B, out] and input ``x`` [B, in]."""
         return grad.t() @ x, grad.sum(0)
@@ -53,6 +66,16 @@ class _Products:
     def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of ``x`` [B, in]."""
         return grad @ weight
+
+
+class _Gpu(_Products):
+    """The same products with the kernel of a GPU."""
+
+    @staticmethod
+    def relu_gradient(grad: Tensor, output: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
+        from stoker.ops.gpu.dense import relu_gradient
+
+        return relu_gradient(grad.contiguous(), output)
 
 
 class _OneDNN(_Products):
@@ -108,8 +131,10 @@ def _column_sums(x: Tensor) -> Tensor:
 
 
 @cache
-def _products(dtype: torch.dtype) -> type[_Products]:
+def _products(dtype: torch.dtype, device: str = "cpu") -> type[_Products]:
     """Choose the library for ``dtype`` by rule, not by timing: it decides bits, and a resumed run must choose alike."""
+    if device != "cpu":
+        return _Gpu
     if not torch.backends.mkldnn.is_available():
         return _Products
     if (
@@ -131,7 +156,7 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         layers = len(parameters) // 2
-        products = _products(dtype)
+        products = _products(dtype, x.device.type)
         parameters = tuple(parameter.to(dtype) for parameter in parameters)
         ctx.extra = x.shape[1] - parameters[0].shape[1]
         if ctx.extra:
@@ -149,24 +174,33 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layers = (len(ctx.saved_tensors) - 1) // 3
         activations, parameters = ctx.saved_tensors[: layers + 1], ctx.saved_tensors[layers + 1 :]
-        products = _products(activations[0].dtype)
+        products = _products(activations[0].dtype, grad.device.type)
+        sums: list[tuple[int, Tensor]] = []
         grads: list[Tensor | None] = []
         for layer in reversed(range(layers)):
-            x, weight = activations[layer], parameters[2 * layer]
-            if layer == layers - 1:
-                if ctx.relu_last:
-                    grad = torch.ops.aten.threshold_backward(grad, activations[layer + 1], 0)
+            x, weight, last = activations[layer], parameters[2 * layer], layer == layers - 1
+            blocks = None
+            if not last or ctx.relu_last:  # but for the last one, grad was made here, so nothing else uses it
+                grad, blocks = products.relu_gradient(grad, activations[layer + 1], own=not last)
+            if last:
                 grad = grad.to(x.dtype).contiguous()
-            else:  # made here, so nothing else uses it
-                torch.ops.aten.threshold_backward.grad_input(grad, activations[layer + 1], 0, grad_input=grad)
             wanted = layer > 0 or ctx.needs_input_grad[0]
             if weight.shape[0] == 1:  # outer products need no matrix kernel
                 grads += [grad.sum(0), grad.t() @ x]
                 grad = grad * weight if wanted else grad
+            elif blocks is not None:
+                sums.append((len(grads), blocks))
+                grads += [None, grad.t() @ x]
+                grad = products.input_gradient(grad, weight) if wanted else grad
             else:
                 product, total = products.weight_gradient(grad, x, weight)
                 grads += [total, product]
                 grad = products.input_gradient(grad, weight) if wanted else grad
+        if sums:  # those of all layers at once
+            joint = sums[0][1] if len(sums) == 1 else torch.cat([blocks for _, blocks in sums], dim=1)
+            found = joint.sum(0)
+            for (place, _), total in zip(sums, found.split([blocks.shape[1] for _, blocks in sums]), strict=True):
+                grads[place] = total
         if ctx.extra and (first := grads[-1]) is not None:
             grads[-1] = first[:, : -ctx.extra]
         wide = [None if tensor is None else tensor.to(torch.float32) for tensor in reversed(grads)]
@@ -174,13 +208,14 @@ class _MLP(torch.autograd.Function):
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     """Return True if these inputs take torch's own operations."""
     return (
-        x.device.type != "cpu"
+        not (x.device.type == "cpu" or (x.device.type == "cuda" and HAVE_TRITON))
         or weight.dtype != torch.float32
         or dtype not in (torch.float32, torch.bfloat16)
         or torch.compiler.is_compiling()
@@ -190,7 +225,7 @@ def _is_plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
 
 def is_fast(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return True if :func:`normed_mlp` takes ``x`` [B, in] and these weights: in bfloat16 it would be too coarse."""
-    return _dtype(x) == torch.float32 and not _is_plain(x, weights[0], torch.float32)
+    return x.device.type == "cpu" and _dtype(x) == torch.float32 and not _is_plain(x, weights[0], torch.float32)
 
 
 def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_last: bool) -> Tensor:
@@ -201,7 +236,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
     """
     dtype = _dtype(x)
     plain = _is_plain(x, weights[0], dtype) or (
-        _products(dtype).hides_nan and not math.isfinite(float(x.detach().sum()))
+        _products(dtype, x.device.type).hides_nan and not math.isfinite(float(x.detach().sum()))
     )
     if plain:
         x = x[:, : weights[0].shape[1]]

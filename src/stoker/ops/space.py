@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.ops import reference
 
 HAVE_NUMBA = find_spec("numba") is not None
+HAVE_TRITON = find_spec("triton") is not None
 
 
 class ByTable(NamedTuple):

@@ -105,8 +105,8 @@ class TritonBackend(Backend):
         if (limits := self._most.get((device, most))) is None:
             limits = self._most[device, most] = _send(most, device)
         with _on(device):
-            kernels.offsets_kernel[triton.cdiv(bags, _TILE),](
-                offsets, limits, watch.word, bags, count, F=len(most), SIZE=_TILE, **_EXACT
+            kernels.offsets_kernel[triton.cdiv(bags, 256),](
+                offsets, limits, watch.word, bags, count, F=len(most), SIZE=256, **_EXACT
             )
             watch.expect(check)
 
