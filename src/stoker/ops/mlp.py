@@ -304,18 +304,18 @@ class _NormedMLP(torch.autograd.Function):
             inner.append(z.relu_())  # not fused with the product: that would hide NaN
             chain.append(_Norm.of(norm, z, gain, shift, own))
             z = products.linear(z, weight * chain[-1].a, torch.addmv(bias, weight, chain[-1].c), False)
-        ctx.save_for_backward(embedded, dense, *parameters)
-        ctx.chain, ctx.inner = chain, inner
+        ctx.save_for_backward(embedded, dense, *parameters, *inner)
+        ctx.chain = chain
         return z.squeeze(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         embedded, dense, of_embedded, _, _, *rest = ctx.saved_tensors
-        products = _products(torch.float32)
-        grad = grad.unsqueeze(1)
+        products, grad = _products(torch.float32), grad.unsqueeze(1)
         grads: list[Tensor] = []
-        for norm, h, weight in reversed(list(zip(ctx.chain, ctx.inner, rest[2::4], strict=True))):
+        inner, weights = rest[4 * len(ctx.chain) :], rest[2 : 4 * len(ctx.chain) : 4]
+        for norm, h, weight in reversed(list(zip(ctx.chain, inner, weights, strict=True))):
             grads = [*norm.gradients(*_sums(grad, h, weight), weight), *grads]
             v = norm.a * norm.inverse * grads[0] / len(h) if norm.of_batch else torch.zeros_like(norm.a)
             u = norm.mean * v - norm.a * grads[1] / len(h) if norm.of_batch else v
