@@ -124,10 +124,10 @@ def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _column_sums(x: Tensor) -> Tensor:
-    """Sum ``x`` [B, C] over its rows, by chunks: in a third of the time that torch takes for one long sum."""
-    chunks = len(x) // 256
-    whole = x[: 256 * chunks].reshape(chunks, 256, x.shape[1]).sum(1).sum(0)
-    return whole.add_(x[256 * chunks :].sum(0)) if len(x) % 256 else whole
+    """Sum ``x`` [B, C] over its rows; many of them by chunks, in a third of the time of one sum."""
+    whole = len(x) // 256 * 256 if len(x) >= 2**13 else 0
+    rest = x[whole:].sum(0)
+    return x[:whole].reshape(whole // 256, 256, x.shape[1]).sum(1).sum(0).add_(rest) if whole else rest
 
 
 @cache
