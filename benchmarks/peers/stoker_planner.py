@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -74,17 +75,29 @@ def run(batch, warm_up, timed):
 
     for _ in range(ahead):
         queue.announce(bags())
+    # As stage() does: with several threads one finds the distinct rows of the batch after the one that is announced.
+    finder = ThreadPoolExecutor(1) if config["threads"] > 1 else None
+    if finder is not None:
+        given = bags()
+        found = finder.submit(storage.distinct, given)
     seconds, misses = [], []
     fetched, plans = hashlib.sha256(), hashlib.sha256()
     for number in range(warm_up + timed):
-        given = bags()
+        coming = bags()
         begin = time.perf_counter()
-        queue.announce(given)
+        if finder is None:
+            queue.announce(coming)
+        else:
+            search = finder.submit(storage.distinct, coming)
+            queue.announce(given, wanted=found.result())
+            given, found = coming, search
         marks = [time.perf_counter()]
         lease = queue.stage()
         marks.append(time.perf_counter())
         lease.release(changed=True)
         _ = storage.available  # releases are entered
+        if finder is not None:
+            found.result()  # nothing is left over for the time between two steps
         marks.append(time.perf_counter())
         if number < warm_up:
             continue
@@ -101,6 +114,8 @@ def run(batch, warm_up, timed):
     whole = np.sum(seconds, axis=1)
     say("timed", case=f"{batch}", seconds=float(np.median(whole)), blocks=timed, fastest=float(whole.min()))
     say("extra", case=f"{batch}", parts=np.median(seconds, axis=0).tolist(), mean=float(whole.mean()))
+    if finder is not None:
+        finder.shutdown()
     storage.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -140,3 +142,36 @@ def test_a_window_keeps_to_its_memory() -> None:
     _, _, most = watched(window=3 * batch)
     assert 2 * batch < most <= 4 * batch
     assert watched(0)[2] <= 2 * batch  # the next batch is read in any case
+
+
+def test_a_thread_that_finds_rows_ahead_changes_nothing() -> None:
+    """Also not when the stream fails: the batches before come first, and the thread ends."""
+
+    def broken() -> Iterator[Batch]:
+        yield from islice(Source(), 6)
+        raise RuntimeError("no more")
+
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            tables, steps, helpers = tables_with(Cached(slots=EACH * 3)), [], set()
+            storage = tables.groups[0].storage
+            assert isinstance(storage, SlottedRows)
+            batches = iter(stoker.stage(broken(), tables, lookahead=2, background=False))
+            while len(steps) < 6:
+                batch = next(batches)
+                steps.append(batch.step)
+                helpers |= {each.name for each in threading.enumerate() if "distinct" in each.name}
+                tables(batch.ids).square().sum().backward()
+            with pytest.raises(RuntimeError, match="no more"):
+                next(batches)
+            assert len(helpers) == number - 1
+            assert not [each for each in threading.enumerate() if each.name in helpers]
+            found.append((steps, storage.stats.fetched, tables.rows("t")))
+    finally:
+        torch.set_num_threads(threads)
+    (steps, fetched, rows), (same_steps, same_fetched, same_rows) = found
+    assert steps == same_steps == list(range(6))
+    assert fetched == same_fetched
+    assert torch.equal(rows, same_rows)

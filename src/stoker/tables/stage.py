@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.ops import Bags
+from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
@@ -57,6 +59,15 @@ class _Upcoming:
     ids: Tensor
     version: int  # of their contents
     copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, if others could change them
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A batch that was read and is not announced yet."""
+
+    upcoming: _Upcoming
+    parts: list[Lookups]  # of all groups
+    wanted: list[Future[Distinct] | None]  # of each queue, if a thread finds them
 
 
 class Stage(Generic[Item]):
@@ -190,6 +201,11 @@ class _Run:
         self.stage, self.tables = stage, stage.tables
         self._source = iter(stage.stream)
         self._failure: Exception | None = None  # of the stream, raised after the batches before it
+        # The distinct rows of a batch depend on nothing else, so where torch has threads one of ours finds them while
+        # the batch before is announced and planned.
+        several = torch.get_num_threads() > 1
+        self._finder = ThreadPoolExecutor(1, "stoker-distinct") if several else None
+        self._read: _Read | Exception | None = None  # the batch to announce next
         self._queues = [storage.queue() for _, storage in stage._groups]
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
@@ -204,6 +220,8 @@ class _Run:
         self.stage._leaving = True
         if self.stage._foresight is not None:
             self.stage._foresight.close()
+        if self._finder is not None:
+            self._finder.shutdown(cancel_futures=True)
         if sys.is_finalizing():  # a script that ends within its loop: nothing needs to be dropped
             return
         for queue in self._queues:
@@ -234,21 +252,39 @@ class _Run:
         return [queue for queue, (_, storage) in pairs if _keeps(storage) and queue.decides]
 
     def _announce_next(self) -> bool:
-        """Read a batch and announce it; False if there is none."""
-        stage = self.stage
+        """Announce another batch; False if there is none."""
+        coming = self._read or self._read_next()
+        self._read = None
+        if coming is None:
+            return False
+        if isinstance(coming, Exception):
+            raise coming
+        if self._finder is not None and self.stage.ahead.batches:
+            try:
+                self._read = self._read_next()
+            except Exception as error:  # this batch comes first
+                self._read = error
+        item = coming.upcoming.item
+        groups = zip(self._queues, self.stage._groups, self._upcoming(item), coming.wanted, strict=True)
+        for queue, (index, _), upcoming, wanted in groups:
+            queue.announce(*coming.parts[index], upcoming, None if wanted is None else wanted.result())
+        self._waiting.append(coming.upcoming)
+        return True
+
+    def _read_next(self) -> _Read | None:
+        """Read a batch, and have its distinct rows found; None if there is none."""
+        stage, finder = self.stage, self._finder
         with span("read"):
             item = next(self._source, None)
         if item is None:
-            return False
+            return None
         call = self.tables.splitter.check(*stage._lookups_of(item))
         ids, copies = call.ids, None if stage._private else _copied(call)
         if copies is not None:  # the announced ids are looked up, unless something changes them meanwhile
             call = Bags(*copies, call.weights)
         parts = self.tables.splitter.split(call)
-        for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
-            queue.announce(*parts[index], upcoming)
-        self._waiting.append(_Upcoming(item, ids, version_of(ids), copies))
-        return True
+        wanted = [None if finder is None else finder.submit(of.distinct, *parts[index]) for index, of in stage._groups]
+        return _Read(_Upcoming(item, ids, version_of(ids), copies), parts, wanted)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""
@@ -424,7 +460,8 @@ def stage(
         tables: the tables, or a module that holds them.
         lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
             guesses, and shrinks while they are not. Either way there are fewer if they take more memory than the
-            strategies of the tables allow (``window``).
+            strategies of the tables allow (``window``). If torch may use several threads, one more batch is read, whose
+            rows a thread finds meanwhile.
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and

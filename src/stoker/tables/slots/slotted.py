@@ -369,14 +369,21 @@ class Queue:
         return bool(self._storage._queues) and self._storage._queues[-1] is self
 
     @spanned("plan")
-    def announce(self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None) -> None:
+    def announce(
+        self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None,
+        wanted: Distinct | None = None,
+    ) -> None:  # fmt: skip
         """Append a batch: its lookups in ``space`` (None: the storage's own). :meth:`stage` takes them in order.
 
-        ``upcoming``: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
+        Args:
+            bags: the lookups.
+            space: of the lookups.
+            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
+            wanted: what :meth:`SlottedRows.distinct` returns for them; None: find it now.
         """
         storage, begin = self._storage, time.perf_counter()
         space = space or storage.space
-        wanted = storage.distinct(bags, space)
+        wanted = wanted or storage.distinct(bags, space)
         with storage._lock:
             self._waiting.append(_Request(bags, space, wanted, upcoming))
             self.bytes += known_bytes(len(wanted.rows), wanted.which.numel())
