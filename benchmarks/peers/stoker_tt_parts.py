@@ -45,7 +45,7 @@ def chains(rows, shape):
                 children=None if places is None else torch.ones_like(order),
             )
         )
-        places = by_prefix
+        places = by_prefix if len(levels) > 1 else digit
     return Trie(shape, tuple(levels))
 
 

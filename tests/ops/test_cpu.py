@@ -69,6 +69,37 @@ def cases(draw):
     return OPTIMIZERS[number], dtype, WIDTHS[width], space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
+@settings(deadline=None, max_examples=scaled(40))
+@given(
+    number=st.sampled_from([0, 1, 3, 9, 10]), count=st.integers(0, 60), threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_distinct_rows_step_as_in_an_update(number, count, threads, seed):
+    optimizer, dim, generator = OPTIMIZERS[number], WIDTHS[number % len(WIDTHS)], torch.Generator().manual_seed(seed)
+    rows, grad = torch.randperm(90, generator=generator)[:count], torch.randn(count, dim, generator=generator)
+    weight = torch.randn(90, dim, generator=generator)
+    state = {name: torch.rand(90, dim, generator=generator) for name in optimizer.state}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = []
+        for backend in (REFERENCE, CPU):
+            w, s = weight.clone(), {name: tensor.clone() for name, tensor in state.items()}
+            backend.step_rows(w, s, rows, grad.clone(), optimizer.rule(1))
+            results.append((w, *s.values()))
+        assert all(torch.equal(expected, got) for expected, got in zip(*results, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_outside_their_table_do_not_step():
+    weight = torch.zeros(3, 16)
+    for rows in ([0, 3], [-1, 2]):
+        with pytest.raises(IndexError, match="of 3 in"):
+            CPU.step_rows(weight, {}, torch.tensor(rows), torch.ones(2, 16), optim.SGD(lr=0.1).rule(0))
+    assert not weight.any()
+
+
 @settings(deadline=None, max_examples=scaled(100))
 @given(case=cases(), threads=st.sampled_from([1, 2, 3]))
 def test_equals_the_reference_to_the_bit(case, threads):

@@ -150,8 +150,8 @@ def test_ids_that_no_float_holds(rows: list[int]) -> None:
         assert last.parent is not None
         middle = int(last.parent[node])
         assert trie.levels[1].parent is not None
-        top = int(trie.levels[1].parent[middle])
-        digits = tuple(int(level.digit[at]) for level, at in zip(trie.levels, (top, middle, node), strict=True))
+        top = int(trie.levels[1].parent[middle])  # the first digit: values of the first level are the whole core
+        digits = (top, int(trie.levels[1].digit[middle]), int(last.digit[node]))
         assert digits == (row // 2**32, row // 2**11 % 2**21, row % 2**11)
 
 
@@ -178,8 +178,9 @@ def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool
     for place, (level, value) in enumerate(zip(trie.levels, values, strict=True), 1):
         below = math.prod(shape.rows[place:])
         prefixes = {row // below for row in rows.tolist()}
-        assert len(level.digit) == len(prefixes) == len(value)
-        assert value.shape == (len(prefixes), math.prod(shape.cols[:place]), (*shape.ranks, 1)[place - 1])
+        assert len(level.digit) == len(prefixes)
+        nodes = shape.rows[0] if place == 1 else len(prefixes)  # the first level's values are the whole core
+        assert value.shape == (nodes, math.prod(shape.cols[:place]), (*shape.ranks, 1)[place - 1])
         # Nodes of a digit lie together, in ascending order of the digits; by_prefix lists each node once.
         assert torch.equal(level.digits, torch.unique(level.digit))
         assert level.start[0] == 0

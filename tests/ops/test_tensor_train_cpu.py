@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.ops.tt import lookup as tensor_train
-from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients
+from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients, take
 from stoker.ops.tt.shape import TTShape
 
 pytest.importorskip("numba", reason="tests the kernels that Numba compiles, and numba is not installed here")
@@ -102,3 +102,21 @@ def test_rows_may_repeat(shape: TTShape) -> None:
     for (digits, a), (same, b) in zip(twice, single, strict=True):
         assert torch.equal(digits, same)
         close(a, b)
+
+
+@pytest.mark.parametrize("dim", [5, 16, 64])
+def test_gradients_of_taken_rows_are_summed_in_order(dim: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for length, count in ((1, 1), (700, 40), (700, 600)):
+        rows = torch.randn(count, dim, generator=generator, requires_grad=True)
+        more = torch.randint(0, count, (max(0, length - count),), generator=generator)
+        places = torch.cat([torch.randperm(count, generator=generator), more])
+        grad = torch.randn(len(places), dim, generator=generator)
+        taken = take(rows, places)
+        assert torch.equal(taken, rows[places])
+        taken.backward(grad)
+        expected = torch.zeros(count, dim)
+        for place, each in zip(places.tolist(), grad, strict=True):
+            expected[place] += each
+        assert rows.grad is not None
+        assert torch.equal(rows.grad, expected)

@@ -50,6 +50,11 @@ class Backend:
         counts = torch.unique(rows, return_counts=True)[1] if rule.counts else None
         reference.update_rows(weight, state, distinct, total, rule, rounding=bits, counts=counts)
 
+    def step_rows(self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor, rule: RowRule) -> None:
+        """Update distinct ``rows`` [n] of one table in place by their gradients [n, D], which may be overwritten."""
+        space = AddressSpace(names=("rows",), rows=(len(weight),), features=("rows",), table_of=(0,))
+        self.update(weight, state, space, Bags(rows.view(-1, 1)), grad.unsqueeze(1), rule, Rounding(()))
+
     def check_offsets(self, offsets: Tensor, count: int, most: Sequence[int], check: Callable[[], None]) -> None:
         """Call ``check``, which raises ValueError for bad offsets; or only if they are bad, at once or later.
 

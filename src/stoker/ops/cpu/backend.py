@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from stoker.ops.backend import Backend
@@ -19,6 +20,7 @@ from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
+_BLOCKS = 8  # blocks of rows that a thread steps
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 _NO_OFFSETS = np.zeros(1, dtype=np.int64)
@@ -159,6 +161,27 @@ class CpuBackend(Backend):
                 "bags. Rows of this batch may have been updated in part, so go back to the last checkpoint. Leave the "
                 "memory of a batch alone until backward is done."
             )
+
+    def step_rows(self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor, rule: RowRule) -> None:
+        count, dim = grad.shape
+        if count == 0:
+            return
+        low, high = torch.aminmax(rows)
+        if low < 0 or high >= len(weight) or weight.dtype != torch.float32:
+            raise IndexError(f"rows {int(low)} to {int(high)} of {len(weight)} in {weight.dtype} cannot step.")
+        apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags)
+        size = -(-count // (_BLOCKS * torch.get_num_threads()))  # rows of a block; the last one may have fewer
+        blocks = -(-count // size)
+        keys, places = np.empty((blocks, size), np.int64), np.empty((blocks, size), np.int64)
+        keys.reshape(-1)[:count], places[:] = rows.numpy(), np.arange(size)
+        buffers = as_strided(flat(grad.contiguous()), (blocks, size * dim), (4 * size * dim, 4))
+        states = [flat(state[name]) for name in rule.definition.state]
+        updating = (
+            flat(weight), *states, *[_NO_FLOATS] * (2 - len(states)), np.zeros(1, np.int64),
+            np.array(rule.constants(dim), np.float32), np.zeros(1, np.int64), _NO_ROWS, keys, places, buffers,
+            np.ones((1, 1), np.int32),
+        )  # fmt: skip
+        kernels.step_kernel.run(count, size, apply.entry(*updating), np.zeros(1, np.int64), following=updating)
 
     def lamb_direct(
         self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule

@@ -267,6 +267,19 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
     return Kernel(apply, called=True)
 
 
+def _step(p):
+    """Step blocks of ``size`` distinct rows, whose gradients need no sum."""
+    count, size, apply, cursor = arguments(p)
+    while True:
+        block = fetch_add(cursor, 1)
+        if block * size >= count:
+            return
+        call(p, apply, block, np.int64(0), min(size, count - block * size))
+
+
+step_kernel = Kernel(_step)
+
+
 @jit
 def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, inverse, others):
     """Place the pinned rows in the order of the batch: id k below ``pinned`` [T] gets ``inverse`` -1 - place.

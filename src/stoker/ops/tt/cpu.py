@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add
+from stoker.ops.codegen.llvm_rows import row_accumulate, row_copy
 from stoker.ops.codegen.llvm_tiles import tile_across, tile_product, transpose
 from stoker.ops.codegen.native import Kernel, arguments
 from stoker.ops.cpu.arena import Arena, flat
@@ -27,6 +28,7 @@ from stoker.ops.tt.shape import Level
 BLOCK = 64  # rows of a product that a thread takes at a time
 _WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
 _HIGH = 8 if _WIDE else 4  # rows of a tile: the registers hold as many sums
+_LOW = 4 if _WIDE else 2  # rows of a lower tile, which still hides the latency of a sum
 _PAIR = 2 if _WIDE else 1
 _STEP = LANES * _PAIR
 
@@ -113,14 +115,19 @@ def _strip(tile, vectors):
     def strip(left, offsets, begin, stop, count, right, right_at, stride, out, out_at, out_stride):
         row = begin
         while row < stop:
-            at = out_at + (row - begin) * out_stride
-            if stop - row >= _HIGH:
+            # The last tile begins earlier where fewer rows are left: it computes some rows again, with the same bits.
+            if stop - row > _LOW and stop - begin >= _HIGH:
+                row = min(row, stop - _HIGH)
+                at = out_at + (row - begin) * out_stride
                 tile(_HIGH, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
                 row += _HIGH
-            elif stop - row >= 2:
-                tile(2, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-                row += 2
+            elif stop - begin >= _LOW:
+                row = min(row, stop - _LOW)
+                at = out_at + (row - begin) * out_stride
+                tile(_LOW, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                row += _LOW
             else:
+                at = out_at + (row - begin) * out_stride
                 tile(1, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
                 row += 1
 
@@ -215,7 +222,7 @@ def _up_slices(p):
 
 def _sum_children(p):
     values, by_prefix, begins, places, width, out, cursor = arguments(p)
-    count = len(begins) - 1
+    count, whole = len(begins) - 1, width // LANES * LANES
     while True:
         start = fetch_add(cursor, BLOCK)
         if start >= count:
@@ -223,13 +230,14 @@ def _sum_children(p):
         for node in range(start, min(start + BLOCK, count)):
             to = places[node] * width
             for child in range(begins[node], begins[node + 1]):
-                at = by_prefix[child] * width
-                if child == begins[node]:
-                    for j in range(width):
-                        out[to + j] = values[at + j]
-                else:
-                    for j in range(width):
-                        out[to + j] += values[at + j]
+                at, one = by_prefix[child] * width, np.float32(1.0)
+                for j in range(0, whole, LANES):
+                    if child == begins[node]:
+                        row_copy(LANES, out, to + j, values, at + j)
+                    else:
+                        row_accumulate(LANES, 0, 0, out, to + j, values, at + j, one)
+                for j in range(whole, width):
+                    out[to + j] = values[at + j] if child == begins[node] else out[to + j] + values[at + j]
 
 
 down = Kernel(_down, allocates=True)
@@ -296,3 +304,14 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
         _cursor(), threads=threads,
     )  # fmt: skip
     return slices, summed
+
+
+def sum_taken(grad: Tensor, places: Tensor, count: int) -> Tensor:
+    """Sum the gradients [L, D] of each of ``count`` rows in order of occurrence; each occurs in ``places`` [L]."""
+    _, order, _, _, start = order_level(places.contiguous().numpy(), count)
+    summed = _arena.empty(count, grad.shape[1])
+    sum_children.run(
+        flat(grad.contiguous()), order, start, np.arange(count), grad.shape[1], flat(summed), _cursor(),
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return summed

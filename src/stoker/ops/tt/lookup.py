@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
@@ -62,7 +63,7 @@ def build_trie(rows: Tensor, shape: TTShape) -> Trie:
         digit, inverse, above, children = _split(keys, count)
         found.append((digit, inverse, children))
         keys = above
-    levels, places = [_level(keys, shape.rows[0], None, None, None)], torch.arange(len(keys), device=rows.device)
+    levels, places = [_level(keys, shape.rows[0], None, None, None)], keys
     for radix, (digit, inverse, children) in zip(shape.rows[1:], reversed(found), strict=True):
         level = _level(digit, radix, inverse, children, places)
         levels.append(level)
@@ -95,14 +96,16 @@ def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor |
 def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
     """Return the values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
 
+    Those of the first level are not copied: they are the whole first core, [n_1, m_1, r_1].
+
     The values of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
 
     Args:
         cores: [n_k, r_{k-1}, m_k * r_k] each.
         trie: of the rows.
     """
-    shape, first = trie.shape, trie.levels[0]
-    values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], shape.ranks[0])]
+    shape = trie.shape
+    values = [cores[0].reshape(shape.rows[0], shape.cols[0], shape.ranks[0])]
     for place, level in enumerate(trie.levels[1:], 1):
         above, core = values[-1], cores[place]
         nodes, (_, width, rank) = len(level.digit), above.shape
@@ -162,6 +165,30 @@ def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
     placed = torch.empty_like(summed)
     placed[above.by_prefix] = summed
     return placed
+
+
+class _Taken(torch.autograd.Function):
+    """Rows at places. The backward sums the gradients of each row in order of occurrence."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.count = len(rows)
+        ctx.save_for_backward(places)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _kernels(grad, places).sum_taken(grad, places, ctx.count), None
+
+
+def take(rows: Tensor, places: Tensor) -> Tensor:
+    """Return ``rows[places]`` [L, D], differentiable; each row is taken at least once."""
+    if _kernels(rows, places) is None:
+        return torch.nn.functional.embedding_bag(places.unsqueeze(1), rows, mode="sum")
+    taken: Tensor = _Taken.apply(rows, places)  # type: ignore[no-untyped-call]
+    return taken
 
 
 def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:

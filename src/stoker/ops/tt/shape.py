@@ -186,7 +186,7 @@ class Level:
     """The nodes of one level, in order of their digit; nodes of one digit in order of their prefix."""
 
     digit: Tensor  # [P] int64, ascending
-    parent: Tensor | None  # [P] int64, the node of the level before; None in the first level
+    parent: Tensor | None  # [P] int64, place of the parent among the values before; None in the first level
     digits: Tensor  # [n] int64, the distinct digits
     start: Tensor  # [n + 1] int64, where their nodes begin
     by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: siblings are adjacent

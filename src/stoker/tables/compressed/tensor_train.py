@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import spanned
-from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
+from stoker.ops import AddressSpace, Backend, Bags, RowRule
 from stoker.ops.lamb import Touched, direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, update_rows
 from stoker.ops.space import slot_space
@@ -34,7 +34,6 @@ from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
-_NO_ROUNDING = Rounding(())
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
 
 
@@ -229,7 +228,7 @@ def update_slices(
             weight, found, directions, trust_ratios(squares(weight), squares(directions), rule), rule, torch.zeros_like
         )
         return
-    count, width = weight.shape
+    width = weight.shape[1]
     piece = math.gcd(width, _PIECE)
     if not rule.elementwise or piece < _LEAST:
         update_rows(weight, state, digits, grad, rule)
@@ -237,8 +236,5 @@ def update_slices(
     # Kernels are compiled for a width; for that of a whole slice this would take long.
     pieces = width // piece
     ids = digits.unsqueeze(1) * pieces + torch.arange(pieces, device=digits.device)
-    space = AddressSpace(names=("core",), rows=(count * pieces,), features=("core",), table_of=(0,))
-    backend.update(
-        weight.view(-1, piece), {name: tensor.view(-1, piece) for name, tensor in state.items()}, space,
-        Bags(ids.view(-1, 1)), grad.reshape(-1, 1, piece), rule, _NO_ROUNDING,
-    )  # fmt: skip
+    states = {name: tensor.view(-1, piece) for name, tensor in state.items()}
+    backend.step_rows(weight.view(-1, piece), states, ids.view(-1), grad.reshape(-1, piece), rule)

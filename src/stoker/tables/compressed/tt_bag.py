@@ -22,7 +22,7 @@ from stoker.base.units import format_count
 from stoker.dataset.batch import as_tensor
 from stoker.ops import BackendName, get_backend
 from stoker.ops.reference import add_in_order
-from stoker.ops.tt.lookup import build_trie, decompose, expand, fill_core, gradients
+from stoker.ops.tt.lookup import Trie, build_trie, decompose, expand, fill_core, gradients, take
 from stoker.ops.tt.shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
@@ -40,15 +40,15 @@ _REMEDIES = Remedies(
 
 
 class _DistinctRows(torch.autograd.Function):
-    """Rows [U, D] at distinct ids. The backward returns the gradients of the cores, or updates them in place."""
+    """The rows [U, D] of a trie. The backward returns the gradients of the cores, or updates them in place."""
 
     @staticmethod
-    def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor | None, *cores: Tensor) -> Tensor:
-        ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
+    def forward(ctx: Any, bag: TTEmbeddingBag, trie: Trie, anchor: Tensor | None, *cores: Tensor) -> Tensor:
+        ctx.bag, ctx.trie, ctx.tick = bag, trie, bag.tick
         ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
-        rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(-1, bag.embedding_dim))
+        rows: Tensor = ctx.values[-1].view(-1, bag.embedding_dim)
         return rows
 
     @staticmethod
@@ -61,7 +61,7 @@ class _DistinctRows(torch.autograd.Function):
                 "depends on them as they were: another backward came between. Do the forward again, or join the losses "
                 "in one backward."
             )
-        slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
+        slices = gradients(cores, ctx.trie, ctx.values, grad.contiguous())
         if bag.optimizer is not None:
             if not ctx.needs_input_grad[2]:
                 pass  # frozen
@@ -295,20 +295,25 @@ class TTEmbeddingBag(nn.Module):
         padding = None
         if self.padding_idx is None:
             distinct, inverse = torch.unique(ids, return_inverse=True)
-            rows = self._rows(distinct)
+            rows, places = self._rows(distinct)
+            inverse = places[inverse]
+            if input.dim() == 2 and input.shape[1] == 1 and offsets is None and per_sample_weights is None:
+                return take(rows, inverse)
         else:  # a row after the others: nothing is computed for it, and no slice counts as used
             real = ids != self.padding_idx
-            distinct, places = torch.unique(ids[real], return_inverse=True)
+            distinct, inverse = torch.unique(ids[real], return_inverse=True)
             padding = len(distinct)
-            inverse = torch.full_like(ids, padding).masked_scatter(real, places)
-            rows = nn.functional.pad(self._rows(distinct), (0, 0, 0, 1))
+            rows, places = self._rows(distinct)
+            inverse = torch.full_like(ids, padding).masked_scatter(real, places[inverse])
+            rows = nn.functional.pad(rows, (0, 0, 0, 1))
         pooled: Tensor = nn.functional.embedding_bag(
             inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
             per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
         return pooled
 
-    def _rows(self, distinct: Tensor) -> Tensor:
+    def _rows(self, distinct: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows at ``distinct`` ids in the order of the trie, and the place of each among them."""
         if self.optimizer is not None and self.cores[0].dtype != torch.float32:
             raise ConfigError(
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
@@ -318,8 +323,9 @@ class TTEmbeddingBag(nn.Module):
         if trained and torch.is_grad_enabled() and self.training:
             self._steps.check()
         anchor = self.handle if trained else None
-        rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
-        return rows
+        trie = build_trie(distinct, self.shape)
+        rows: Tensor = _DistinctRows.apply(self, trie, anchor, *self.cores)  # type: ignore[no-untyped-call]
+        return rows, trie.levels[-1].by_prefix
 
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.
