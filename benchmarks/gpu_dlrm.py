@@ -8,7 +8,6 @@ Legend: B examples, F features (one table each), D columns, C slots.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import importlib.util
@@ -28,7 +27,7 @@ from benchmarks.harness import NotRun, WrongResult
 from stoker import DLRM, Batch, FeatureSpec, RowWiseAdagrad
 from stoker.tables.links.transfer import TransferStats
 
-__all__ = ["DENSE", "Contest", "Measured", "Workload", "moved", "ratio", "release", "same_rows", "tf32"]
+__all__ = ["DENSE", "Contest", "Measured", "Workload", "moved", "ratio", "release", "same_rows"]
 
 #: rows of MLPerf's 26 tables
 MLPERF = (
@@ -98,6 +97,7 @@ class Workload:
             optimizer=RowWiseAdagrad(lr=0.02),
             device=device,
             placement=placement,
+            matmul="tf32",  # as DLRM is trained on GPUs of this kind
         )
 
     def batch(self, number: int, examples: int, ids: Tensor | None = None) -> Batch:
@@ -277,17 +277,6 @@ def ratio(base: Sequence[Measured], mine: Sequence[Measured]) -> Range:
 def moved(results: Sequence[Measured], key: str) -> float:
     """Median over rounds of a figure of :class:`TransferStats` per step."""
     return statistics.median(result.stats[key] for result in results)
-
-
-@contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    """Matrix products of float32 in TF32, as DLRM is trained on GPUs of this kind; on a CPU this changes nothing."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def release(models: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import statistics
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_dlrm import Contest, Measured, Workload, ratio, release, same_rows, tf32
+from benchmarks.gpu_dlrm import Contest, Measured, Workload, ratio, release, same_rows
 from benchmarks.gpu_tools import Clock, Setting, device_view, synchronize
 from benchmarks.harness import NotRun, Outcome, Table
 from stoker import DLRM
@@ -125,8 +125,7 @@ def measure(setting: Setting) -> Outcome:
         models[MANAGED] = workload.model()
         held = move_to_managed(models[MANAGED], device)
         torch.cuda.empty_cache()
-        with tf32():
-            return _compare(workload, models, clock)
+        return _compare(workload, models, clock)
     finally:
         release(models)
         for memory in held:

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 from typing import Any
 
-from benchmarks.gpu_dlrm import Contest, Measured, Workload, moved, ratio, release, same_rows, tf32
+from benchmarks.gpu_dlrm import Contest, Measured, Workload, moved, ratio, release, same_rows
 from benchmarks.gpu_limits import limits
 from benchmarks.gpu_tools import Clock, Setting
 from benchmarks.harness import Outcome, Table, WrongResult
@@ -34,8 +34,7 @@ def measure(setting: Setting) -> Outcome:
     models = {BASE: workload.model()}
     try:
         models[MINE] = cached(workload)
-        with tf32():
-            return _compare(workload, models, clock)
+        return _compare(workload, models, clock)
     finally:
         release(models)
 

@@ -23,7 +23,7 @@ LINES = {
     "base": 2_130, "ops": 5_726, "dataset": 3_090, "optim": 620, "tables": 8_790, "models": 1_580, "placement": 3_053,
     "training": 7_600, "rewrite": 1_985, "prep": 12_000, "synthetic": 1_720, "cli": 2_900,
 }  # fmt: skip
-ALL_LINES = 50_440
+ALL_LINES = 50_454
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -26,7 +26,7 @@ def build(kind, case):
         bottom=case["bottom"][1:],
         top=case["top"],
         pooling="sum",
-        dense_dtype=config["dense_dtype"],
+        matmul={"float32": "fp32", "bfloat16": "bf16"}[config["dense_dtype"]],
         optimizer=rule(lr=case["row_lr"][kind], **options),
     )
     initial, start = initial_rows(case), 0

@@ -86,8 +86,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
         DCN(KAGGLE, rank=0, backend="reference")
     with pytest.raises(ConfigError, match="parallel"):
         DCN(KAGGLE, structure="beside", backend="reference")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="dense_dtype"):
-        DLRM(KAGGLE, dense_dtype="float16", backend="reference")
+    with pytest.raises(ConfigError, match="matmul"):
+        DLRM(KAGGLE, matmul="fp16", backend="reference")
+    assert DLRM.from_config(KAGGLE, {"dense_dtype": "bfloat16"}).matmul == "bf16", "the name of before"
 
 
 def test_deepfm_equals_the_sum_over_pairs() -> None:

@@ -142,7 +142,7 @@ def test_exported_dense_parts_score_batches_of_any_size(name: str) -> None:
 
 
 def test_exported_programs_are_kept_in_files(tmp_path: Path) -> None:
-    model, program = exported("dlrm", NO_DENSE, dense_dtype="bfloat16")
+    model, program = exported("dlrm", NO_DENSE, matmul="bf16")
     torch.export.save(program, tmp_path / "dense.pt2")
     score = torch.export.load(tmp_path / "dense.pt2").module()
     for rows in (2, 9):
@@ -358,7 +358,7 @@ def test_checkpoint_round_trip(case: Any, spec: FeatureSpec, tmp_path: Path) -> 
 def test_bfloat16_dense_part_is_near(case: Any, spec: FeatureSpec) -> None:
     batch = random_batch(spec, 32)
     exact = build(case, spec)(batch)
-    half = build(case, spec, dense_dtype="bfloat16")
+    half = build(case, spec, matmul="bf16")
     logits = half(batch)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, exact, rtol=0.05, atol=0.05)

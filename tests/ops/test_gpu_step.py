@@ -101,6 +101,18 @@ def test_the_host_never_waits_and_launches_few_kernels(device: Pretended, kind: 
     model.embeddings.close()
 
 
+@pytest.mark.parametrize(("matmul", "precision"), [("fp32", "highest"), ("tf32", "high")])
+def test_a_model_sets_the_precision_of_products(
+    device: Pretended, monkeypatch: pytest.MonkeyPatch, matmul: Any, precision: str
+) -> None:
+    model = DLRM(HISTORY, **DEPTH, device=CUDA, matmul=matmul)
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    model.loss(batches(HISTORY, 1)[0].to(CUDA, non_blocking=True)).backward()  # type: ignore[no-untyped-call]
+    assert asked == [precision]
+    assert DLRM.from_config(HISTORY, model.config(), device=CUDA).matmul == matmul
+
+
 def test_waits_and_launches_are_counted(device: Pretended) -> None:
     x, host = torch.arange(6.0, device=CUDA), torch.ones(6)
     pinned = torch.empty(6, pin_memory=True)

@@ -474,10 +474,10 @@ def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) ->
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which is not installed here")
 def test_compiled_bfloat16_learns_the_same(data: Dataset, tmp_path: Path) -> None:
     plain = stoker.train(data, out=tmp_path / "plain", **SMALL)
-    fast = stoker.train(data, out=tmp_path / "fast", compile=True, dense_dtype="bfloat16", **SMALL)
+    fast = stoker.train(data, out=tmp_path / "fast", compile=True, matmul="bf16", **SMALL)
     assert fast.test["log_loss"] == pytest.approx(plain.test["log_loss"], abs=0.01)
     again = stoker.load(tmp_path / "fast", backend="reference").model
-    assert again.dense_dtype == "bfloat16"
+    assert again.matmul == "bf16"
     assert stoker.evaluate(again, data.test)["log_loss"] == fast.test["log_loss"]
 
 

@@ -144,6 +144,14 @@ def choices_of(kind: Any, name: str) -> tuple[str, ...]:
     return named or (get_args(hint) if get_origin(hint) is Literal else ())
 
 
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a run or a model from a file, where ``matmul`` may be ``dense_dtype``."""
+    found = dict(values)
+    if (old := found.pop("dense_dtype", None)) is not None:
+        found["matmul"] = {"float32": "fp32", "bfloat16": "bf16"}.get(old, old)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of all settings; :func:`setting` declares a field, and creating an object checks them.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
+from stoker.base.settings import renamed
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.ops import BackendName
@@ -34,7 +35,7 @@ class ModelArguments:
     embedding_dim: int = 16
     pooling: Literal["sum", "mean", "max"] = "mean"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    dense_dtype: Literal["float32", "bfloat16"] = "float32"
+    matmul: Literal["fp32", "tf32", "bf16"] = "fp32"
     optimizer: RowOptimizer | None = None
     seed: int = 0
     device: torch.device | str = "cpu"
@@ -49,7 +50,7 @@ class ModelSettings(TypedDict, total=False):
     embedding_dim: int
     pooling: Literal["sum", "mean", "max"]
     dtype: Literal["float32", "bfloat16"]
-    dense_dtype: Literal["float32", "bfloat16"]
+    matmul: Literal["fp32", "tf32", "bf16"]
     optimizer: RowOptimizer | None
     seed: int
     device: torch.device | str
@@ -96,7 +97,8 @@ class RecModel(nn.Module, ABC):
         embedding_dim: columns of every table.
         pooling: how the ids of a sequence feature become one vector: their mean, sum or largest values.
         dtype: type of the rows; optimizer state stays float32.
-        dense_dtype: "bfloat16" runs the dense part under autocast (weights stay float32).
+        matmul: precision of matrix products. "bf16" runs the dense part under autocast (weights stay float32). "tf32"
+            is for a GPU, where each forward sets torch's precision of float32 products, which its backward takes, too.
         optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.05.
         seed: of rows and dense parameters.
         device: of rows and dense parameters.
@@ -125,7 +127,7 @@ class RecModel(nn.Module, ABC):
     ) -> None:
         super().__init__()
         given = ModelArguments(**settings)
-        embedding_dim, dense_dtype, placement = given.embedding_dim, given.dense_dtype, given.placement
+        embedding_dim, placement = given.embedding_dim, given.placement
         if table_dims is not None and not self.mixed_dims:
             raise ConfigError(
                 f"model {self.name!r} takes tables of equal width. Leave table_dims out and choose embedding_dim."
@@ -135,13 +137,13 @@ class RecModel(nn.Module, ABC):
                 f"model {self.name!r} takes one vector a feature, but steps name {sorted(steps)}. Leave steps out, or "
                 "subclass stoker.SequenceModel."
             )
-        if dense_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dense_dtype {dense_dtype!r} is unknown. Choose 'float32' or 'bfloat16'.")
+        if given.matmul not in ("fp32", "tf32", "bf16"):
+            raise ConfigError(f"matmul {given.matmul!r} is unknown. Choose 'fp32', 'tf32' or 'bf16'.")
         self.spec = spec
         self.embedding_dim = embedding_dim
         self.pooling = given.pooling
         self.dtype = given.dtype
-        self.dense_dtype = dense_dtype
+        self.matmul = given.matmul
         self.seed = given.seed
         columns = embedding_dim if table_dims is None else table_dims
         tables = tables_for(spec, columns, pooling=given.pooling, dtype=given.dtype)
@@ -220,7 +222,9 @@ class RecModel(nn.Module, ABC):
         return self._logits(score, inputs)
 
     def _logits(self, score: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-        if self.dense_dtype == "float32":
+        if self.device.type == "cuda" and not torch.compiler.is_exporting():
+            torch.set_float32_matmul_precision("high" if self.matmul == "tf32" else "highest")
+        if self.matmul != "bf16":
             return score(*inputs)
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = score(*inputs)
@@ -299,7 +303,7 @@ class RecModel(nn.Module, ABC):
             "embedding_dim": self.embedding_dim,
             "pooling": self.pooling,
             "dtype": self.dtype,
-            "dense_dtype": self.dense_dtype,
+            "dense_dtype": {"fp32": "float32", "bf16": "bfloat16"}.get(self.matmul, self.matmul),  # its name in files
             "seed": self.seed,
             **({"tensor_train": self.tensor_train} if self.tensor_train else {}),
         }
@@ -308,6 +312,6 @@ class RecModel(nn.Module, ABC):
     def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
         """Build the model from :meth:`config`; ``options``: ``optimizer``, ``device``, ``backend``, ``placement``."""
         settings: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
+            name: tuple(v) if isinstance(v, list) else v for name, v in renamed(config).items() if name != "model"
         }
         return cls(spec, **settings, **options)

@@ -13,7 +13,7 @@ import torch
 from stoker.base.checks import near
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
-from stoker.base.settings import Useless
+from stoker.base.settings import Useless, renamed
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.models.options import check_options, own_options
@@ -111,7 +111,7 @@ class TrainConfig(  # the fields of the last base come first
         """
         if "placement" in values:
             raise ConfigError(f"train has no setting 'placement'.{_NO_PLACEMENT}")
-        return super().from_dict(values)
+        return super().from_dict(renamed(values))
 
     def total_steps(self, epoch: int) -> int:
         """Return the steps of the whole run; ``epoch``: steps of one epoch."""
@@ -244,7 +244,7 @@ class TrainConfig(  # the fields of the last base come first
         try:
             model = kind(
                 spec, embedding_dim=self.embedding_dim, pooling=self.pooling, dtype=self.dtype,
-                dense_dtype=self.dense_dtype, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
+                matmul=self.matmul, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
                 backend=self.backend, placement=placement, tensor_train=self.tensor_trains(spec), **options,
             )  # fmt: skip
             model.embeddings.step_each_backward()  # also where the process has a GradScaler elsewhere

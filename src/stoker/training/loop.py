@@ -138,7 +138,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
             shown.start(progress.step, total, facts(model, data, config, total, placement, stream))
             if progress.step < total:
                 data.train.check(partial(shown.work, "checking shards"))
-            if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
+            if config.matmul == "bf16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 arithmetic: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)

@@ -49,7 +49,9 @@ class ModelConfig(Settings, panel="Model"):
     tt_own: Mapping[str, int] = setting(
         dict, "TABLE=K: each row of this table has K numbers of its own, and all rows share one core."
     )
-    dense_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the dense part. bfloat16 means autocast.")
+    matmul: Literal["fp32", "tf32", "bf16"] = setting(
+        "fp32", "Precision of matrix products. tf32 is for a GPU; bf16 runs the dense part under autocast."
+    )
     compile: bool = setting(False, "Compile the dense part with torch.compile.")
 
     def __post_init__(self) -> None:
