@@ -290,7 +290,8 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
     given, grad, slices_of = flat(above.contiguous()), flat(back.contiguous()), flat(core.contiguous())
     tasks, offsets = tasks_of(start, width, parent, rank)
     slices = _arena.empty(len(digits), rank, columns)
-    parts = -(-rank // _PART)
+    # A thread takes whole slices if there are enough of them: then it reads the rows of a slice once.
+    parts = min(-(-rank // _PART), -(-16 * threads // len(digits))) if len(digits) else 1
     up_slices.run(given, offsets, start * width, parts, grad, rank, columns, flat(slices), _cursor(), threads=threads)
     passed = _arena.empty(len(offsets), rank)
     rows = np.arange(len(offsets)) * columns
