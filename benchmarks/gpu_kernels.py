@@ -22,6 +22,8 @@ from benchmarks.gpu_tools import Clock, Setting, milliseconds, zipf_ids
 from benchmarks.harness import NotRun, Outcome, Table, WrongResult
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.gpu.backend import TritonBackend, interpreted
+from stoker.ops.gpu.dense import interaction, interaction_gradient, relu_gradient
+from stoker.ops.reference import dot_interaction
 from stoker.ops.space import make_space
 
 __all__ = ["measure"]
@@ -179,6 +181,7 @@ def check(device: torch.device, plan: Plan, clock: Clock) -> tuple[Checks, list[
             expected = reference.weight_gradient(weight, space, layouts["weighted"], grad)
             checks.true(f"weight_gradient {label}", bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-3)))
     check_errors(checks, backend, device)
+    check_dense(checks, plan.batch, max(plan.dims), device)
     if device.type == "cuda":
         check_large(checks, backend, device)
     return checks, left
@@ -209,6 +212,30 @@ def check_update(
         checks.equal(f"{where} {name}", state[name], expected_state[name])
 
 
+def check_dense(checks: Checks, batch: int, dim: int, device: torch.device) -> None:
+    """The kernels of the dense part, in full precision, against PyTorch's operations."""
+    g, before = torch.Generator().manual_seed(3), torch.get_float32_matmul_precision()
+    dense, rows = (torch.randn(*shape, generator=g).to(device) for shape in ((batch, dim), (batch, 26, dim)))
+    given = [dense.clone().requires_grad_(), rows.clone().requires_grad_()]
+    torch.set_float32_matmul_precision("highest")
+    try:
+        expected = dot_interaction(*given)
+        found = interaction(dense, rows, expected.shape[1])
+        grad = torch.randn(expected.shape, generator=g).to(device)
+        expected.backward(grad)
+        gradients = interaction_gradient(dense, rows, grad)
+        for name, one, other in zip(
+            ("interaction", "its dense gradient", "its gradient of rows"),
+            (found, *gradients), (expected, *(each.grad for each in given)), strict=True,
+        ):  # fmt: skip
+            checks.true(name, other is not None and bool(torch.allclose(one, other, rtol=1e-4, atol=1e-3)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    passed, sums = relu_gradient(grad, found)
+    checks.equal("gradient through a ReLU", passed, torch.where(found <= 0, 0.0, grad))
+    checks.true("its sums", bool(torch.allclose(sums.sum(0), passed.sum(0), rtol=1e-4, atol=1e-3)))
+
+
 def check_errors(checks: Checks, backend: TritonBackend, device: torch.device) -> None:
     """A bad id is reported, and nothing is written from its batch on."""
     space = space_of([4, 50])
@@ -223,6 +250,19 @@ def check_errors(checks: Checks, backend: TritonBackend, device: torch.device) -
         message = str(error)
     checks.true("the error names example, id and feature", "example 1 has id 4 in feature 'C0'" in message)
     checks.true("a bad batch writes nothing", not bool(weight.any()))
+    checks.true("bad offsets are noticed", notices_offsets(backend, torch.tensor([0, 3, 2, 4, 4], device=device)))
+    checks.true("good offsets pass", not notices_offsets(backend, torch.tensor([0, 1, 2, 4, 4], device=device)))
+
+
+def notices_offsets(backend: TritonBackend, offsets: Tensor) -> bool:
+    """Whether the device reports these offsets into four ids of two features."""
+    asked: list[bool] = []
+    try:
+        backend.check_offsets(offsets, 4, (2**62, 2**62), lambda: asked.append(True))
+        backend.synchronize()
+    except IndexError:  # as the check above raised nothing
+        return asked == [True]
+    return False
 
 
 def check_large(checks: Checks, backend: TritonBackend, device: torch.device) -> None:

@@ -10,7 +10,6 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
-from stoker.ops.gpu.kernels import NO_ERROR
+from stoker.ops.gpu.kernels import NO_ERROR, on
 from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding, SlotSpace
 
@@ -104,7 +103,7 @@ class TritonBackend(Backend):
         watch = self._watch(device)
         if (limits := self._most.get((device, most))) is None:
             limits = self._most[device, most] = _send(most, device)
-        with _on(device):
+        with on(device):
             kernels.offsets_kernel[triton.cdiv(bags, 256),](
                 offsets, limits, watch.word, bags, count, F=len(most), SIZE=256, **_EXACT
             )
@@ -127,7 +126,7 @@ class TritonBackend(Backend):
             "F": count, "D": dim, "BF16": weight.dtype == torch.bfloat16, "SCALED": scales is not None, "BAGS": tile,
             "BLOCK": block,
         }  # fmt: skip
-        with _on(device):
+        with on(device):
             if bags.offsets is None:
                 kernels.lookup_kernel[grid](
                     _bits(weight), ids, place.bases, place.limits, _or(scales, out), out, watch.word, total,
@@ -160,7 +159,7 @@ class TritonBackend(Backend):
         states, flags = [state[name] for name in rule.definition.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
-        with _on(device):
+        with on(device):
             found = self._segments(space, bags, watch, device)
             totals = scales = _or(found.scales, found.starts)
             if count > _LONG:
@@ -192,7 +191,7 @@ class TritonBackend(Backend):
         if not out.is_contiguous():
             super().init_rows(out, key, start, scale)
             return
-        with _on(out.device):
+        with on(out.device):
             kernels.init_kernel[triton.cdiv(count, _TILE),](
                 _bits(out), key, start * dim, count, float(np.float32(scale)), BF16=out.dtype == torch.bfloat16,
                 SIZE=_TILE, **_EXACT,
@@ -209,7 +208,7 @@ class TritonBackend(Backend):
         block = min(_power(dim), 128)
         tile = max(1, _TILE // block)
         given, layout = _gradient(grad, len(space.features))
-        with _on(device):
+        with on(device):
             rows, bag, _ = self._addresses(space, bags, watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
                 _bits(weight), rows, _or(bag, rows), given, out, count, space.num_rows, D=dim,
@@ -291,11 +290,6 @@ def _send(values: Sequence[int], device: torch.device) -> Tensor:
     """Copy small integers to the device without waiting for it."""
     tensor = torch.tensor(values, dtype=torch.int64)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one: Triton launches kernels there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 _UNREAD = 64  # reports that the host does not read before it waits for the device

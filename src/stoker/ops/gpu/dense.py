@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.ops.gpu.kernels import on
+
 _ROWS = 128  # of a tile whose columns are summed
 
 
@@ -101,7 +103,7 @@ def _layout(dense: Tensor, embedded: Tensor) -> dict[str, object]:
 def interaction(dense: Tensor, embedded: Tensor, width: int) -> Tensor:
     """Return [B, width] in the type of ``dense`` [B, D]; ``embedded`` is [B, F, D] float32. Columns are contiguous."""
     out = torch.empty(len(dense), width, dtype=dense.dtype, device=dense.device)
-    with torch.cuda.device_of(dense):
+    with on(dense.device):
         interaction_kernel[len(dense),](dense, embedded, out, WIDTH=width, PAD=16, **_layout(dense, embedded))
     return out
 
@@ -110,7 +112,7 @@ def interaction_gradient(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple
     """Return the gradients of :func:`interaction`'s operands, from ``grad`` [B, width] with contiguous columns."""
     grad_dense = torch.empty(dense.shape, dtype=dense.dtype, device=dense.device)
     grad_embedded = torch.empty(embedded.shape, dtype=torch.float32, device=dense.device)
-    with torch.cuda.device_of(dense):
+    with on(dense.device):
         interaction_gradient_kernel[len(dense),](
             dense, embedded, grad, grad_dense, grad_embedded, WIDTH=grad.stride(0), **_layout(dense, embedded)
         )
@@ -147,7 +149,7 @@ def relu_gradient(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     tiles, block = triton.cdiv(rows, _ROWS), min(128, triton.next_power_of_2(columns))
     into = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     sums = torch.empty(tiles, columns, dtype=torch.float32, device=grad.device)
-    with torch.cuda.device_of(grad):
+    with on(grad.device):
         relu_gradient_kernel[tiles, triton.cdiv(columns, block)](
             grad, output, into, sums, rows, columns=columns, ROWS=_ROWS, BLOCK=block, num_warps=max(1, block // 32)
         )

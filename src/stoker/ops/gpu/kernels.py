@@ -18,6 +18,9 @@ columns.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +29,12 @@ from torch import Tensor
 from stoker.ops.rule import RULES
 
 NO_ERROR = 2**63 - 1  # the error word as long as every id was inside its table
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current one: Triton launches kernels there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
 
 _NONE = tl.constexpr(NO_ERROR)
 # SplitMix64, as in stoker.ops.reference.counter_bits.
