@@ -169,7 +169,7 @@ def test_an_adaptive_cache_fetches_what_replay_says(memory: int, hot: int) -> No
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name=name, num_embeddings=120, embedding_dim=1) for name in names],
         optimizer=stoker.SGD(lr=0.1),
-        placement=stoker.Cached(slots=slots, hot=dict.fromkeys(names, hot), window=memory),
+        placement=stoker.Cached(slots=slots, hot=dict.fromkeys(names, hot), window=memory, home="file"),
     )
     stream = [torch.from_numpy(ids) for ids in drawn]
     for ids in stoker.stage(stream, tables, in_flight=1, background=False, lookups=lambda ids: ids):

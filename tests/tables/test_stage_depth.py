@@ -14,7 +14,7 @@ import stoker
 from stoker import Batch, Cached, EmbeddingTables, TableConfig
 from stoker.tables.slots.residency import known_bytes
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.slots.window import LEAST
+from stoker.tables.slots.window import FARTHER, IN_MEMORY, LEAST, Ahead
 
 ROWS, EACH, COUNT = 400, 8, 30
 
@@ -135,6 +135,17 @@ def test_batches_in_flight_follow_the_stalls() -> None:
     fixed = stoker.stage(Source(), tables_with(Cached(slots=100)), background=True, in_flight=3)
     fixed._judge_stalls(0.5)
     assert fixed.in_flight == 3
+
+
+def test_in_memory_a_window_stops_growing_where_planning_costs_more_than_it_saves() -> None:
+    in_memory, in_a_file = Ahead(most=IN_MEMORY), Ahead()
+    for ahead in (in_memory, in_a_file):
+        for _ in range(100):
+            ahead.judge(True, ahead.batches)
+    assert (in_memory.batches, in_a_file.batches) == (IN_MEMORY, LEAST + 100 * FARTHER)
+    for home, most in (("memory", IN_MEMORY), ("file", None)):
+        staged = stoker.stage(Source(), tables_with(Cached(slots=20, home=home)))
+        assert staged.ahead._most == most
 
 
 def test_a_window_keeps_to_its_memory() -> None:

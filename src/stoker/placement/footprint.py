@@ -34,14 +34,13 @@ from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import known_bytes
-from stoker.tables.slots.window import SHARE, default_memory
+from stoker.tables.slots.window import IN_MEMORY, SHARE, default_memory
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: record and entry in the list of empty slots; and two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device for bfloat16 weights: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 # Rows in the window for each slot: more have no use; where they share the slots' memory, more cost too many slots.
 _ENOUGH, _ENOUGH_ON_CPU = 4, 2
-_AHEAD = 64  # batches, if the lookahead adapts and its memory is that of the slots
 _PLANS = 2  # with writebacks in flight
 _MOMENTS = 16  # bytes per slot
 _KEPT = 1.1  # factor for memory that allocator and threads keep (2 to 9 % were measured)
@@ -83,7 +82,7 @@ class Window:
         if lookahead is None:
             given = budget.host_memory
             memory = 0 if on_cpu else default_memory() if given is None else parse_size(given) // SHARE
-            lookahead = max(_AHEAD, min(2**16, int(memory / max(self.batch_bytes, 1))))
+            lookahead = max(IN_MEMORY, min(2**16, int(memory / max(self.batch_bytes, 1))))
         self.lookahead, self._enough = lookahead, _ENOUGH_ON_CPU if on_cpu else _ENOUGH
         # Rows of the first batches, at some widths; values between are interpolated.
         widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]

@@ -35,7 +35,7 @@ class CacheStrategy:
     * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
       of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
     * ``adaptive``: the same with as many batches known as evictions need, within ``memory``
-      (:mod:`stoker.tables.slots.window`): what a cache does that is not told how far to look ahead.
+      (:mod:`stoker.tables.slots.window`): what a cache over a file or URL does that is not told how far to look ahead.
     * ``pinned``: the same, and the first ids of tables are pinned (``Cached(hot=...)``).
     * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
     * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that

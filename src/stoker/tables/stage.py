@@ -6,7 +6,7 @@ when rows are used after that window (:mod:`stoker.tables.slots.foresight`).
 
 Both adapt. A longer window buys fewer misses only while a plan has to guess who leaves, because rows without a known
 use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans know
-enough. This follows from the ids alone: :func:`stoker.replay` does the same (strategy ``adaptive``).
+enough (:mod:`stoker.tables.slots.window`). This follows from the ids alone: :func:`stoker.replay` does the same.
 
 Legend: C slots.
 """
@@ -36,7 +36,7 @@ from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
-from stoker.tables.slots.window import Ahead, default_memory
+from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
 from stoker.tables.storage import Lease
 
 __all__ = ["Stage", "stage"]
@@ -84,7 +84,6 @@ class Stage(Generic[Item]):
         lookups: Callable[[Item], Lookup] | None = None,
     ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
-        self.ahead = Ahead(lookahead)
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
         self.background = background
         self.window = 0  # batches read ahead now
@@ -99,6 +98,8 @@ class Stage(Generic[Item]):
         storages = [group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
         self._memory = _window_memory([storage for _, storage in self._groups])
+        blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
+        self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)
         self._leaving = False  # the loop was left: stop recording
         self._foresight = self._watch(stream, progress) if foresight else None
 
@@ -459,9 +460,9 @@ def stage(
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a module that holds them.
         lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
-            guesses, and shrinks while they are not. Either way there are fewer if they take more memory than the
-            strategies of the tables allow (``window``). If torch may use several threads, one more batch is read, whose
-            rows a thread finds meanwhile.
+            guesses, and shrinks while they are not, up to 64 if all rows are in memory. Either way there are fewer if
+            they take more memory than the strategies of the tables allow (``window``). If torch may use several
+            threads, one more batch is read, whose rows a thread finds meanwhile.
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and

@@ -261,7 +261,7 @@ class Feed:
         self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
         self._model, self._config, self._progress = model, config, progress
         self._depth = config.in_flight  # batches in flight at the end of the last segment
-        self._ahead = Ahead(config.lookahead)  # and how far it looked
+        self._ahead: Ahead | None = None  # and how far it looked
 
     def __iter__(self) -> Iterator[Batch]:
         begun = self.step
@@ -272,7 +272,7 @@ class Feed:
             segment = staged(self._stream, self._model, self._config, progress=self._progress)
             if isinstance(segment, Stage):
                 segment.hurry, segment.in_flight = self.hurry, self._depth or segment.in_flight
-                segment.ahead = self._ahead
+                segment.ahead = self._ahead = self._ahead or segment.ahead
             with closing(iterate(segment)) as batches:
                 for batch in batches:
                     if isinstance(segment, Stage):
