@@ -188,6 +188,10 @@ class _Deferred:
         self.finish()  # autograd copies it at once
         return self.inner.weight_gradient(weight, space, bags, grad)
 
+    def check_offsets(self, offsets: torch.Tensor, count: int, most: Any, check: Callable[[], None]) -> None:
+        self.finish()
+        check()
+
     def synchronize(self) -> None:
         return
 

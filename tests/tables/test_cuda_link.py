@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -266,7 +267,12 @@ def test_rows_behind_a_gpu_move_on_streams(home, monkeypatch, tmp_path):
     from stoker.tables.slots import slotted
 
     made = {}
-    monkeypatch.setattr(slotted, "SlottedRows", lambda home, space, **given: made.update(given, home=home))
+
+    def keep(home, space, **given):
+        made.update(given, home=home)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(slotted, "SlottedRows", keep)
     table = TableConfig(name="t", num_embeddings=50, embedding_dim=4)
     space = make_space(["t"], [50], [["t"]], ["t"])
     strategy = Cached(slots=5, home=home, path=str(tmp_path) if home == "file" else None)
