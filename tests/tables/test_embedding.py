@@ -155,6 +155,57 @@ def test_mixed_widths_poolings_and_types_in_feature_order(backend):
     assert torch.equal(tables.rows("user")[8], user[8])
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    jagged=st.booleans(),
+    threads=st.integers(1, 3),
+    loop=st.sampled_from(["plain", "two lookups", "accumulated", "frozen", "optimizer", "one batch"]),
+    seed=st.integers(0, 2**20),
+)
+def test_several_widths_at_once_equal_the_reference_to_the_bit(jagged, threads, loop, seed):
+    generator = torch.Generator().manual_seed(seed)
+    configs = [
+        stoker.TableConfig(name="a", num_embeddings=300, embedding_dim=4),
+        stoker.TableConfig(name="b", num_embeddings=40, embedding_dim=8, features=("b0", "b1")),
+        stoker.TableConfig(name="c", num_embeddings=9, embedding_dim=4, pooling="mean"),
+    ]
+    given = []
+    for _ in range(2 if loop != "one batch" else 1):
+        lengths = torch.randint(0, 4, (5, 4), generator=generator) if jagged else torch.ones(5, 4).long()
+        limits = torch.tensor([40, 300, 9, 40]).repeat(5).repeat_interleave(lengths.view(-1))
+        ids = (torch.rand(len(limits), generator=generator) ** 3 * limits).long()
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.view(-1).cumsum(0)])
+        given.append((ids, offsets) if jagged else (ids.view(5, 4),))
+    grads = torch.randn(2, 5, 24, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    results = []
+    for backend in BACKENDS:
+        tables = stoker.EmbeddingTables(
+            configs, optimizer=stoker.Adam(lr=0.1), features=["b0", "a", "c", "b1"], backend=backend
+        )
+        assert (tables._joint is None) == (backend == "reference")
+        rows = tables.as_optimizer() if loop == "optimizer" else None
+        outs = [tables(*each) for each in given]
+        if loop == "frozen":
+            tables.freeze("b")
+        if loop == "two lookups":
+            torch.cat(outs).backward(grads.view(10, 24))
+        elif loop == "accumulated":
+            with tables.accumulate():
+                [out.backward(grad) for out, grad in zip(outs, grads, strict=True)]
+        else:
+            [out.backward(grad) for out, grad in zip(outs, grads, strict=False)]
+        if rows is not None:
+            rows.step()
+        state = tables.state_dict()
+        results.append([*outs, *(tables.rows(name) for name in "abc"), *map(torch.as_tensor, state.values())])
+        assert tables.tick == (2 if loop in ("plain", "frozen") else 1)
+    torch.set_num_threads(before)
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
 def test_one_hot_of_some_features_only():
     configs = [stoker.TableConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4 + 4 * (i % 2)) for i in range(4)]
     tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=1.0))

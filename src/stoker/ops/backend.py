@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.ops import lamb, reference
 from stoker.ops.lamb import Touched
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, Bags, Rounding
+from stoker.ops.space import AddressSpace, Bags, Part, Rounding
 
 
 class Backend:
@@ -24,6 +24,7 @@ class Backend:
     """
 
     name = "reference"
+    joins = False  # whether it has lookup_parts() and update_parts()
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         """Return the pooled rows [B, F, D] float32.
@@ -65,6 +66,14 @@ class Backend:
             check: waits for the device.
         """
         check()
+
+    def lookup_parts(self, parts: Sequence[Part], space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
+        """Return the pooled rows of all parts, each in its places of an example; ``space`` is of all their tables."""
+        raise NotImplementedError
+
+    def update_parts(self, parts: Sequence[Part], bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+        """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
+        raise NotImplementedError
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""

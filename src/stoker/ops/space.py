@@ -188,6 +188,17 @@ class Bags:
         return Bags(self.ids.cpu(), offsets, weights, self.mean)
 
 
+class Part(NamedTuple):
+    """The rows of one width, and which features of a batch look them up."""
+
+    weight: Tensor  # [C, D]
+    state: dict[str, Tensor]
+    space: AddressSpace
+    columns: tuple[int, ...]  # of each feature in the batch
+    places: tuple[int, ...]  # where its output begins in that of an example
+    mean: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """Keys of the random bits for bfloat16 rows in one update, one a table: results do not depend on grouping."""

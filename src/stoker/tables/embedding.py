@@ -35,6 +35,7 @@ from stoker.tables.config import (
     feature_order,
 )
 from stoker.tables.group import TableGroup
+from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
 from stoker.tables.replicas import Replicas
 from stoker.tables.slots.slotted import SlottedRows
@@ -44,7 +45,9 @@ from stoker.tables.storage import Lease, Rows, Staged
 __all__ = ["EmbeddingTables", "release_all"]
 
 #: attributes that the constructor creates, which are not copied
-_REMADE = ("groups", "number", "splitter", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__")
+_REMADE = (
+    "groups", "number", "splitter", "_joint", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__",
+)  # fmt: skip
 _numbers = itertools.count()
 
 
@@ -183,6 +186,7 @@ class EmbeddingTables(nn.Module):
                 )
             )  # fmt: skip
         self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=asked.include_last_offset)
+        self._joint = joint_of(self.groups, self.splitter)
         self._group_of: dict[str, TableGroup] = {}
         for group in self.groups:
             for name in {table.name for table in (*group.tables, *group.stored)}:
@@ -361,13 +365,22 @@ class EmbeddingTables(nn.Module):
         elif self._copied is not None:
             self._check_copy()
         leases, copy = self._take_staged(call)
-        many = self.splitter.split(call)
-        if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
+        weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
+        if joint := None if weighted else self._joint:
+            many, leases = [Lookups(call, joint.space)], [None]
+        else:
+            many = self.splitter.split(call)
+        if trains or weighted:
             given = ids, copy
-            found = Lookup.apply(handle, self, many, leases, given, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
+            found: Sequence[Tensor] = Lookup.apply(
+                handle, self, many, leases, given, *[each.bags.weights for each in many]
+            )  # type: ignore[no-untyped-call]
         else:
             found = self.look_up(many, leases)
             release_all(leases)
+        if joint:
+            (out,) = found
+            return out
         return self.splitter.join(
             [group.pool(out, each) for group, out, each in zip(self.splitter.groups, found, many, strict=True)]
         )
@@ -375,10 +388,12 @@ class EmbeddingTables(nn.Module):
     def look_up(
         self, many: Sequence[Lookups], leases: list[Lease | None], given: tuple[Tensor, Tensor | None] | None = None
     ) -> list[Tensor]:
-        """Return the output of each group [B, P, D]; acquire the leases that are missing in ``leases``.
+        """Return the output of each group [B, P, D], or of all; acquire the leases that are missing in ``leases``.
 
         ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy if there is one.
         """
+        if self._joint and many[0].space is self._joint.space:
+            return [self._joint.lookup(many[0].bags)]
         found = []
         for index, lookups in enumerate(many):
             if (lease := leases[index]) is not None:
@@ -401,13 +416,15 @@ class EmbeddingTables(nn.Module):
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, forward: Forward, *, rows: bool,
         weights: bool,
     ) -> Tensor | None:  # fmt: skip
-        """Collect the gradient [B, P, D] of a lookup in group ``index``; return that of its per-sample weights.
+        """Collect the gradient of a lookup in group ``index``, or in all; return that of its per-sample weights.
 
         The lease is that of the forward; ``rows`` and ``weights``: whether these need a gradient.
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
         """
+        if self._joint and lookups.space is self._joint.space:
+            index = -1
         group = self.groups[index]
         if forward.versions[index] != group.version and (weights or isinstance(group, CompressedGroup)):
             raise RuntimeError(
@@ -455,7 +472,7 @@ class EmbeddingTables(nn.Module):
         if not isinstance(self.groups[0].replicas, Replicas):
             return gradients
         found = []
-        for each in gradients:
+        for each in self._apart(gradients):
             replicas = self.groups[each.group].replicas
             assert replicas is not None
             release_all([each.lease])
@@ -468,9 +485,13 @@ class EmbeddingTables(nn.Module):
         """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
         if not gradients:
             return
-        tick = self.tick + 1
-        for group, lookups, grad, lease in self._sums(gradients):
-            group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+        tick, alone = self.tick + 1, gradients[0]
+        if self._joint and alone.group < 0 and len(gradients) == 1 and self._joint.steps_rows:
+            self._check_unchanged(alone)
+            self._joint.update(alone.lookups, alone.grad if scale == 1.0 else alone.grad * scale)
+        else:
+            for group, lookups, grad, lease in self._sums(gradients):
+                group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
         for group in self.groups:
             group.tick = tick  # also in groups without a gradient: files keep one number
 
@@ -485,18 +506,35 @@ class EmbeddingTables(nn.Module):
         self, gradients: Sequence[Gradient], *, release: bool = True
     ) -> Iterator[tuple[TableGroup, Lookups, Tensor, Lease | None]]:
         """Yield each group that has gradients, with their sum."""
+        gradients = self._apart(gradients)
         for index, group in enumerate(self.groups):
             if mine := [each for each in gradients if each.group == index]:
                 yield group, *self._sum(mine, release=release)
 
+    def _apart(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return gradients of one group each."""
+        found = []
+        for each in gradients:
+            if each.group >= 0:
+                found.append(each)
+                continue
+            self._check_unchanged(each)
+            grads, many = self.splitter.apart(each.grad), self.splitter.split(each.lookups.bags)
+            found += [Gradient(group, *mine, None) for group, mine in enumerate(zip(many, grads, strict=True))]
+        return found
+
+    def _check_unchanged(self, found: Gradient) -> None:
+        """Raise RuntimeError if a gradient was changed in place since its backward."""
+        if found.version not in (-1, found.grad._version):
+            raise RuntimeError(
+                f"the gradient of an output of table {self.groups[found.group].tables[0].name!r} was changed in place "
+                "between its backward and the step of the rows. Give backward() a new tensor: grad.clone()."
+            )
+
     def _sum(self, mine: Sequence[Gradient], *, release: bool) -> tuple[Lookups, Tensor, Lease | None]:
         """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
-        if any([each.version not in (-1, each.grad._version) for each in mine]):
-            name = self.groups[mine[0].group].tables[0].name
-            raise RuntimeError(
-                f"the gradient of an output of table {name!r} was changed in place between its backward and the step "
-                "of the rows. Give backward() a new tensor: grad.clone()."
-            )
+        for each in mine:
+            self._check_unchanged(each)
         if len(mine) == 1:
             return mine[0].lookups, mine[0].grad, mine[0].lease
         lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
@@ -508,6 +546,10 @@ class EmbeddingTables(nn.Module):
         """Keep a gradient for the step of the rows, without frozen tables."""
         if self._frozen and (frozen := self._frozen.intersection(found.lookups.space.names)):
             release_all([found.lease])
+            if found.group < 0:
+                for each in self._apart([found]):
+                    self._collect(each, enclosing)
+                return
             if frozen.issuperset(found.lookups.space.names):
                 return
             found = found._replace(lookups=without_tables(found.lookups, frozen), lease=None)
@@ -707,6 +749,7 @@ class EmbeddingTables(nn.Module):
         if device != self.device:
             for group in self.groups:
                 group.to(device)
+            self._joint = joint_of(self.groups, self.splitter)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.handle.dtype != torch.float32:
             self.handle.data = self.handle.data.float()

@@ -118,9 +118,7 @@ class TableGroup:
 
         This ends the lease.
         """
-        keys: tuple[int, ...] = ()
-        if self.storage.weight.dtype == torch.bfloat16:
-            keys = tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)
+        keys = self.rounding_keys()
         rule = self.optimizer.rule(self.tick)
         self.version += 1
 
@@ -139,6 +137,12 @@ class TableGroup:
         if lease is not None:
             lease.release(changed=True)
         self.tick += 1
+
+    def rounding_keys(self) -> tuple[int, ...]:
+        """Return the keys of the random bits of the next update, one a table; () if rows are not bfloat16."""
+        if self.storage.weight.dtype != torch.bfloat16:
+            return ()
+        return tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Return the gradient of the per-sample weights [L]."""

@@ -169,6 +169,11 @@ class GroupLookups:
         if any(row is not None for row in padding):
             self._padding = torch.tensor([_NO_PADDING if row is None else row for row in padding])
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels can pool a call's bags as they are."""
+        return self._padding is None and self.pooling != "max" and not self.layout.steps
+
     def _space_of(self, layout: StepLayout) -> AddressSpace:
         return make_space(
             [table.name for table in self.tables],

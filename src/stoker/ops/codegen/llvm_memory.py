@@ -62,13 +62,6 @@ def prefetch_row(b: ir.IRBuilder, dim: Known, row: Row) -> None:
 
 
 @operation
-def prefetch_lines(b: ir.IRBuilder, dim: Known, address: Int, itemsize: Int) -> None:
-    """Prefetch ``dim`` elements of ``itemsize`` bytes at an address."""
-    for at in range(0, dim, LANES):
-        _prefetch_line(b, b.inttoptr(b.add(address, b.mul(itemsize, I64(at))), BYTE))
-
-
-@operation
 def prefetch_bytes(b: ir.IRBuilder, size: Size, row: Row) -> None:
     """Prefetch ``size`` bytes from where a row begins."""
     if isinstance(size, int):

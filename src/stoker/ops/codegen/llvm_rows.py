@@ -119,21 +119,20 @@ def row_sgd(b: ir.IRBuilder, dim: Known, row: Row, grad: Row, lr: Float, key: In
 
 @operation
 def row_step(
-    b: ir.IRBuilder, dim: Known, code: Known, weight: Array, index: Int, state: Array, state2: Array, grad: Row,
-    constants: Array, key: Int, counter: Int,
+    b: ir.IRBuilder, dim: Known, code: Known, row: Row, state: Row, state2: Row, grad: Row, constants: Array, key: Int,
+    counter: Int,
 ) -> None:  # fmt: skip
-    """Do the step of the rule with this code on row ``index`` and its states."""
+    """Do the step of the rule with this code on a row and its states; a state of one number begins there, too."""
     rule = next(rule for rule in RULES.values() if rule.code == code)
-    c, at = _Loaded(constants), b.mul(index, I64(dim))
-    row = weight.row(at)
+    c = _Loaded(constants)
     if rule.scalar:
-        total = state.at(index)
+        total = state.pointer
         given = row.whole(dim), grad.whole(dim), Vec(b, [b.load(total)])
         value, moved = rule.step(Vectors, c, *given)
         b.store(moved.parts[0], total)
         row.store(0, value, key, counter)
         return
-    states = [each.row(at) for each in (state, state2)[: len(rule.state)]]
+    states = (state, state2)[: len(rule.state)]
     for start, width in chunks(dim):
         value, *moved = rule.step(Vectors, c, *(part.load(start, width) for part in (row, grad, *states)))
         for target, part in zip(states, moved, strict=True):

@@ -70,7 +70,7 @@ def thread_index(typingctx, pointer):
 
 @intrinsic
 def call(typingctx, pointer, entry, me, item, count):
-    """Call the kernel at address ``entry`` with three numbers and its own arguments, which follow this kernel's."""
+    """Call the kernel at address ``entry`` with three numbers and its own arguments, which come after this kernel's."""
     signature = types.void(pointer, types.intp, types.int64, types.int64, types.int64)
 
     def codegen(context, b, signature, args):
@@ -84,14 +84,14 @@ def call(typingctx, pointer, entry, me, item, count):
 
 
 @intrinsic
-def _start(typingctx, openmp, entry, threads, index, kernel_arguments, following):
-    signature = types.void(types.intp, types.intp, types.intp, types.intp, kernel_arguments, following)
+def _start(typingctx, openmp, entry, threads, index, all_arguments):
+    signature = types.void(types.intp, types.intp, types.intp, types.intp, all_arguments)
 
     def codegen(context, b, signature, args):
-        # Both begin at multiples of eight bytes, the size of their largest members.
-        kinds = [_box(context, kind) for kind in signature.args[4:]]
+        # Each begins at a multiple of eight bytes, the size of its largest members.
+        kinds = [_box(context, kind) for kind in signature.args[4]]
         boxes = cgutils.alloca_once(b, ir.LiteralStructType(kinds))
-        for which, value in enumerate(args[4:]):
+        for which, value in enumerate(cgutils.unpack_tuple(b, args[4])):
             b.store(value, cgutils.gep_inbounds(b, boxes, 0, which, 0))
             b.store(args[3], cgutils.gep_inbounds(b, boxes, 0, which, 1))
         data = b.bitcast(boxes, _BYTE)
@@ -110,8 +110,8 @@ def _start(typingctx, openmp, entry, threads, index, kernel_arguments, following
 
 
 @jit
-def _launch(openmp, entry, threads, index, kernel_arguments, following):
-    _start(openmp, entry, threads, index, kernel_arguments, following)
+def _launch(openmp, entry, threads, index, all_arguments):
+    _start(openmp, entry, threads, index, all_arguments)
 
 
 @cache
@@ -185,16 +185,16 @@ class Kernel:
         stamped(made).compile()
         return made
 
-    def run(self, *values: Any, following: tuple[Any, ...] = (), threads: int | None = None) -> None:
+    def run(self, *values: Any, after: tuple[tuple[Any, ...], ...] = (), threads: int | None = None) -> None:
         """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous.
 
-        ``following`` are the arguments of the kernel that this one calls.
+        ``after`` are the arguments of the kernel that this one calls, and of the one that that one calls.
         """
         entry = self.entry(*values)
         size = torch.get_num_threads() if threads is None else max(1, threads)
         if size == 1:
-            _launch(0, entry, 1, 0, values, following)
+            _launch(0, entry, 1, 0, (values, *after))
         elif gomp := _gomp_parallel():
-            _launch(gomp, entry, size, 0, values, following)
+            _launch(gomp, entry, size, 0, (values, *after))
         else:
-            team(size).run(_launch, [(0, entry, 1, index, values, following) for index in range(size)])
+            team(size).run(_launch, [(0, entry, 1, index, (values, *after)) for index in range(size)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from stoker.ops.backend import Backend
@@ -18,7 +20,7 @@ from stoker.ops.cpu.lamb import BLOCK, direct_kernel, move_kernel
 from stoker.ops.lamb import ROWS, Touched, combined, scales
 from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace, Bags, Rounding
+from stoker.ops.space import AddressSpace, Bags, Part, Rounding
 
 _BLOCKS = 8  # blocks of rows that a thread steps
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
@@ -37,57 +39,157 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
 
 
-def _scales(bags: Bags) -> np.ndarray:
-    """Return the per-sample weights [L] float32, or an array that no kernel reads."""
-    return _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous())
+def _ids(bags: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ids [L], offsets and per-sample weights [L] float32; arrays that no kernel reads for missing ones."""
+    return (
+        bags.ids.contiguous().reshape(-1).numpy(),
+        _NO_OFFSETS if bags.offsets is None else bags.offsets.contiguous().numpy(),
+        _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous()),
+    )
 
 
+def _run(entries: list[int], items: np.ndarray, run: int, *after: tuple[Any, ...]) -> None:
+    """Give ``items`` to the kernels at ``entries`` (:data:`stoker.ops.cpu.kernels.items_kernel`)."""
+    kernels.items_kernel.run(np.array(entries), items, np.zeros(1, np.int64), run, after=after)
+
+
+def _groups(parts: Sequence[Part], states: Iterable[str] = ()) -> tuple[_Group, ...]:
+    """Describe the parts for :func:`_layout`. Their arrays are addressed from those of the first on."""
+    found = []
+    for part in parts:
+        memory = [(0, 0)] * 3
+        pairs = [(parts[0].weight, part.weight), *((parts[0].state[name], part.state[name]) for name in states)]
+        for index, (base, own) in enumerate(pairs):
+            begin = (own.data_ptr() - base.data_ptr()) // own.itemsize
+            memory[index] = begin, own.shape[1] if own.ndim > 1 else 1
+        found.append(_Group(part.space, part.weight.shape[1], part.columns, part.places, tuple(memory)))
+    return tuple(found)
+
+
+_CACHED = 2**13  # lines that surely fit a second-level cache
 _ITEMS_PER_THREAD = 2  # so that no thread ends with a large one
 
 
-@lru_cache(maxsize=64)
-def share_work(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarray]:
+class _Layout(NamedTuple):
+    """Numbers of all parts, for kernels: T tables, F features by part, and by table; int64."""
+
+    features: tuple[np.ndarray, ...]  # start [parts + 1], and [F * 4] column, place, first element, rows of the table
+    tables: tuple[np.ndarray, ...]  # start [T + 1], [F] columns, places, and [T] rows
+    begins: np.ndarray  # [1 + states, T] the first element of each table
+    part_of: np.ndarray  # [T]
+    items: np.ndarray  # [I, 2]
+    partitions: np.ndarray  # [T]
+    lines: np.ndarray  # [T] of cache in a row
+
+    def occurrences(self, offsets: np.ndarray | None, count: int, features: int) -> np.ndarray:
+        """Count the ids of each table [T] int64, of ``count`` ids in bags [B * F + 1] or one a feature."""
+        start, columns, *_ = self.tables
+        if offsets is None:
+            return np.diff(start) * (count // features)
+        lengths = np.diff(offsets).reshape(-1, features).sum(0)
+        return np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (np.diff(start) > 0)
+
+
+def share_work(rows: Sequence[int], weight: Sequence[float], threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the work items of ``threads``: (table, partition) [I, 2], and each table's partitions, a power of two.
 
-    A few tables are partitioned, so that every thread has work. A thread walks the whole batch for each partition, so
+    A large table is partitioned, so that every thread has work. A thread walks the whole batch for each partition, so
     there are no more than needed, and none is empty: runs of 16 rows go to the partitions in turn.
     """
-    rows = space.by_table.rows
+    work = np.array(weight) * np.log2(np.array(rows) + 2.0)
+    wanted = work / work.sum() * _ITEMS_PER_THREAD * threads if threads > 1 else work * 0
+    parts = np.array([
+        min(1 << max(count // 16, 1).bit_length() - 1, 1 << max(math.ceil(want - 1e-6) - 1, 0).bit_length())
+        for count, want in zip(rows, wanted.tolist(), strict=True)
+    ])  # fmt: skip
     # The largest first, so that no thread ends with a large one.
-    order = np.argsort(-space.by_table.features_of * np.minimum(rows.astype(np.float64), 1e6), kind="stable")
-    wanted = -(-_ITEMS_PER_THREAD * threads // len(order)) if threads > 1 else 1
-    wanted = 1 << (wanted - 1).bit_length()
-    parts = np.minimum([1 << max(count // 16, 1).bit_length() - 1 for count in rows.tolist()], wanted)
-    pairs = [(table, part) for table in order.tolist() for part in range(parts[table])]
-    return np.array(pairs, np.int64), parts
+    order = np.argsort(-work / parts, kind="stable")
+    return np.array([(table, part) for table in order.tolist() for part in range(parts[table])], np.int64), parts
+
+
+class _Group(NamedTuple):
+    """A part without its memory."""
+
+    space: AddressSpace
+    dim: int
+    columns: tuple[int, ...]
+    places: tuple[int, ...]
+    memory: tuple[tuple[int, int], ...]  # of rows and each state: where they begin in an array, and their width
+
+
+@lru_cache(maxsize=64)
+def _layout(groups: tuple[_Group, ...], threads: int) -> _Layout:
+    """Return the numbers of all parts."""
+    known = [group.space.by_table for group in groups]
+
+    def join(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(arrays)).astype(np.int64)
+
+    def by_table(which: Iterable[tuple[int, ...]]) -> np.ndarray:
+        return join(np.array(mine)[table.features] for mine, table in zip(which, known, strict=True))
+
+    columns, places = [group.columns for group in groups], [group.places for group in groups]
+    rows, features_of = join(each.rows for each in known), join(each.features_of for each in known)
+    part_of = np.repeat(np.arange(len(groups)), [len(each.rows) for each in known])
+    memory = [[first * width + begin for begin, width in group.memory for first in [table.first_row[:-1]]]
+              for group, table in zip(groups, known, strict=True)]  # fmt: skip
+    begins = np.stack([join(each) for each in zip(*memory, strict=True)])
+    wide = np.array([group.dim + 16 for group in groups])[part_of]
+    return _Layout(
+        (np.cumsum([0, *map(len, columns)]), join(np.stack([
+            group.columns, group.places, group.space.bases.numpy() * group.dim + group.memory[0][0],
+            group.space.limits.numpy(),
+        ], 1) for group in groups).reshape(-1)),
+        (np.cumsum([0, *features_of.tolist()]), by_table(columns), by_table(places), rows),
+        begins, part_of, *share_work(rows.tolist(), (features_of * wide).tolist(), threads), wide // 16,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _examples(groups: int, batch: int) -> np.ndarray:
+    """Return items (group, first example) [I, 2]."""
+    first = np.arange(0, batch, kernels.EXAMPLES)
+    return np.stack([np.tile(np.arange(groups), len(first)), np.repeat(first, groups)], 1)
+
+
+@lru_cache(maxsize=64)
+def _even(count: int, step: int) -> tuple[int, ...]:
+    return tuple(range(0, count * step, step))
+
+
+@lru_cache(maxsize=64)
+def _constants(rule: RowRule, dims: tuple[int, ...]) -> np.ndarray:
+    return np.array([rule.constants(dim) for dim in dims], np.float32)
 
 
 class _Scratch:
-    """A hash table and a gradient buffer for each thread; grown as needed, kept between batches."""
+    """Memory of each thread; grown as needed, kept between batches."""
 
     def __init__(self) -> None:
         self._fitted = (0, 0, 0)
         self.arrays: tuple[np.ndarray, ...] = ()
+        self.sums = np.empty((0, 0), np.float32)
 
-    def fit(self, threads: int, occurrences: int, dim: int) -> None:
-        size = 1 << max(4, (2 * occurrences - 1).bit_length())
-        wanted = (threads, size, occurrences * dim)
+    def fit(self, threads: int, lookups: int, dim: int) -> None:
+        """Make room for tables with so many lookups and columns."""
+        wanted = (threads, lookups, dim)
         if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
-            threads, size, elements = (max(has, want) for has, want in zip(self._fitted, wanted, strict=True))
-            self._fitted = (threads, size, elements)
+            threads, lookups, dim = (max(pair) for pair in zip(self._fitted, wanted, strict=True))
+            self._fitted = (threads, lookups, dim)
             self.arrays = (
-                np.full((threads, size), -1, dtype=np.int64),  # keys: a row, or -1
-                np.empty((threads, size), dtype=np.int32),  # slots: the place of that row in the buffer
-                np.empty((threads, size), dtype=np.int64),  # places: the place of the n-th row among the keys
-                np.empty((threads, elements), dtype=np.float32),  # buffer: summed gradients
-                np.empty((threads, size), dtype=np.int32),  # how often each row occurs
+                np.empty((threads, 1 << max(4, (2 * lookups - 1).bit_length())), np.int32),  # hash table of rows
+                np.empty((threads, 2 * lookups), np.int64),  # a distinct row, and its last and first lookup
+                np.empty((threads, lookups), np.int32),  # the next lookup of the same row
+                np.empty((threads, lookups), np.int64),  # where the gradient of a lookup begins
+                np.empty((threads, lookups), np.float32),  # its factor
             )
+            self.sums = np.empty((threads, dim), np.float32)
 
 
 class CpuBackend(Backend):
     """Numba kernels. Scratch memory is one hash table and one gradient buffer a thread."""
 
-    name = "cpu"
+    name, joins = "cpu", True
 
     def __init__(self) -> None:
         self._scratch = _Scratch()
@@ -99,21 +201,29 @@ class CpuBackend(Backend):
         kernels.init_kernel.run(flat(out), key, start * out.shape[1], np.float32(scale), cursor, 65536)
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
-        dim, count = weight.shape[1], len(space.features)
-        batch = bags.batch_size(count)
-        out = self._arena.empty(batch, count, dim)
+        count, dim = len(space.features), weight.shape[1]
+        alone = Part(weight, {}, space, _even(count, 1), _even(count, dim), bags.mean)
+        return self.lookup_parts([alone], space, bags, (bags.batch_size(count), count, dim))
+
+    def lookup_parts(self, parts: Sequence[Part], space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
+        """Return the pooled rows [B, ...] of all parts; ``space`` has the features of ``bags``."""
+        out = self._arena.empty(*shape)
+        batch, count = shape[0], len(space.features)
         if batch == 0:
             return out
-        kernel = kernels.lookup_kernel(dim, bags.offsets is not None, bags.weights is not None, bags.mean)
-        cursor = np.zeros(1, dtype=np.int64)
+        jagged, weighted = bags.offsets is not None, bags.weights is not None
         error = np.zeros(1, dtype=np.int64)
-        common = (space.bases.numpy(), space.limits.numpy(), _scales(bags), flat(out), error, cursor)
-        ids = bags.ids.contiguous().numpy()
-        if bags.offsets is None:
-            kernel.run(flat(weight), ids, *common, _block(batch, 1 + 256 // count))
-        else:
-            offsets = bags.offsets.contiguous().numpy()
-            kernel.run(flat(weight), ids, offsets, *common, _block(batch * count, 256))
+        layout = _layout(_groups(parts), 1)
+        runs = -(-_block(batch, 1 + 256 // count) // kernels.EXAMPLES)
+        given = (
+            flat(parts[0].weight), *_ids(bags), *layout.features, out.numel() // batch, count, flat(out),
+            runs * kernels.EXAMPLES, error,
+        )  # fmt: skip
+        kernel_of = kernels.lookup_kernel
+        entries = [
+            kernel_of(part.weight.shape[1], jagged, weighted, part.mean and jagged).entry(*given) for part in parts
+        ]
+        _run(entries, _examples(len(parts), batch), runs * len(parts), given)
         if error[0]:
             _refuse(space, bags)
         return out
@@ -126,35 +236,50 @@ class CpuBackend(Backend):
         batch = bags.batch_size(count)
         if grad.shape != (batch, count, dim):
             raise ValueError(f"the gradient has shape {tuple(grad.shape)}; {(batch, count, dim)} is expected.")
-        if bags.ids.numel() == 0:
-            return
-        error = np.zeros(1, dtype=np.int64)
-        weighted = bags.weights is not None
-        mean = bags.mean and bags.offsets is not None
-        sums = kernels.sum_kernel(dim, bags.offsets is not None, weighted, mean, rule.counts)
-        apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags)
-        offsets = None if bags.offsets is None else bags.offsets.contiguous().numpy()
-        occurrences, tables = space.occurrences(offsets, bags.ids.numel()), space.by_table
-        threads = torch.get_num_threads()
-        states = [flat(state[name]) for name in rule.definition.state]
-        constants = np.array(rule.constants(dim), dtype=np.float32)
-        with self._busy:  # all groups share the scratch: backward passes take turns
-            self._scratch.fit(threads, int(occurrences.max()), dim)
-            keys, slots, places, buffers, counts = self._scratch.arrays
-            first = states[0] if states else None
+        if bags.ids.numel():
+            memory, example_stride, feature_stride = _strided(grad.to(torch.float32))
+            alone = Part(weight, state, space, _even(count, 1), _even(count, feature_stride), bags.mean)
+            self._update([alone], bags, count, memory, example_stride, rule, rounding)
+
+    def update_parts(self, parts: Sequence[Part], bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+        """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
+        if bags.ids.numel():
+            grad = grad.to(torch.float32).reshape(len(grad), 1, -1)
+            memory, example_stride, _ = _strided(grad)
+            count = sum(len(part.columns) for part in parts)
+            self._update(parts, bags, count, memory, example_stride, rule, rounding)
+
+    def _update(
+        self, parts: Sequence[Part], bags: Bags, features: int, grad: np.ndarray, example_stride: int, rule: RowRule,
+        rounding: Rounding,
+    ) -> None:  # fmt: skip
+        jagged, weighted = bags.offsets is not None, bags.weights is not None
+        means = np.array([part.mean for part in parts])
+        mean = jagged and not weighted and bool(means.any())
+        error, threads = np.zeros(1, dtype=np.int64), torch.get_num_threads()
+        layout = _layout(_groups(parts, rule.definition.state), threads)
+        ids, offsets, scale = _ids(bags)
+        occurrences = layout.occurrences(offsets if jagged else None, len(ids), features)
+        states = [flat(parts[0].state[name]) for name in rule.definition.state]
+        dims = tuple([part.weight.shape[1] for part in parts])
+        find = kernels.find_kernel(jagged, weighted, mean)
+        with self._busy:  # all threads of the program share the scratch: backward passes take turns
+            self._scratch.fit(threads, int(occurrences.max()), max(dims))
+            slots, *lists = self._scratch.arrays
             updating = (
-                flat(weight), *states, *[_NO_FLOATS] * (2 - len(states)), tables.first_row, constants,
-                np.array(rounding.keys or (0,) * len(space.rows), np.int64),
-                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), keys, places, buffers, counts,
+                flat(parts[0].weight), *states, *[_NO_FLOATS] * (2 - len(states)), grad, layout.begins,
+                _constants(rule, dims), layout.part_of,
+                np.array(rounding.keys, np.int64) if rounding.keys else np.zeros(len(layout.part_of), np.int64),
+                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), *lists, self._scratch.sums,
             )  # fmt: skip
-            sums.run(
-                bags.ids.contiguous().reshape(-1).numpy(), _NO_OFFSETS if offsets is None else offsets,
-                _scales(bags), *_strided(grad.to(torch.float32)), tables.start, tables.features, tables.first_row,
-                tables.rows, *share_work(space, threads), occurrences, weight.data_ptr(), weight.itemsize,
-                0 if first is None else first.ctypes.data, 0 if first is None else first.nbytes // len(weight), keys,
-                slots, places, buffers, counts, error, np.zeros(1, dtype=np.int64), apply.entry(*updating),
-                following=updating, threads=threads,
+            apply_of, code = kernels.apply_kernel, rule.definition.code
+            entries = [apply_of(dim, code, rule.flags, weighted or mean).entry(*updating) for dim in dims]
+            finding = (
+                ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences,
+                layout.lines * (layout.lines * occurrences < _CACHED), means[layout.part_of], grad, slots, *lists,
+                error, np.array(entries)[layout.part_of],
             )  # fmt: skip
+            _run([find.entry(*finding)] * len(layout.part_of), layout.items, 1, finding, updating)
         if error[0]:
             raise RuntimeError(
                 "ids or offsets were overwritten between a lookup and its update: they are now outside their tables or "
@@ -169,19 +294,20 @@ class CpuBackend(Backend):
         low, high = torch.aminmax(rows)
         if low < 0 or high >= len(weight) or weight.dtype != torch.float32:
             raise IndexError(f"rows {int(low)} to {int(high)} of {len(weight)} in {weight.dtype} cannot step.")
-        apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags)
+        apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags, False)
         size = -(-count // (_BLOCKS * torch.get_num_threads()))  # rows of a block; the last one may have fewer
         blocks = -(-count // size)
-        keys, places = np.empty((blocks, size), np.int64), np.empty((blocks, size), np.int64)
-        keys.reshape(-1)[:count], places[:] = rows.numpy(), np.arange(size)
-        buffers = as_strided(flat(grad.contiguous()), (blocks, size * dim), (4 * size * dim, 4))
+        listed = np.empty((blocks, 2 * size), np.int64)  # each row has one lookup, whose number is that in its block
+        listed.reshape(-1)[: 2 * count : 2], listed[:, 1::2] = rows.numpy(), np.arange(size) * (2**32 + 1)
+        sources = np.arange(blocks * size).reshape(blocks, size) * dim
         states = [flat(state[name]) for name in rule.definition.state]
         updating = (
-            flat(weight), *states, *[_NO_FLOATS] * (2 - len(states)), np.zeros(1, np.int64),
-            np.array(rule.constants(dim), np.float32), np.zeros(1, np.int64), _NO_ROWS, keys, places, buffers,
-            np.ones((1, 1), np.int32),
+            flat(weight), *states, *[_NO_FLOATS] * (2 - len(states)), flat(grad.contiguous()),
+            np.zeros((3, 1), np.int64), _constants(rule, (dim,)), np.zeros(1, np.int64), np.zeros(1, np.int64),
+            _NO_ROWS, listed, np.empty((blocks, size), np.int32), sources, np.empty((blocks, size), np.float32),
+            np.empty((blocks, dim), np.float32),
         )  # fmt: skip
-        kernels.step_kernel.run(count, size, apply.entry(*updating), np.zeros(1, np.int64), following=updating)
+        kernels.step_kernel.run(count, size, apply.entry(*updating), np.zeros(1, np.int64), after=(updating,))
 
     def lamb_direct(
         self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule

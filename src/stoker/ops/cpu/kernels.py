@@ -17,7 +17,7 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm import LANES
-from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_lines, prefetch_row
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
     row_accumulate,
     row_condition,
@@ -29,11 +29,13 @@ from stoker.ops.codegen.llvm_rows import (
 )
 from stoker.ops.codegen.llvm_tiles import dots, transpose, weighted_rows
 from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
-from stoker.ops.rule import COW
+from stoker.ops.rule import RULES
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
 _POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none equals the mark of a free place
 _AHEAD = 24  # rows to prefetch ahead: the work of about one DRAM latency
+_LOW = np.int64(2**32 - 1)
+EXAMPLES = 16  # whose lookups in one feature follow each other
 
 
 def _init(p):
@@ -49,65 +51,85 @@ def _init(p):
 init_kernel = Kernel(_init)
 
 
+def _items(p):
+    """Give items [I, 2] to kernels, ``run`` to a thread at once.
+
+    The first number of an item is that of its kernel, which gets the number of the thread and the item.
+    """
+    entries, items, cursor, run = arguments(p)
+    me = thread_index(p)
+    while True:
+        first = fetch_add(cursor, run)
+        if first >= len(items):
+            return
+        for item in range(first, min(first + run, len(items))):
+            call(p, entries[items[item, 0]], me, items[item, 0], items[item, 1])
+
+
+items_kernel = Kernel(_items)
+
+
 @lru_cache(maxsize=64)
 def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
-    """Make the kernel of the pooled lookup; it sets ``error[0]`` if an id is outside its table."""
+    """Make the kernel of the pooled lookup; it sets ``error[0]`` if an id is outside its table.
+
+    An item is EXAMPLES examples of the features ``start[group]..start[group + 1]``; a thread does ``block`` examples.
+    ``known`` has four numbers of each feature: its column in the batch, where its output begins in the ``width``
+    elements of an example, the element where its table begins, and the table's rows.
+    """
     scaled = 1 if weighted else 0
 
-    def one_hot(p):
-        weight, ids, bases, limits, scale, out, error, cursor, block = arguments(p)
-        batch, features = ids.shape
-        ahead = max(1, _AHEAD // features)
-        while True:
-            start = fetch_add(cursor, block)
-            if start >= batch:
-                return
-            for b in range(start, min(start + block, batch)):
-                if b + ahead < batch:
-                    for f in range(features):
-                        prefetch_row(dim, weight, (bases[f] + ids[b + ahead, f]) * dim)
-                for f in range(features):
-                    i = np.int64(ids[b, f])
-                    if i < 0 or i >= limits[f]:
-                        error[0] = 1
-                        return
-                    to = (b * features + f) * dim
-                    if weighted:
-                        row_accumulate(dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f])
-                    else:
-                        row_copy(dim, out, to, weight, (bases[f] + i) * dim)
+    def one_hot(p, me, group, first):
+        weight, ids, _, scale, start, known, width, features, out, block, error = arguments(p)
+        begin, end, batch = 4 * start[group], 4 * start[group + 1], len(ids) // features
+        ahead, last = np.uint64(EXAMPLES * features), min(first - first % block + block, batch)
+        if first % block == 0:
+            for f in range(begin, end, 4):
+                for b in range(first, min(first + EXAMPLES, batch)):
+                    prefetch_row(dim, weight, known[f + 2] + np.int64(ids[b * features + known[f]]) * dim)
+        for f in range(begin, end, 4):
+            column, place, base, limit = known[f], known[f + 1], known[f + 2], known[f + 3]
+            for b in range(first, min(first + EXAMPLES, batch)):
+                k = np.uint64(b * features + column)
+                if b + EXAMPLES < last:
+                    prefetch_row(dim, weight, base + np.int64(ids[k + ahead]) * dim)
+                i = np.int64(ids[k])
+                if i < 0 or i >= limit:
+                    error[0] = 1
+                    return
+                if weighted:
+                    row_accumulate(dim, scaled, 1, out, b * width + place, weight, base + i * dim, scale[k])
+                else:
+                    row_copy(dim, out, b * width + place, weight, base + i * dim)
 
-    def bags(p):
-        weight, ids, offsets, bases, limits, scale, out, error, cursor, block = arguments(p)
-        features = len(bases)
-        count = len(offsets) - 1
-        last = len(ids)
-        while True:
-            start = fetch_add(cursor, block)
-            if start >= count:
-                return
-            for bag in range(start, min(start + block, count)):
-                f = bag % features
-                base, limit = bases[f], limits[f]
+    def bags(p, me, group, first):
+        weight, ids, offsets, scale, start, known, width, features, out, _, error = arguments(p)
+        last, stop = len(ids), min(first + EXAMPLES, (len(offsets) - 1) // features)
+        for b in range(first - 1, stop):
+            for f in range(4 * start[group], 4 * start[group + 1], 4):
+                bag, base, limit = b * features + known[f], known[f + 2], known[f + 3]
+                if b + 1 < stop:
+                    for k in range(max(offsets[bag + features], 0), min(offsets[bag + features + 1], last)):
+                        prefetch_row(dim, weight, base + np.int64(ids[np.uint64(k)]) * dim)
+                if b < first:
+                    continue
                 begin, end = offsets[bag], offsets[bag + 1]
                 if begin < 0 or end < begin or end > last:
                     error[0] = 1
                     return
+                to = b * width + known[f + 1]
                 for d in range(dim):
-                    out[bag * dim + d] = 0.0
+                    out[to + d] = 0.0
                 for k in range(begin, end):
-                    if k + _AHEAD < last:
-                        # To find the feature of that id takes long; most often it is this one.
-                        prefetch_row(dim, weight, (base + ids[k + _AHEAD]) * dim)
-                    i = np.int64(ids[k])
+                    i = np.int64(ids[np.uint64(k)])
                     if i < 0 or i >= limit:
                         error[0] = 1
                         return
-                    row_accumulate(dim, scaled, 0, out, bag * dim, weight, (base + i) * dim, scale[k])
+                    row_accumulate(dim, scaled, 0, out, to, weight, base + i * dim, scale[k])
                 if mean and end > begin:
-                    row_scale(dim, out, bag * dim, np.float32(1.0) / np.float32(end - begin))
+                    row_scale(dim, out, to, np.float32(1.0) / np.float32(end - begin))
 
-    return Kernel(bags if jagged else one_hot)
+    return Kernel(bags if jagged else one_hot, called=True)
 
 
 @lru_cache(maxsize=64)
@@ -139,130 +161,130 @@ def weight_gradient_kernel(dim: int) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool) -> Kernel:
-    """Make the first half of the fused backward, which sums the gradients of each distinct row and calls the second.
+def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
+    """Make the first half of the fused backward, which finds the distinct rows of a table and calls the second half.
 
-    A work item is one table, or one partition of its rows. Its thread walks the batch in order of occurrence and adds
-    each gradient to the row's place in a compact buffer, found by a hash table that fits the first-level cache. It
-    prefetches a row when it first meets it, and updates the rows at the end. ``counted``: also counts how often each
-    row occurs. Ids and offsets are those of the lookup, but memory may have been written since: a bad one sets
-    ``error[0]``, and the rows of that table and of others not yet done do not change.
+    An item is one table, or one partition of its rows. Its thread walks the batch and numbers the lookups n in order.
+    ``rows[2 * u]`` is a distinct row, found by a hash table; after it come its last and first lookup, of 32 bits each.
+    ``following[n]`` is the next lookup of the same row; the gradient of lookup n begins at ``sources[n]``. Ids and
+    offsets are those of the lookup, but memory may have been written since: a bad one sets ``error[0]``, and the rows
+    of that item and of others not yet done do not change.
     """
-    scaled = 1 if weighted or mean else 0
-    examples_ahead = max(4, min(32, 1024 // dim))
-    whole_row = 4 * dim
 
-    def sums(p):
+    def find(p, me, table, part):
         (
-            ids, offsets, scale, grad, example_stride, feature_stride, table_start, table_features, first_row,
-            table_rows, items, parts, occurrences, weight_at, itemsize, state_at, state_row, all_keys, all_slots,
-            all_places, all_buffers, all_counts, error, cursor, apply,
+            ids, offsets, scale, features, example_stride, table_start, columns, places, table_rows, parts, occurrences,
+            lines, means, grad, all_slots, all_rows, all_following, all_sources, all_scales, error, entries,
         ) = arguments(p)  # fmt: skip
-        me = thread_index(p)
-        keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
-        counts = all_counts[me]
-        features = len(table_features)
+        slots, rows, following = all_slots[me], all_rows[me], all_following[me]
+        sources, scales = all_sources[me], all_scales[me]
         batch = (len(offsets) - 1 if jagged else len(ids)) // features
-        ahead = examples_ahead
-        while True:
-            item = fetch_add(cursor, 1)
-            if item >= len(items):
-                return
-            table, part = items[item, 0], items[item, 1]
-            others = parts[table] - 1
-            first = first_row[table]
-            rows = table_rows[table]
-            bits = np.int64(4)
-            while (np.int64(1) << bits) < 2 * occurrences[table]:
-                bits += 1
-            mask = (np.int64(1) << bits) - 1
-            shift = np.uint64(64 - bits)
-            direct = rows <= mask  # every row is its own place: no hashing
-            one = np.float32(1.0)
-            most = occurrences[table]
-            count = np.int64(0)
-            bad = False  # checked when a row is first met: a check of every id takes a twentieth longer
-            for b in range(batch):
-                for owned in range(table_start[table], table_start[table + 1]):
-                    bag = b * features + table_features[owned]
-                    source = b * example_stride + table_features[owned] * feature_stride
-                    if b + ahead < batch:
-                        # The gradients of one table may be an example apart: the processor does not prefetch so far.
-                        prefetch_row(dim, grad, source + ahead * example_stride)
-                    begin, end = bag, bag + 1
-                    if jagged:
-                        begin, end = offsets[bag], offsets[bag + 1]
-                        if begin < 0 or end < begin or end > len(ids):
-                            bad = True
-                            end = begin
-                        if mean and end > begin:
-                            one = np.float32(1.0) / np.float32(end - begin)
-                    for k in range(begin, end):
-                        row = np.int64(ids[k]) & _POSITIVE
-                        if others and (row >> 4) & others != part:
-                            continue
-                        if weighted:
-                            one = scale[k]
-                        h = row & mask if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
-                        while keys[h] != row and keys[h] >= 0:
-                            h = (h + 1) & mask
-                        if keys[h] == row:
-                            if counted:
-                                counts[slots[h]] += 1
-                            row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
-                        else:
-                            if row >= rows or count >= most:
-                                bad = True
-                                continue
-                            keys[h] = row
-                            slots[h] = count
-                            places[count] = h
-                            prefetch_lines(dim, weight_at + (first + row) * dim * itemsize, itemsize)
-                            at = state_at + (first + row) * state_row
-                            if state_row == whole_row:
-                                prefetch_lines(dim, at, 4)
-                            elif state_row > 0:
-                                prefetch_lines(1, at, 4)
-                            row_accumulate(dim, scaled, 1, buffer, count * dim, grad, source, one)
-                            if counted:
-                                counts[count] = 1
-                            count += 1
-            if bad:
-                for u in range(count):
-                    keys[places[u]] = -1
-                error[0] = 1
-                return
-            call(p, apply, me, table, count)
+        others, limit, most = parts[table] - 1, table_rows[table], occurrences[table]
+        bits = np.int64(4)
+        while (np.int64(1) << bits) < 2 * most:
+            bits += 1
+        mask = (np.int64(1) << bits) - 1
+        shift = np.uint64(64 - bits)
+        direct = limit <= mask  # every row is its own place: no hashing
+        slots[: mask + 1] = -1
+        begin_f, end_f, touched = table_start[table], table_start[table + 1], lines[table]
+        one = np.float32(1.0)
+        count, n = np.int64(0), np.int64(0)
+        ahead = EXAMPLES * example_stride
+        bad = False  # checked when a row is first met: a check of every id takes a twentieth longer
+        for b in range(batch):
+            for f in range(begin_f, end_f):
+                bag = b * features + columns[np.uint64(f)]
+                source = b * example_stride + places[np.uint64(f)]
+                for line in range(touched):  # the second half finds them in a cache
+                    prefetch(grad, source + ahead + line * LANES)
+                begin, end = bag, bag + 1
+                if jagged:
+                    begin, end = offsets[np.uint64(bag)], offsets[np.uint64(bag + 1)]
+                    if begin < 0 or end < begin or end > len(ids):
+                        bad = True
+                        end = begin
+                    if mean and means[table] and end > begin:
+                        one = np.float32(1.0) / np.float32(end - begin)
+                for k in range(begin, end):
+                    row = np.int64(ids[np.uint64(k)]) & _POSITIVE
+                    if others and (row >> 4) & others != part:
+                        continue
+                    h = row & mask if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
+                    u = np.int64(slots[np.uint64(h)])
+                    while u >= 0 and rows[np.uint64(2 * u)] != row:
+                        h = (h + 1) & mask
+                        u = np.int64(slots[np.uint64(h)])
+                    if n >= most or (u < 0 and row >= limit):
+                        bad = True
+                        continue
+                    if u < 0:
+                        slots[np.uint64(h)] = count
+                        rows[np.uint64(2 * count)] = row
+                        rows[np.uint64(2 * count + 1)] = n << 32 | n
+                        count += 1
+                    else:
+                        ends = rows[np.uint64(2 * u + 1)]
+                        following[np.uint64(ends >> 32)] = n
+                        rows[np.uint64(2 * u + 1)] = n << 32 | ends & _LOW
+                    sources[np.uint64(n)] = source
+                    if weighted:
+                        scales[np.uint64(n)] = scale[np.uint64(k)]
+                    elif mean:
+                        scales[np.uint64(n)] = one
+                    n += 1
+        if bad:
+            error[0] = 1
+        if error[0] == 0:
+            call(p, entries[table], me, table, count)
 
-    return Kernel(sums)
+    return Kernel(find, called=True)
 
 
 @lru_cache(maxsize=64)
-def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
-    """Make the second half: update the ``count`` rows of ``table`` that thread ``me`` found, and empty its hash."""
+def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
+    """Make the second half: sum the gradients of each of ``count`` rows in order of occurrence, and update the row."""
+    times = 1 if scaled else 0
+    definition = next(each for each in RULES.values() if each.code == rule)
+    states, state_dim = len(definition.state), 1 if definition.scalar else dim
+    ahead = max(4, min(_AHEAD, 1024 // dim))
 
     def apply(p, me, table, count):
         (
-            weight, state, state2, first_row, constants, rounding, row_in_slot, all_keys, all_places, all_buffers,
-            all_counts,
+            weight, state, state2, grad, begins, constants, group_of, rounding, row_in_slot, all_rows, all_following,
+            all_sources, all_scales, all_sums,
         ) = arguments(p)  # fmt: skip
-        keys, places, buffer, counts = all_keys[me], all_places[me], all_buffers[me], all_counts[me]
-        first = first_row[table]
-        salt = rounding[table]
-        for u in range(count):
-            h = places[u]
-            local = keys[h]
-            keys[h] = -1
-            row = first + local
-            at, g = row * dim, u * dim
+        rows, following, sources, scales = all_rows[me], all_following[me], all_sources[me], all_scales[me]
+        total, own, salt = all_sums[me], constants[group_of[table]], rounding[table]
+        first, first_state, first_state2 = begins[0, table], begins[1, table], begins[2, table]
+        for u in range(-ahead, count):
+            if u + ahead < count:
+                v = np.uint64(2 * (u + ahead))
+                prefetch_row(dim, weight, first + rows[v] * dim)
+                prefetch_row(dim, grad, sources[np.uint64(rows[v + np.uint64(1)] & _LOW)])
+                if states > 0:
+                    prefetch_row(state_dim, state, first_state + rows[v] * state_dim)
+                if states > 1:
+                    prefetch_row(state_dim, state2, first_state2 + rows[v] * state_dim)
+            if u < 0:
+                continue
+            local, ends = rows[np.uint64(2 * u)], rows[np.uint64(2 * u + 1)]
+            n, last = np.uint64(ends & _LOW), np.uint64(ends >> 32)
+            row_accumulate(dim, times, 1, total, 0, grad, sources[n], scales[n])
+            occurs = np.int64(1)
+            while n != last:
+                n = np.uint64(following[n])
+                row_accumulate(dim, times, 0, total, 0, grad, sources[n], scales[n])
+                occurs += 1
+            at, counter = first + local * dim, local * dim
             if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
-                local = row_in_slot[row]
+                counter = row_in_slot[local] * dim
             if flags:
-                occurs = np.int64(0)
-                if flags & COW:
-                    occurs = np.int64(counts[u])
-                row_condition(dim, flags, buffer, g, weight, at, occurs, constants)
-            row_step(dim, rule, weight, row, state, state2, buffer, g, constants, salt, local * dim)
+                row_condition(dim, flags, total, 0, weight, at, occurs, own)
+            row_step(
+                dim, rule, weight, at, state, first_state + local * state_dim, state2,
+                first_state2 + local * state_dim, total, 0, own, salt, counter,
+            )  # fmt: skip
 
     return Kernel(apply, called=True)
 
