@@ -367,7 +367,7 @@ class EmbeddingTables(nn.Module):
         leases, copy = self._take_staged(call)
         weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
         if joint := None if weighted else self._joint:
-            many, leases = [Lookups(call, joint.space)], [None]
+            many, leases = [joint.lookups(call, trains=trains)], [None]
         else:
             many = self.splitter.split(call)
         if trains or weighted:

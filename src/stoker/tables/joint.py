@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stoker.base.timeline import spanned
 from stoker.ops import Bags, Part, Rounding
-from stoker.ops.rule import RULES
 from stoker.ops.space import make_space
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, Splitter
@@ -53,7 +52,15 @@ class Joint:
     @property
     def steps_rows(self) -> bool:
         """Whether a row's step depends on no other row."""
-        return RULES[self.groups[0].optimizer.kind].scope == "row"
+        first = self.groups[0]
+        return first.optimizer.rule(first.tick).definition.scope == "row"
+
+    def lookups(self, call: Bags, *, trains: bool) -> Lookups:
+        """Return the lookups of a call: until their backward, a copy of what the caller may change meanwhile."""
+        if trains:
+            offsets, weights = (None if part is None else part.clone() for part in (call.offsets, call.weights))
+            call = Bags(call.ids.clone(), offsets, weights, call.mean)
+        return Lookups(call, self.space)
 
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:
@@ -77,8 +84,8 @@ class Joint:
 
 
 def joint_of(groups: Sequence[TableGroup], splitter: Splitter) -> Joint | None:
-    """Return the groups as one; None if one of them needs work of its own."""
-    plain = all(
+    """Return the groups as one; None for one group, and if one of them needs work of its own."""
+    plain = len(groups) > 1 and all(
         type(group) is TableGroup and isinstance(group.storage, DeviceRows) and group.backend.joins
         and lookups.is_plain and group.storage.weight.dtype == groups[0].storage.weight.dtype
         for group, lookups in zip(groups, splitter.groups, strict=True)

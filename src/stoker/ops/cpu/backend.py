@@ -154,7 +154,7 @@ def _examples(groups: int, batch: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _even(count: int, step: int) -> tuple[int, ...]:
-    return tuple(range(0, count * step, step))
+    return tuple(number * step for number in range(count))  # the step is 0 in gradients that are one number
 
 
 @lru_cache(maxsize=64)
