@@ -967,19 +967,30 @@ def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None
     assert torch.equal(out, torch.stack([torch.stack([rows[5], zero, rows[7]]), torch.stack([zero, rows[8], zero])]))
 
 
-def test_ids_of_one_example_changed_by_numpy_before_backward() -> None:
-    """The columns of one example are part of the caller's memory."""
-    configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in (("a", 4), ("b", 2))]
-    plain, tables = (
-        EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=each)
-        for each in (None, stoker.Cached(slots=9))
-    )
-    for module in (plain, tables):
-        ids = torch.tensor([[3, 5]])
-        out = module(ids)
-        ids.numpy()[:] = 7
+@pytest.mark.parametrize("order", [("a0", "a1", "b0"), ("a0", "b0", "a1")], ids=["side by side", "interleaved"])
+@pytest.mark.parametrize("examples", [1, 3])
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=9)], ids=["resident", "cached"])
+def test_ids_changed_by_numpy_before_backward(
+    order: tuple[str, ...], examples: int, jagged: bool, placement: Any
+) -> None:
+    """Where a call has several groups, the rows that were looked up step, whatever becomes of the caller's ids."""
+    configs = [
+        TableConfig(name="a", num_embeddings=ROWS, embedding_dim=4, features=("a0", "a1")),
+        TableConfig(name="b", num_embeddings=ROWS, embedding_dim=2, features=("b0",)),
+    ]
+    found = []
+    for change in (False, True):
+        tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=placement, features=order)
+        ids = torch.tensor([[3, 5, 2]]).repeat(examples, 1)
+        offsets = torch.arange(ids.numel() + 1) if jagged else None
+        out = tables(ids.reshape(-1) if jagged else ids, offsets)
+        if change:
+            ids.numpy()[:] = 7
         out.sum().backward()
-    assert all(torch.equal(plain.rows(name), tables.rows(name)) for name in "ab")
+        found.append([tables.rows(name) for name in "ab"])
+        tables.close()
+    assert all(torch.equal(*rows) for rows in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -57,7 +57,7 @@ class Joint:
 
     def lookups(self, call: Bags, *, trains: bool) -> Lookups:
         """Return the lookups of a call: until their backward, a copy of what the caller may change meanwhile."""
-        if trains and (call.offsets is not None or len(call.ids) > 1):  # as in groups, one example stays the caller's
+        if trains:
             offsets, weights = (None if part is None else part.clone() for part in (call.offsets, call.weights))
             call = Bags(call.ids.clone(), offsets, weights, call.mean)
         return Lookups(call, self.space)
