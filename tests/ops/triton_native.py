@@ -38,7 +38,7 @@ _TYPES = {
 
 
 #: Kernels that equal the reference within rounding.
-ROUNDING = {"interaction_kernel", "interaction_gradient_kernel", "relu_gradient_kernel"}
+ROUNDING = {"interaction_kernel", "interaction_gradient_kernel", "relu_gradient_kernel", "loss_kernel"}
 
 
 def _cost(cubin: bytes) -> dict[str, int]:
@@ -124,6 +124,7 @@ def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:
     from stoker.ops.gpu import dense
 
     rows, grad = torch.zeros(4, 26, 128), torch.zeros(4, 480)
+    dense.loss(torch.zeros(8192), torch.zeros(8192))
     for precision, dtype in kinds:
         torch.set_float32_matmul_precision(precision)
         dense.interaction(rows[:, 0].to(dtype), rows, 480)

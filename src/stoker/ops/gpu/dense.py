@@ -1,4 +1,4 @@
-"""Triton kernels of the dense part: pairwise interaction, and what a ReLU and a bias need in the backward.
+"""Triton kernels of the dense part: pairwise interaction, the loss, and what a ReLU and a bias need in the backward.
 
 Each reads its operands once and writes its results once: unfused, DLRM's interaction moves four times the bytes. They
 equal :mod:`stoker.ops.reference` within rounding. Products have the precision of torch's matrix products.
@@ -154,3 +154,32 @@ def relu_gradient(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
             grad, output, into, sums, rows, columns=columns, ROWS=_ROWS, BLOCK=block, num_warps=max(1, block // 32)
         )
     return into, sums
+
+
+@triton.jit(do_not_specialize=["count"])
+def loss_kernel(logits, labels, slopes, loss, count, SIZE: tl.constexpr):
+    """Write the mean binary cross entropy and its gradient ``slopes`` [count]. One program: it adds in a fixed order."""
+    total = tl.zeros([SIZE], tl.float32)
+    for first in range(0, count, SIZE):
+        at = first + tl.arange(0, SIZE)
+        live = at < count
+        x = tl.load(logits + at, mask=live, other=0.0)
+        y = tl.load(labels + at, mask=live, other=0.0)
+        small = tl.exp(-tl.abs(x))
+        whole = 1.0 + small
+        rest = whole - 1.0  # log(1 + small) without the loss of digits (Kahan)
+        softplus = tl.where(rest == 0.0, small, tl.log(whole) * (small / tl.where(rest == 0.0, 1.0, rest)))
+        total += tl.where(live, tl.maximum(x, 0.0) + softplus - x * y, 0.0)
+        tl.store(slopes + at, (tl.where(x < 0.0, small, 1.0) / whole - y) / count, mask=live)
+    tl.store(loss, tl.sum(total, axis=0) / count)
+
+
+def loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean binary cross entropy of ``logits`` and ``labels``, [B] float32 each, and its gradient [B]."""
+    logits, labels, count = logits.contiguous(), labels.contiguous(), len(logits)
+    slopes, mean = torch.empty_like(logits), torch.empty((), device=logits.device)
+    with on(logits.device):
+        loss_kernel[1,](
+            logits, labels, slopes, mean, count, SIZE=min(8192, triton.next_power_of_2(count)), num_warps=16
+        )
+    return mean, slopes
