@@ -38,11 +38,11 @@ RESIDENT: dict[str, torch.Tensor] = {}
 DEPTH: dict[str, Any] = {"bottom": (8, 8), "top": (8, 8, 8, 8)}  # as many layers as MLPerf's DLRM
 #: kind -> columns, how to build the model, and the most launches of a step
 MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
-    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 63),
-    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 63),
-    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 79),
-    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 65),
-    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 73),
+    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 56),
+    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 56),
+    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 72),
+    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 58),
+    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 71),
     "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 107),
 }
 
@@ -223,7 +223,7 @@ def test_layers_on_a_gpu_are_those_of_torch(device: Pretended, relu_last: bool) 
     device.launches.clear()
     found.backward(grad.to(CUDA))
     assert device.launches["relu_gradient_kernel"] == 2 + relu_last
-    assert device.launches["threshold_backward"] == 0
+    assert not {"threshold_backward", "sum", "cat", "mul"} & set(device.launches), device.launches
     torch.testing.assert_close(found.inner, expected, rtol=1e-5, atol=1e-5)
     for one, other in zip(there[1:], here[1:], strict=True):
         torch.testing.assert_close(one.grad.inner, other.grad, rtol=1e-4, atol=1e-4)

@@ -130,6 +130,7 @@ def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:
         dense.interaction(rows[:, 0].to(dtype), rows, 480)
         dense.interaction_gradient(rows[:, 0].to(dtype), rows, grad.to(dtype))
         dense.relu_gradient(grad.to(dtype), grad.to(dtype))
+        dense.relu_gradient(grad[:, :1].to(dtype), grad.to(dtype), grad[:1].to(dtype))
 
 
 def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:

@@ -36,6 +36,9 @@ ALIGN = 16
 _SMALL = 2**14  # elements of a weight: MKL computes the gradients of smaller ones, chunk by chunk
 
 
+_Single = tuple[Tensor, Tensor | None, Tensor, Tensor]
+
+
 class _Products:
     """Matrix products in the library that torch chooses: MKL, where torch has it."""
 
@@ -49,9 +52,9 @@ class _Products:
 
     @staticmethod
     def relu_gradient(grad: Tensor, output: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
-        """Return ``grad`` [B, out] where the ReLU's ``output`` is above 0, else 0, and the sums of blocks of its rows.
+        """Return ``grad`` [B, out] where the ReLU's ``output`` is above 0, else 0, and the sums of its columns [out].
 
-        ``own``: ``grad`` may be overwritten. Sums are [blocks, out], or None: they are not computed.
+        ``own``: ``grad`` may be overwritten. The sums may be None: they are not computed.
         """
         if own:
             return torch.ops.aten.threshold_backward.grad_input(grad, output, 0, grad_input=grad), None
@@ -67,6 +70,14 @@ class _Products:
         """Return the gradient of ``x`` [B, in]."""
         return grad @ weight
 
+    @staticmethod
+    def single_gradients(grad: Tensor, x: Tensor, weight: Tensor, *, relu: bool) -> _Single:
+        """Return the gradients of a layer with one output: of ``x`` [B, in], None, of ``weight`` [1, in] and bias [1].
+
+        ``relu``: ``x`` is the output of a ReLU, which the gradient may pass, too; then its sums replace None.
+        """
+        return grad * weight, None, grad.t() @ x, grad.sum(0)  # outer products need no matrix kernel
+
 
 class _Gpu(_Products):
     """The same products with the kernel of a GPU."""
@@ -75,7 +86,17 @@ class _Gpu(_Products):
     def relu_gradient(grad: Tensor, output: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
         from stoker.ops.gpu.dense import relu_gradient
 
-        return relu_gradient(grad.contiguous(), output)
+        result, sums = relu_gradient(grad.contiguous(), output)
+        return result, sums
+
+    @staticmethod
+    def single_gradients(grad: Tensor, x: Tensor, weight: Tensor, *, relu: bool) -> _Single:
+        if not relu:
+            return _Products.single_gradients(grad, x, weight, relu=False)
+        from stoker.ops.gpu.dense import relu_gradient
+
+        result, sums, product, total = relu_gradient(grad, x, weight)
+        return result, sums, product, total
 
 
 class _OneDNN(_Products):
@@ -175,32 +196,25 @@ class _MLP(torch.autograd.Function):
         layers = (len(ctx.saved_tensors) - 1) // 3
         activations, parameters = ctx.saved_tensors[: layers + 1], ctx.saved_tensors[layers + 1 :]
         products = _products(activations[0].dtype, grad.device.type)
-        sums: list[tuple[int, Tensor]] = []
         grads: list[Tensor | None] = []
+        passed: Tensor | None = None  # the gradient of this layer's bias, if the gradient has passed its ReLU
         for layer in reversed(range(layers)):
-            x, weight, last = activations[layer], parameters[2 * layer], layer == layers - 1
-            blocks = None
-            if not last or ctx.relu_last:  # but for the last one, grad was made here, so nothing else uses it
-                grad, blocks = products.relu_gradient(grad, activations[layer + 1], own=not last)
+            x, weight, last, total = activations[layer], parameters[2 * layer], layer == layers - 1, passed
+            passed = None
+            if total is None and (not last or ctx.relu_last):
+                # But for the last layer's, grad was made here, so nothing else uses it.
+                grad, total = products.relu_gradient(grad, activations[layer + 1], own=not last)
             if last:
                 grad = grad.to(x.dtype).contiguous()
-            wanted = layer > 0 or ctx.needs_input_grad[0]
-            if weight.shape[0] == 1:  # outer products need no matrix kernel
-                grads += [grad.sum(0), grad.t() @ x]
-                grad = grad * weight if wanted else grad
-            elif blocks is not None:
-                sums.append((len(grads), blocks))
-                grads += [None, grad.t() @ x]
-                grad = products.input_gradient(grad, weight) if wanted else grad
+            if weight.shape[0] == 1:
+                grad, passed, product, total = products.single_gradients(grad, x, weight, relu=layer > 0)
+            elif total is not None:
+                product = grad.t() @ x
             else:
                 product, total = products.weight_gradient(grad, x, weight)
-                grads += [total, product]
-                grad = products.input_gradient(grad, weight) if wanted else grad
-        if sums:  # those of all layers at once
-            joint = sums[0][1] if len(sums) == 1 else torch.cat([blocks for _, blocks in sums], dim=1)
-            found = joint.sum(0)
-            for (place, _), total in zip(sums, found.split([blocks.shape[1] for _, blocks in sums]), strict=True):
-                grads[place] = total
+            grads += [total, product]
+            if weight.shape[0] > 1 and (layer > 0 or ctx.needs_input_grad[0]):
+                grad = products.input_gradient(grad, weight)
         if ctx.extra and (first := grads[-1]) is not None:
             grads[-1] = first[:, : -ctx.extra]
         wide = [None if tensor is None else tensor.to(torch.float32) for tensor in reversed(grads)]

@@ -121,44 +121,101 @@ def interaction_gradient(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple
 
 @triton.jit(do_not_specialize=["rows"])
 def relu_gradient_kernel(
-    grad, output, into, sums, rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write ``grad`` [rows, columns] where ``output`` is above 0, else 0, and the sums of each tile's columns."""
-    tile = tl.program_id(0).to(tl.int64)
+    grad, output, weight, into, sums, totals, counter, rows, columns: tl.constexpr, OUTER: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ``grad`` [rows, columns] where ``output`` is above 0, else 0, and the sums of its columns to ``totals``.
+
+    OUTER: ``grad`` [rows] times ``weight`` [columns] takes its place; ``totals`` [2 * columns + 1] gets the sums of
+    ``grad * output``, too, and that of ``grad``. ``counter`` [blocks of columns] is 0 before and after.
+    """
+    tile, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([8, BLOCK], tl.float32)
+    within, WIDTH = column < columns, 2 * columns + 1 if OUTER else columns
+    total, product, alone = (
+        tl.zeros([8, BLOCK], tl.float32),
+        tl.zeros([8, BLOCK], tl.float32),
+        tl.zeros([8], tl.float32),
+    )
+    if OUTER:
+        factor = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)[None, :]
     for first in range(0, ROWS, 8):
         row = tile * ROWS + first + tl.arange(0, 8)
         at = row[:, None] * columns + column[None, :]
-        live = (row < rows)[:, None] & (column < columns)[None, :]
-        stopped = tl.load(output + at, mask=live, other=0.0).to(tl.float32) <= 0.0  # not-a-numbers pass, as in torch
-        value = tl.where(stopped, 0.0, tl.load(grad + at, mask=live, other=0.0).to(tl.float32))
-        tl.store(into + at, value.to(into.dtype.element_ty), mask=live)
-        total += value
-    tl.store(sums + tile * columns + column, tl.sum(total, axis=0), mask=column < columns)
+        live = (row < rows)[:, None] & within[None, :]
+        value = tl.load(output + at, mask=live, other=0.0).to(tl.float32)
+        if OUTER:
+            slope = tl.load(grad + row, mask=row < rows, other=0.0).to(tl.float32)
+            product += slope[:, None] * value
+            alone += slope
+            given = slope[:, None] * factor
+        else:
+            given = tl.load(grad + at, mask=live, other=0.0).to(tl.float32)
+        given = tl.where(value <= 0.0, 0.0, given)  # not-a-numbers pass, as in torch
+        tl.store(into + at, given.to(into.dtype.element_ty), mask=live)
+        total += given
+    own = sums + tile * WIDTH
+    tl.store(own + column, tl.sum(total, axis=0), mask=within)
+    if OUTER:
+        tl.store(own + columns + column, tl.sum(product, axis=0), mask=within)
+        tl.store(own + 2 * columns, tl.sum(alone, axis=0))
+    # The last program of these columns adds the sums of all tiles, in their order whichever program is last.
+    tl.debug_barrier()
+    done = tl.atomic_add(counter + tl.program_id(1), 1, sem="acq_rel")
+    if done == tiles - 1:
+        tl.store(counter + tl.program_id(1), 0)
+        for part in tl.static_range(3 if OUTER else 1):
+            place = part * columns + (column if part < 2 else tl.zeros([BLOCK], tl.int32))
+            total = tl.zeros([8, BLOCK], tl.float32)
+            for first in range(0, tiles, 8):
+                other = first + tl.arange(0, 8)
+                live = (other < tiles)[:, None] & within[None, :]
+                total += tl.load(
+                    sums + other[:, None] * WIDTH + place[None, :], mask=live, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(totals + place, tl.sum(total, axis=0), mask=within)
 
 
-def relu_gradient(grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient through a ReLU, and its sums by tile of rows [tiles, n] float32, in a fixed order.
+_counters: dict[object, Tensor] = {}
+
+
+def _counter(device: torch.device, blocks: int) -> Tensor:
+    """Return at least ``blocks`` zeros; every stream has its own, because kernels of two may run at once."""
+    stream = (device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+    if stream not in _counters or len(_counters[stream]) < blocks:
+        _counters[stream] = torch.zeros(max(64, blocks), dtype=torch.int32, device=device)
+    return _counters[stream]
+
+
+def relu_gradient(grad: Tensor, output: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the gradient through a ReLU [B, n], and the sums of its columns [n] float32, in a fixed order.
 
     Args:
-        grad: [B, n], of the ReLU's ``output`` [B, n]; both contiguous and of one type.
+        grad: [B, n], of the ReLU's ``output`` [B, n]; both contiguous and of one type. With ``weight`` [1, n], of a
+            layer with one output, ``grad`` [B, 1] is that layer's, and the gradients of its weight [1, n] and bias [1]
+            float32 follow.
         output: [B, n].
+        weight: [1, n] of the same type, contiguous.
     """
-    rows, columns = grad.shape
+    rows, columns = output.shape
     tiles, block = triton.cdiv(rows, _ROWS), min(128, triton.next_power_of_2(columns))
-    into = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    sums = torch.empty(tiles, columns, dtype=torch.float32, device=grad.device)
+    outer, blocks = weight is not None, triton.cdiv(columns, block)
+    into = torch.empty(output.shape, dtype=grad.dtype, device=grad.device)
+    width = 2 * columns + 1 if outer else columns
+    sums, totals = (torch.empty(size * width, dtype=torch.float32, device=grad.device) for size in (tiles, 1))
     with on(grad.device):
-        relu_gradient_kernel[tiles, triton.cdiv(columns, block)](
-            grad, output, into, sums, rows, columns=columns, ROWS=_ROWS, BLOCK=block, num_warps=max(1, block // 32)
-        )
-    return into, sums
+        relu_gradient_kernel[tiles, blocks](
+            grad, output, output if weight is None else weight, into, sums, totals, _counter(grad.device, blocks),
+            rows, columns=columns, OUTER=outer, ROWS=_ROWS, BLOCK=block, num_warps=max(1, block // 32),
+        )  # fmt: skip
+    if not outer:
+        return into, totals
+    return into, totals[:columns], totals[columns:-1].view(1, columns), totals[-1:]
 
 
 @triton.jit(do_not_specialize=["count"])
 def loss_kernel(logits, labels, slopes, loss, count, SIZE: tl.constexpr):
-    """Write the mean binary cross entropy and its gradient ``slopes`` [count]. One program: it adds in a fixed order."""
+    """Write the mean binary cross entropy and its gradient ``slopes`` [count]: one program, which adds in order."""
     total = tl.zeros([SIZE], tl.float32)
     for first in range(0, count, SIZE):
         at = first + tl.arange(0, SIZE)
