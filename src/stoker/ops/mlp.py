@@ -4,8 +4,9 @@ torch sends float32 products on the CPU to MKL, which uses half-width vectors on
 Intel's; oneDNN comes in the same package and uses the full width (2.4 times as fast on a Zen 5). With AVX2 MKL is the
 faster of the two, in weight gradients by a third: there the chain uses MKL, and still saves the fresh memory that
 autograd takes for every ReLU and its gradient. Under bfloat16 autocast the same chain runs in bfloat16
-with float32 weights, each cast once a step. On a GPU a kernel passes the gradient through a ReLU and sums that of the
-bias in one go, and weights are padded, so that cuBLAS reads aligned rows. Results agree within rounding. Elsewhere
+with float32 weights, each cast once a step. On a GPU the ReLU is part of the product if that keeps not-a-numbers; a
+kernel passes the gradient through it and sums that of the bias; and weights are padded, so that cuBLAS reads aligned
+rows. Results agree within rounding. Elsewhere
 (other types, inside ``torch.compile``) this is ``F.linear`` and ReLU.
 
 With batch norm after every ReLU (:func:`normed_mlp`), the norm takes no pass over the batch. It makes y = a h + c of a
@@ -83,6 +84,12 @@ class _Gpu(_Products):
     """The same products with the kernel of a GPU."""
 
     @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        if relu and bias is not None and _passes_nan(x, weight, bias):
+            return torch._addmm_activation(bias, x, weight.t())
+        return _Products.linear(x, weight, bias, relu)
+
+    @staticmethod
     def relu_gradient(grad: Tensor, output: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
         from stoker.ops.gpu.dense import relu_gradient
 
@@ -97,6 +104,24 @@ class _Gpu(_Products):
 
         result, sums, product, total = relu_gradient(grad, x, weight)
         return result, sums, product, total
+
+
+_passing: dict[tuple[object, ...], bool] = {}
+
+
+def _passes_nan(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Return True if the product that torch chooses for these sizes keeps not-a-numbers in its fused ReLU.
+
+    Libraries do not say so, and one that makes them 0 would hide a run that diverges. The first call of each size asks
+    the device, and waits for it.
+    """
+    kind = (x.device, x.dtype, x.shape, weight.shape, torch.get_float32_matmul_precision())
+    if kind not in _passing:
+        if torch.cuda.is_current_stream_capturing():  # a graph cannot wait
+            return False
+        unknown = torch.full_like(x, torch.nan)
+        _passing[kind] = bool(torch._addmm_activation(bias, unknown, weight.t()).isnan().all())
+    return _passing[kind]
 
 
 class _OneDNN(_Products):
