@@ -249,6 +249,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Pretended:
         "_lazy_init": lambda: None, "Event": _Event, "Stream": _Stream, "current_stream": lambda *_: main,
         "stream": _quiet, "device": lambda *_: nullcontext(),
         "synchronize": lambda *_: Pretended.now.wait("synchronize"), "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda *_: (2**30, 2**30), "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
         ),
