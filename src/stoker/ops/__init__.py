@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from stoker.ops.backend import Backend
     from stoker.ops.rule import RowRule
-    from stoker.ops.space import AddressSpace, Bags, Part, Rounding
+    from stoker.ops.space import AddressSpace, Bags, Part, Parts, Rounding
 else:
 
     def __getattr__(name: str) -> Any:
@@ -26,7 +26,7 @@ else:
         return value
 
 
-__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "Part", "Rounding", "RowRule", "get_backend"]
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "Part", "Parts", "Rounding", "RowRule", "get_backend"]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 

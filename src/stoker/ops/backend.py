@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.ops import lamb, reference
 from stoker.ops.lamb import Touched
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, Bags, Part, Rounding
+from stoker.ops.space import AddressSpace, Bags, Parts, Rounding
 
 
 class Backend:
@@ -67,11 +67,11 @@ class Backend:
         """
         check()
 
-    def lookup_parts(self, parts: Sequence[Part], space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
+    def lookup_parts(self, parts: Parts, space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
         """Return the pooled rows of all parts, each in its places of an example; ``space`` is of all their tables."""
         raise NotImplementedError
 
-    def update_parts(self, parts: Sequence[Part], bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+    def update_parts(self, parts: Parts, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         raise NotImplementedError
 

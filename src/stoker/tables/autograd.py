@@ -77,12 +77,13 @@ class Lookup(torch.autograd.Function):
         given: tuple[Tensor, Tensor | None],
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        bags = [each.bags for each in many]
-        ctx.save_for_backward(*[each.ids for each in bags], *[each.offsets for each in bags], *weights)
-        ctx.set_materialize_grads(False)  # for outputs that no loss depends on
         forward = Forward(tables.versions, tables.training, tables._steps.enclosing())
+        found = tuple(tables.look_up(many, leases, given))
+        bags = tables.kept(many)
+        ctx.save_for_backward(*[getattr(each, name) for name in ("ids", "offsets", "weights") for each in bags])
+        ctx.set_materialize_grads(False)  # for outputs that no loss depends on
         ctx.call = _Call(tables, [each.space for each in many], [each.mean for each in bags], leases, forward)
-        return tuple(tables.look_up(many, leases, given))
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -219,8 +219,11 @@ class EmbeddingTables(nn.Module):
                 f"optimizer is {optimizer!r}; rows need one of their own, such as stoker.SGD(lr=0.1). For an optimizer "
                 "that torch's schedulers and scalers can drive, take tables.as_optimizer()."
             )
+        kept = optimizer.kind == self.optimizer.kind
         for group in self.groups:
             group.set_optimizer(optimizer)
+        if self._joint and not kept:
+            self._joint.locate()
 
     @property
     def lr(self) -> float:
@@ -367,7 +370,7 @@ class EmbeddingTables(nn.Module):
         leases, copy = self._take_staged(call)
         weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
         if joint := None if weighted else self._joint:
-            many, leases = [joint.lookups(call, trains=trains)], [None]
+            many, leases = [Lookups(call, joint.space)], [None]
         else:
             many = self.splitter.split(call)
         if trains or weighted:
@@ -406,6 +409,12 @@ class EmbeddingTables(nn.Module):
                 lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
             found.append(self.groups[index].lookup(lookups, lease))
         return found
+
+    def kept(self, many: Sequence[Lookups]) -> list[Bags]:
+        """Return lookups as they are when their rows step, whatever the caller does to the batch meanwhile."""
+        if self._joint and many[0].space is self._joint.space:
+            return [self._joint.kept(many[0].bags)]
+        return [each.bags for each in many]
 
     @property
     def versions(self) -> list[int]:

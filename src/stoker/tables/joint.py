@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from stoker.base.timeline import spanned
-from stoker.ops import Bags, Part, Rounding
+from stoker.ops import Bags, Part, Parts, Rounding
 from stoker.ops.space import make_space
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, Splitter
@@ -42,12 +42,14 @@ class Joint:
         columns = [tuple(map(splitter.features.index, each.features)) for each in splitter.groups]
         self._places = [(mine, tuple(starts[column] for column in mine)) for mine in columns]
         self._means = [each.pooling == "mean" for each in splitter.groups]
+        self.locate()
 
-    def _parts(self) -> list[Part]:
-        return [
+    def locate(self) -> None:
+        """Find the rows and states again, after one of them was replaced."""
+        self._parts = Parts(
             Part(group.storage.weight, group.storage.state, group.space, *places, mean)
             for group, places, mean in zip(self.groups, self._places, self._means, strict=True)
-        ]
+        )
 
     @property
     def steps_rows(self) -> bool:
@@ -55,12 +57,11 @@ class Joint:
         first = self.groups[0]
         return first.optimizer.rule(first.tick).definition.scope == "row"
 
-    def lookups(self, call: Bags, *, trains: bool) -> Lookups:
-        """Return the lookups of a call: until their backward, a copy of what the caller may change meanwhile."""
-        if trains:
-            offsets, weights = (None if part is None else part.clone() for part in (call.offsets, call.weights))
-            call = Bags(call.ids.clone(), offsets, weights, call.mean)
-        return Lookups(call, self.space)
+    @staticmethod
+    def kept(call: Bags) -> Bags:
+        """Copy what the caller may change between a lookup, which has brought it into a cache, and its backward."""
+        offsets, weights = (None if part is None else part.clone() for part in (call.offsets, call.weights))
+        return Bags(call.ids.clone(), offsets, weights, call.mean)
 
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:
@@ -70,7 +71,7 @@ class Joint:
             IndexError: an id is outside its table.
         """
         shape = self._output_shape(call.batch_size(len(self.space.features)))
-        return self.groups[0].backend.lookup_parts(self._parts(), self.space, call, shape)
+        return self.groups[0].backend.lookup_parts(self._parts, self.space, call, shape)
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor) -> None:
@@ -80,7 +81,7 @@ class Joint:
         keys = tuple(key for group in self.groups for key in group.rounding_keys())
         for group in self.groups:
             group.version += 1
-        first.backend.update_parts(self._parts(), lookups.bags, grad, rule, Rounding(keys))
+        first.backend.update_parts(self._parts, lookups.bags, grad, rule, Rounding(keys))
 
 
 def joint_of(groups: Sequence[TableGroup], splitter: Splitter) -> Joint | None:

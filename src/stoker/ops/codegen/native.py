@@ -136,6 +136,8 @@ def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
 # Numba's own function, in C, takes a tenth of the time; its module is not public.
 _fingerprint: Callable[[tuple[Any, ...]], Any] = getattr(_dispatcher, "compute_fingerprint", _kinds)
 
+_several: dict[Any, np.ndarray] = {}  # what Kernel.entries() returned
+
 
 class Kernel:
     """A kernel for any argument types; compiled when it first runs, and kept on disk.
@@ -184,6 +186,15 @@ class Kernel:
             made.enable_caching()
         stamped(made).compile()
         return made
+
+    @staticmethod
+    def entries(kernels: tuple[Kernel, ...], values: tuple[Any, ...]) -> np.ndarray:
+        """Return the addresses of the code of several kernels that take the same arguments, int64."""
+        key = kernels, _fingerprint(values)
+        known = _several.get(key)
+        if known is None:
+            known = _several[key] = np.array([kernel.entry(*values) for kernel in kernels])
+        return known
 
     def run(self, *values: Any, after: tuple[tuple[Any, ...], ...] = (), threads: int | None = None) -> None:
         """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous.

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from stoker.ops.backend import Backend
 from stoker.ops.codegen.llvm_rows import DECOUPLED, MOVE
+from stoker.ops.codegen.native import Kernel
 from stoker.ops.cpu import kernels
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.cpu.lamb import BLOCK, direct_kernel, move_kernel
 from stoker.ops.lamb import ROWS, Touched, combined, scales
 from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace, Bags, Part, Rounding
+from stoker.ops.space import AddressSpace, Bags, Part, Parts, Rounding
 
 _BLOCKS = 8  # blocks of rows that a thread steps
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
@@ -48,12 +49,12 @@ def _ids(bags: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def _run(entries: list[int], items: np.ndarray, run: int, *after: tuple[Any, ...]) -> None:
+def _run(entries: np.ndarray, items: np.ndarray, run: int, *after: tuple[Any, ...]) -> None:
     """Give ``items`` to the kernels at ``entries`` (:data:`stoker.ops.cpu.kernels.items_kernel`)."""
-    kernels.items_kernel.run(np.array(entries), items, np.zeros(1, np.int64), run, after=after)
+    kernels.items_kernel.run(entries, items, np.zeros(1, np.int64), run, after=after)
 
 
-def _groups(parts: Sequence[Part], states: Iterable[str] = ()) -> tuple[_Group, ...]:
+def _groups(parts: Parts, states: Iterable[str]) -> tuple[_Group, ...]:
     """Describe the parts for :func:`_layout`. Their arrays are addressed from those of the first on."""
     found = []
     for part in parts:
@@ -62,7 +63,7 @@ def _groups(parts: Sequence[Part], states: Iterable[str] = ()) -> tuple[_Group, 
         for index, (base, own) in enumerate(pairs):
             begin = (own.data_ptr() - base.data_ptr()) // own.itemsize
             memory[index] = begin, own.shape[1] if own.ndim > 1 else 1
-        found.append(_Group(part.space, part.weight.shape[1], part.columns, part.places, tuple(memory)))
+        found.append(_Group(part.space, part.weight.shape[1], part.columns, part.places, part.mean, tuple(memory)))
     return tuple(found)
 
 
@@ -77,17 +78,20 @@ class _Layout(NamedTuple):
     tables: tuple[np.ndarray, ...]  # start [T + 1], [F] columns, places, and [T] rows
     begins: np.ndarray  # [1 + states, T] the first element of each table
     part_of: np.ndarray  # [T]
+    means: np.ndarray  # [T] whether it pools by the mean
+    dims: tuple[int, ...]  # of each part
     items: np.ndarray  # [I, 2]
     partitions: np.ndarray  # [T]
     lines: np.ndarray  # [T] of cache in a row
+    features_of: np.ndarray  # [T] how many features have each table
 
     def occurrences(self, offsets: np.ndarray | None, count: int, features: int) -> np.ndarray:
         """Count the ids of each table [T] int64, of ``count`` ids in bags [B * F + 1] or one a feature."""
-        start, columns, *_ = self.tables
         if offsets is None:
-            return np.diff(start) * (count // features)
+            return self.features_of * (count // features)
+        start, columns, *_ = self.tables
         lengths = np.diff(offsets).reshape(-1, features).sum(0)
-        return np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (np.diff(start) > 0)
+        return np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (self.features_of > 0)
 
 
 def share_work(rows: Sequence[int], weight: Sequence[float], threads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,6 +118,7 @@ class _Group(NamedTuple):
     dim: int
     columns: tuple[int, ...]
     places: tuple[int, ...]
+    mean: bool
     memory: tuple[tuple[int, int], ...]  # of rows and each state: where they begin in an array, and their width
 
 
@@ -141,7 +146,9 @@ def _layout(groups: tuple[_Group, ...], threads: int) -> _Layout:
             group.space.limits.numpy(),
         ], 1) for group in groups).reshape(-1)),
         (np.cumsum([0, *features_of.tolist()]), by_table(columns), by_table(places), rows),
-        begins, part_of, *share_work(rows.tolist(), (features_of * wide).tolist(), threads), wide // 16,
+        begins, part_of, np.array([group.mean for group in groups])[part_of], tuple([group.dim for group in groups]),
+        *share_work(rows.tolist(), (features_of * wide).tolist(), threads), wide // 16,
+        features_of,
     )  # fmt: skip
 
 
@@ -203,9 +210,9 @@ class CpuBackend(Backend):
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         count, dim = len(space.features), weight.shape[1]
         alone = Part(weight, {}, space, _even(count, 1), _even(count, dim), bags.mean)
-        return self.lookup_parts([alone], space, bags, (bags.batch_size(count), count, dim))
+        return self.lookup_parts(Parts([alone]), space, bags, (bags.batch_size(count), count, dim))
 
-    def lookup_parts(self, parts: Sequence[Part], space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
+    def lookup_parts(self, parts: Parts, space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
         """Return the pooled rows [B, ...] of all parts; ``space`` has the features of ``bags``."""
         out = self._arena.empty(*shape)
         batch, count = shape[0], len(space.features)
@@ -213,17 +220,19 @@ class CpuBackend(Backend):
             return out
         jagged, weighted = bags.offsets is not None, bags.weights is not None
         error = np.zeros(1, dtype=np.int64)
-        layout = _layout(_groups(parts), 1)
+        layout = parts.know("rows", lambda: _layout(_groups(parts, ()), 1))
+        lookups = parts.know(
+            ("lookup", jagged, weighted),
+            lambda: tuple([
+                kernels.lookup_kernel(part.weight.shape[1], jagged, weighted, part.mean and jagged) for part in parts
+            ]),
+        )  # fmt: skip
         runs = -(-_block(batch, 1 + 256 // count) // kernels.EXAMPLES)
         given = (
             flat(parts[0].weight), *_ids(bags), *layout.features, out.numel() // batch, count, flat(out),
             runs * kernels.EXAMPLES, error,
         )  # fmt: skip
-        kernel_of = kernels.lookup_kernel
-        entries = [
-            kernel_of(part.weight.shape[1], jagged, weighted, part.mean and jagged).entry(*given) for part in parts
-        ]
-        _run(entries, _examples(len(parts), batch), runs * len(parts), given)
+        _run(Kernel.entries(lookups, given), _examples(len(parts), batch), runs * len(parts), given)
         if error[0]:
             _refuse(space, bags)
         return out
@@ -239,9 +248,9 @@ class CpuBackend(Backend):
         if bags.ids.numel():
             memory, example_stride, feature_stride = _strided(grad.to(torch.float32))
             alone = Part(weight, state, space, _even(count, 1), _even(count, feature_stride), bags.mean)
-            self._update([alone], bags, count, memory, example_stride, rule, rounding)
+            self._update(Parts([alone]), bags, count, memory, example_stride, rule, rounding)
 
-    def update_parts(self, parts: Sequence[Part], bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+    def update_parts(self, parts: Parts, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         if bags.ids.numel():
             grad = grad.to(torch.float32).reshape(len(grad), 1, -1)
@@ -250,36 +259,39 @@ class CpuBackend(Backend):
             self._update(parts, bags, count, memory, example_stride, rule, rounding)
 
     def _update(
-        self, parts: Sequence[Part], bags: Bags, features: int, grad: np.ndarray, example_stride: int, rule: RowRule,
+        self, parts: Parts, bags: Bags, features: int, grad: np.ndarray, example_stride: int, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
         jagged, weighted = bags.offsets is not None, bags.weights is not None
-        means = np.array([part.mean for part in parts])
-        mean = jagged and not weighted and bool(means.any())
-        error, threads = np.zeros(1, dtype=np.int64), torch.get_num_threads()
-        layout = _layout(_groups(parts, rule.definition.state), threads)
+        error, threads, definition = np.zeros(1, dtype=np.int64), torch.get_num_threads(), rule.definition
+        layout = parts.know(
+            ("state", threads, definition.code), lambda: _layout(_groups(parts, definition.state), threads)
+        )
+        mean = jagged and not weighted and bool(layout.means.any())
+        scaled, flags = weighted or mean, rule.flags
+        applies = parts.know(
+            ("update", definition.code, flags, scaled),
+            lambda: tuple([kernels.apply_kernel(dim, definition.code, flags, scaled) for dim in layout.dims]),
+        )
+        find = kernels.find_kernel(jagged, weighted, mean)
         ids, offsets, scale = _ids(bags)
         occurrences = layout.occurrences(offsets if jagged else None, len(ids), features)
-        states = [flat(parts[0].state[name]) for name in rule.definition.state]
-        dims = tuple([part.weight.shape[1] for part in parts])
-        find = kernels.find_kernel(jagged, weighted, mean)
+        states = [flat(parts[0].state[name]) for name in definition.state]
         with self._busy:  # all threads of the program share the scratch: backward passes take turns
-            self._scratch.fit(threads, int(occurrences.max()), max(dims))
+            self._scratch.fit(threads, int(occurrences.max()), max(layout.dims))
             slots, *lists = self._scratch.arrays
             updating = (
                 flat(parts[0].weight), *states, *[_NO_FLOATS] * (2 - len(states)), grad, layout.begins,
-                _constants(rule, dims), layout.part_of,
+                _constants(rule, layout.dims), layout.part_of,
                 np.array(rounding.keys, np.int64) if rounding.keys else np.zeros(len(layout.part_of), np.int64),
                 _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), *lists, self._scratch.sums,
             )  # fmt: skip
-            apply_of, code = kernels.apply_kernel, rule.definition.code
-            entries = [apply_of(dim, code, rule.flags, weighted or mean).entry(*updating) for dim in dims]
             finding = (
                 ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences,
-                layout.lines * (layout.lines * occurrences < _CACHED), means[layout.part_of], grad, slots, *lists,
-                error, np.array(entries)[layout.part_of],
+                layout.lines * (layout.lines * occurrences < _CACHED), layout.means, grad, slots, *lists, error,
+                Kernel.entries(applies, updating)[layout.part_of],
             )  # fmt: skip
-            _run([find.entry(*finding)] * len(layout.part_of), layout.items, 1, finding, updating)
+            _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, finding, updating)
         if error[0]:
             raise RuntimeError(
                 "ids or offsets were overwritten between a lookup and its update: they are now outside their tables or "
