@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import scaled
+from compiled_once import compile_once
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
@@ -25,10 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing about whether it is right, least of all on a busy machine.
-settings.register_profile("stoker", deadline=None)
+settings.register_profile("stoker", deadline=None, max_examples=scaled(100))
 settings.load_profile("stoker")
 
 fill_fresh_memory()
+compile_once()
 
 # Batches of tests are tiny: a second thread costs more than it brings, most of all where several processes share the
 # cores. Kernels are tested with all threads, and tests about threads set their own number.

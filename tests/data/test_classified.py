@@ -201,7 +201,7 @@ def shards(draw: st.DrawFn) -> tuple[FeatureSpec, dict[str, int], dict[str, Any]
 
 
 @given(shards(), st.integers(1, 7))
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_a_row_is_hot_if_all_its_ids_are(
     case: tuple[FeatureSpec, dict[str, int], dict[str, Any]], at_once: int
 ) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def test_the_narrowest_type_of_codes() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(
     tops=st.lists(st.sampled_from([1, 255, 300, 65_536]), min_size=1, max_size=4), n=st.integers(1, 200),
     seed=st.integers(0, 2**32), wide=st.booleans(), bags=st.booleans(),

@@ -82,7 +82,7 @@ def test_any_altered_byte_is_refused_by_name(
 
 
 @given(number=st.integers(0, 2), cut=st.integers(1, 5000), longer=st.booleans(), late=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 def test_a_shard_of_another_length_is_refused_by_name(
     pristine: Path, number: int, cut: int, longer: bool, late: bool
 ) -> None:

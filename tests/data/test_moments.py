@@ -277,7 +277,7 @@ def test_a_format_reads_us_dates_and_trains_on_the_past(tmp_path: Path, block_by
 
 
 @given(st.lists(st.datetimes(datetime(1971, 1, 1), datetime(2060, 1, 1)), min_size=1, max_size=5), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 def test_a_format_reads_what_python_writes_with_it(moments: list[datetime], data: st.DataObject) -> None:
     dates = ["%m/%d/%Y", "%d.%m.%y", "%b %d, %Y", "%Y%m%d", "%A, %d %B %Y"]
     clocks = ["", " %H:%M", "T%H:%M:%S", " %H:%M:%S.%f", " %I:%M:%S %p", " %H:%M %z"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def columns(draw: Any) -> tuple[list[DenseColumn], list[np.ndarray]]:
     return made, raw
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(made=columns(), cut=st.integers(0, 60), train=st.integers(1, 60))
 def test_they_teach_and_give_the_same(made: tuple[list[DenseColumn], list[np.ndarray]], cut: int, train: int) -> None:
     """Each part of the narrowest types that hold its rows."""
@@ -81,7 +82,7 @@ def test_they_teach_and_give_the_same(made: tuple[list[DenseColumn], list[np.nda
         np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(
     values=st.lists(
         st.one_of(st.none(), st.integers(0, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**53 + 1, -1])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.order import EpochOrder, permutation, rows_that_fit
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=scaled(100))
 @given(
     rows=st.integers(0, 5000),
     pool=st.integers(1, 6000),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def middle(values: Array) -> float:
     return low / 2 + high / 2 if np.isinf(low + high) else (low + high) / 2 + 0.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(
     columns=st.integers(0, 20).flatmap(
         lambda n: st.lists(st.lists(VALUES, min_size=n, max_size=n), min_size=1, max_size=3)

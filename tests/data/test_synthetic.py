@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from campaigns import in_ci
+from campaigns import in_ci, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -514,7 +514,7 @@ def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) ->
     assert seen[9] == 93  # C10: 93,145 scaled
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200), deadline=None)
 @given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
 def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
     missing = np.arange(len(values)) % 3 == 1

@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_larger_or_smaller_partitions(
     run_prepare(ALL, tmp_path / "log.csv", out=tmp_path / "whole", **settings)
     whole = hash_tree(tmp_path / "whole")
     added, add = 0, Journal.add
-    # Below CI's effort every second stop; those of the other start are in between.
+    # In less than a whole campaign every second stop; those of the other start are in between.
     for steps in range(5 - damage + 5 * (EFFORT < 1 and first == "parts"), 40, 10 if EFFORT < 1 else 5):
         with monkeypatch.context() as patch:
             added = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_featured_datasets import hash_tree
@@ -56,7 +57,7 @@ def after(feature: Past, stored: pl.DataFrame | None, part: pl.DataFrame) -> tup
     return made[count:].to_series(), states[feature.name][0].sort(ROW).drop(ROW)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(st.integers(1, 60), st.lists(st.integers(0, 60), min_size=1, max_size=3), st.sampled_from(LASTING))
 def test_rows_that_follow_have_the_values_of_one_log(count: int, cuts: list[int], feature: Past) -> None:
     """Cuts fall between rows, so that those of one moment may be on both sides."""

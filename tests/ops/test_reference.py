@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -20,7 +21,7 @@ def bags_of(lengths: list[int], rows: int, seed: int) -> tuple[torch.Tensor, tor
     return ids, torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int64)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     rows=st.integers(1, 20),
@@ -122,7 +123,7 @@ def test_clipping_comes_before_decay():
 
 
 @given(dim=st.integers(1, 70), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(40))
 def test_row_norm_is_the_sum_of_squares(dim, seed):
     values = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(reference.row_norm_squared(values), (values.double() ** 2).sum(1).float())

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,7 +102,7 @@ def test_a_row_is_the_product_of_its_slices_in_mixed_radix() -> None:
             assert rows[row, column] == product.item()
 
 
-@settings(max_examples=150)
+@settings(max_examples=scaled(150))
 @given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans())
 @example(shape=TTShape((5, 1, 5), (1, 7, 1), (3, 2)), seed=1, many=True)
 @example(shape=TTShape((1, 1), (1, 13), (1,)), seed=0, many=False)
@@ -115,7 +116,7 @@ def test_rows_and_gradients_equal_the_definition(shape: TTShape, seed: int, many
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
-@settings(max_examples=80)
+@settings(max_examples=scaled(80))
 @given(shape=shapes(4), seed=st.integers(0, 2**20), many=st.booleans())
 def test_exact_on_small_integers(shape: TTShape, seed: int, many: bool) -> None:
     """Every product and sum is a whole number below 2**24, so float32 has no excuse."""
@@ -129,7 +130,7 @@ def test_exact_on_small_integers(shape: TTShape, seed: int, many: bool) -> None:
         assert torch.equal(torch.nan_to_num(mine.double(), 99), torch.nan_to_num(other, 99))
 
 
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(
     rows=st.lists(st.one_of(st.integers(0, FAR.capacity - 1), st.integers(FAR.capacity - 9, FAR.capacity - 1)),
                   min_size=1, max_size=30, unique=True)
@@ -169,7 +170,7 @@ def test_rows_at_the_end_of_a_huge_table() -> None:
         assert value == [float(math.prod(digit % 251 + 1 for digit in digits))] * 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans())
 def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool) -> None:
     rows = some_rows(shape, seed, many)
@@ -284,7 +285,7 @@ def test_close_to_the_fewest_bytes_there_are(rows: int, dim: int, rank: int, cor
     assert shape.num_parameters <= 1.1 * least_bytes(rows, dim, rank, cores)
 
 
-@settings(max_examples=120)
+@settings(max_examples=scaled(120))
 @given(
     rows=st.one_of(st.integers(1, 50), st.integers(1, 10**10)),
     dim=st.sampled_from([1, 2, 7, 16, 31, 48, 64]),
@@ -422,7 +423,7 @@ def least_error(weight: Tensor, shape: TTShape, cut: int) -> float:
     return torch.linalg.svdvals(unfolding(weight, shape, cut))[shape.ranks[cut - 1] :].norm().item()
 
 
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 @given(rows=st.integers(1, 60), dim=st.sampled_from([1, 3, 8, 12]), cores=st.integers(2, 4), seed=st.integers(0, 99))
 def test_exact_at_full_rank(rows: int, dim: int, cores: int, seed: int) -> None:
     weight = torch.randn(rows, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -433,7 +434,7 @@ def test_exact_at_full_rank(rows: int, dim: int, cores: int, seed: int) -> None:
     torch.testing.assert_close(dense_of(made, shape, rows), weight, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(shape=shapes(5), missing=st.integers(0, 4), seed=st.integers(0, 99))
 @example(shape=TTShape((2, 5), (1, 5), (5,)), missing=0, seed=0)  # a rank that the left side cannot use
 @example(shape=TTShape((5, 1), (5, 1), (5,)), missing=0, seed=0)  # and one that the right side cannot

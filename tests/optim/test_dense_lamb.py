@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def algorithm_2(
     return x
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     shape=st.sampled_from([(1,), (7,), (3, 5), (2, 3, 4)]),
     steps=st.integers(1, 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_without_being_told_no_table_is_compressed() -> None:
     assert not any(isinstance(each, TensorTrain) for each in planned(tables, size_of(tables) // 2, {}).values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(
     rows=st.lists(st.integers(1, 200_000), min_size=1, max_size=6), share=st.floats(0.0, 1.2), rank=st.integers(1, 48)
 )

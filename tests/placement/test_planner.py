@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -268,7 +269,7 @@ def test_tables_of_several_widths_divide_the_memory():
     embeddings.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(
     rows=st.lists(st.integers(1, 30_000), min_size=1, max_size=6),
     share=st.floats(0.02, 1.2),

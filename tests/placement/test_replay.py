@@ -118,7 +118,7 @@ def test_hot_rows_of_the_tables_move_what_replay_says() -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(
     batches=traces,
     window=st.integers(1, 5),
@@ -204,7 +204,7 @@ def test_no_choice_of_victims_misses_less_than_belady(batches: list[Lookups], sp
     assert found.misses == least_misses(counted(batches), slots)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(batches=traces, in_flight=st.integers(1, 3), spare=st.integers(0, 5))
 def test_what_holds_for_every_strategy(batches: list[Lookups], in_flight: int, spare: int) -> None:
     slots = rows_in_flight(batches, in_flight) + spare

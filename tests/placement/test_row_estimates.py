@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ def test_half_width_is_equation_4() -> None:
     assert half_width(7.5, n, 1.0, 0.999) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=60),
     first=st.integers(0, 12),
@@ -40,7 +41,7 @@ def test_exact_rows_are_counted(counts: list[int], first: int, cut: float) -> No
     assert found.served(prefixes) == pytest.approx(shares)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=30), cut=st.floats(0.01, 14))
 def test_counts_in_no_order_are_fitted_by_falling_ones(counts: list[int], cut: float) -> None:
     """The max-min formula of isotonic regression, written out."""

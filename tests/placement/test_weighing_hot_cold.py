@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_too_few_slots_leave_none_hot() -> None:
     assert choose_hot(USES, int(with_margin(sum(use.distinct for use in USES)) * 0.8), 1) == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(table=st.integers(0, 2), share=st.floats(0, 1), hot=st.floats(0, 1))
 def test_parts_add_up(table: int, share: float, hot: float) -> None:
     uses, low = USES[table], int(hot * SIZES[table])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import draw, placed_run, resident_run, same
@@ -36,7 +37,7 @@ def algorithm_1(w: Tensor, g: Tensor, ids: list[int], r: float, zeta: float) -> 
     return g
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     ids=st.lists(st.integers(0, 7), min_size=1, max_size=30), dim=st.sampled_from([1, 4, 17]),
     clip=st.sampled_from([(1.0, 1e-5), (0.1, 0.0), (0.0, 0.5), (0.5, 2.0)]), scale=st.sampled_from([0.0, 0.1, 3.0]),

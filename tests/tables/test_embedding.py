@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -30,7 +31,7 @@ def integer_rows(tables: stoker.EmbeddingTables, seed: int) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=scaled(40))
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     batch=st.integers(1, 20),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,7 +183,7 @@ def test_values_are_equal_whatever_the_order_and_come_from_profiles() -> None:
     tables.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150), deadline=None)
 @given(
     rows=st.lists(st.integers(1, 20), min_size=1, max_size=4), seed=st.integers(0, 2**32), plain=st.booleans(),
     jagged=st.booleans(),

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ CALLS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200), deadline=None)
 @given(
     rows=st.integers(1, 60), frames=st.integers(1, 9), block=st.integers(1, 9), store=st.sampled_from(sorted(STORES)),
     nested=st.booleans(), calls=CALLS,

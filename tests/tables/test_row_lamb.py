@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import build, draw, placed_run, resident_run, same
@@ -67,7 +68,7 @@ def test_with_every_row_touched_it_is_the_algorithm_on_a_layer(backend, decay, b
             torch.testing.assert_close(tables.rows(name).double(), x[name], rtol=1e-4, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=scaled(50))
 @given(
     seed=st.integers(0, 2**20), rows=st.integers(0, 300), dim=st.sampled_from([1, 4, 16, 33]),
     scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]), tables=st.integers(1, 4),

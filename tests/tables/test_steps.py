@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -104,7 +105,7 @@ def test_every_placement_gives_the_same_bits_staged_or_not(kind):
             assert all(torch.equal(a, b) for a, b in zip(resident, run(placement, staged), strict=True))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=6),
     extra=st.integers(0, 2),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import files
@@ -109,7 +110,7 @@ def test_the_files_say_nothing_of_place_and_time(saved: Path) -> None:
     assert set(files(saved)) == {*manifest["files"], "manifest.json"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(data=st.data())
 def test_any_damage_is_named_and_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damage")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def stream(logits: torch.Tensor, labels: torch.Tensor, cuts: list[int], **option
     return metrics.compute()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200), deadline=None)
 @given(ROWS, st.lists(st.integers(0, 60), max_size=4))
 def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, bool]], cuts: list[int]) -> None:
     from sklearn import metrics as sk
@@ -57,7 +58,7 @@ def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, boo
     assert (found["rows"], found["positives"]) == (len(rows), int(truth.sum()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(ROWS, st.integers(0, 20))
 def test_counting_in_bins_stays_within_the_error_it_reports(rows: list[tuple[float, bool]], kept: int) -> None:
     logits = torch.tensor([logit for logit, _ in rows])

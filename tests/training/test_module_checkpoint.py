@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import files
@@ -509,7 +510,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(value=VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
     tensors: dict[str, Tensor] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import FILE, HALF, ROW, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
@@ -254,7 +255,7 @@ def test_totals_leave_a_timeline_of_the_callers_alone(data: Dataset, tmp_path: P
     assert records(tmp_path / "run", "train")[0]["stage_seconds"] == {}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(st.data())
 def test_totals_are_those_of_the_whole_timeline(draw: st.DataObject) -> None:
     """The time of every stage without those inside it, from the spans in the order in which they end."""
