@@ -10,8 +10,9 @@ from tt_tools import LR, run_cases
 from worker_tools import argument, say, versions
 
 import stoker
-from stoker.ops.tt.lookup import build_trie, expand, gradients
+from stoker.ops.tt.lookup import expand, gradients
 from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.trie import build_trie
 from stoker.optim import SGD
 
 config = argument()
@@ -68,7 +69,7 @@ class Ours:
         shape, cores = self.bag.shape, list(self.bag.cores)
         ids = torch.from_numpy(np.load(case["ids"], mmap_mode="r")[0].copy())
         distinct = torch.unique(ids)
-        trie = build_trie(distinct, shape)
+        trie = build_trie(distinct, shape, cores[0])
         flop, width = 0, shape.cols[0]
         for place, level in enumerate(trie.levels[1:], 1):
             _, left, wide = shape.core_shapes[place]
@@ -83,7 +84,7 @@ class Ours:
             nodes=[len(level.digit) for level in trie.levels],
             slices=[len(level.digits) for level in trie.levels],
             flop=flop,
-            trie=least(lambda: build_trie(distinct, shape), repeats),
+            trie=least(lambda: build_trie(distinct, shape, cores[0]), repeats),
             expand=least(lambda: expand(cores, trie), repeats),
             gradients=least(lambda: gradients(cores, trie, values, grad), repeats),
         )

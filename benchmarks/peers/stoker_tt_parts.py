@@ -8,8 +8,9 @@ from worker_tools import argument, versions
 
 import stoker
 from stoker.ops import get_backend
-from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients
+from stoker.ops.tt.lookup import expand, gradients
 from stoker.ops.tt.shape import Level, TTShape
+from stoker.ops.tt.trie import Trie, build_trie
 from stoker.optim import SGD
 from stoker.tables.compressed.tensor_train import update_slices
 
@@ -22,7 +23,7 @@ if parts["permuted"]:
         given["ids"] = given["permuted"]
 
 
-def chains(rows, shape):
+def chains(rows, shape, like):
     """A trie in which no two rows share a node."""
     digits = []
     for count in reversed(shape.rows):
@@ -46,7 +47,7 @@ def chains(rows, shape):
             )
         )
         places = by_prefix if len(levels) > 1 else digit
-    return Trie(shape, tuple(levels))
+    return Trie.make(shape, levels, like)
 
 
 class Parts:
@@ -63,7 +64,7 @@ class Parts:
         return torch.from_numpy(grad)
 
     def trie(self, rows):
-        return build_trie(rows, self.shape) if parts["reuse"] else chains(rows, self.shape)
+        return (build_trie if parts["reuse"] else chains)(rows, self.shape, self.weights[0])
 
     def forward(self, ids):
         """Rows may repeat in a trie: it is only prefixes that are made one."""
@@ -75,7 +76,7 @@ class Parts:
             inverse[order] = torch.arange(len(order))
         trie = self.trie(rows)
         values = expand(self.weights, trie)
-        out = trie.in_order(values[-1].view(len(rows), -1))[inverse]
+        out = trie.in_order(values.rows)[inverse]
         return out, ids, len(rows), inverse, trie, values
 
     lookup = forward

@@ -16,7 +16,6 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.ops.tt import lookup as tensor_train
 from stoker.ops.tt.lookup import (
-    build_trie,
     decompose,
     digits_of,
     expand,
@@ -25,6 +24,7 @@ from stoker.ops.tt.lookup import (
     rows_by_definition,
 )
 from stoker.ops.tt.shape import TTShape, factorize
+from stoker.ops.tt.trie import build_trie
 
 FAR = TTShape((2**21, 2**21, 2**11), (1, 2, 3), (2, 1))  # 2**53 rows
 
@@ -58,9 +58,9 @@ def cores_of(shape: TTShape, seed: int, *, integers: bool = False, only: Tensor 
 
 def by_trie(cores: list[Tensor], rows: Tensor, shape: TTShape, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Rows in ascending order, and gradients as large as the cores, with NaN in slices that got none."""
-    trie = build_trie(rows, shape)
+    trie = build_trie(rows, shape, cores[0])
     values = expand(cores, trie)
-    found = trie.in_order(values[-1].view(len(rows), -1))
+    found = trie.in_order(values.rows)
     whole = []
     for core, (digits, slices) in zip(
         cores, gradients(cores, trie, values, trie.from_order(grad)), strict=True
@@ -138,7 +138,7 @@ def test_exact_on_small_integers(shape: TTShape, seed: int, many: bool) -> None:
 @example(rows=[2**31 - 1, 2**31, 2**32 + 1, 2**52 + 1, 2**53 - 1])
 def test_ids_that_no_float_holds(rows: list[int]) -> None:
     """Digits above 2**31 and next to 2**53, by Python's own integers."""
-    trie = build_trie(torch.tensor(sorted(rows)), FAR)
+    trie = build_trie(torch.tensor(sorted(rows)), FAR, torch.zeros(0))
     assert trie.levels[-1].digit.tolist() == sorted(row % 2**11 for row in rows)
     tops = sorted({row // 2**32 for row in rows})
     assert trie.levels[0].digit.tolist() == tops
@@ -163,8 +163,8 @@ def test_rows_at_the_end_of_a_huge_table() -> None:
         torch.arange(size[0]).view(-1, 1, 1).expand(size).remainder(251).add(1).float() for size in shape.core_shapes
     ]
     rows = torch.tensor([0, 2**31 + 5, 2**53 - 1, 2**53 + 1, 2**54 + 12345, 2**55 - 2, 2**55 - 1])
-    trie = build_trie(rows, shape)
-    found = trie.in_order(expand(cores, trie)[-1].view(len(rows), -1))
+    trie = build_trie(rows, shape, cores[0])
+    found = trie.in_order(expand(cores, trie).rows)
     for row, value in zip(rows.tolist(), found.tolist(), strict=True):
         digits = (row // 2**34, row // 2**13 % 2**21, row % 2**13)
         assert value == [float(math.prod(digit % 251 + 1 for digit in digits))] * 2
@@ -174,19 +174,16 @@ def test_rows_at_the_end_of_a_huge_table() -> None:
 @given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans())
 def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool) -> None:
     rows = some_rows(shape, seed, many)
-    trie, cores = build_trie(rows, shape), cores_of(shape, seed)
-    values = expand(cores, trie)
-    for place, (level, value) in enumerate(zip(trie.levels, values, strict=True), 1):
+    trie = build_trie(rows, shape, torch.zeros(0))
+    for place, level in enumerate(trie.levels, 1):
         below = math.prod(shape.rows[place:])
         prefixes = {row // below for row in rows.tolist()}
         assert len(level.digit) == len(prefixes)
-        nodes = shape.rows[0] if place == 1 else len(prefixes)  # the first level's values are the whole core
-        assert value.shape == (nodes, math.prod(shape.cols[:place]), (*shape.ranks, 1)[place - 1])
         # Nodes of a digit lie together, in ascending order of the digits; by_prefix lists each node once.
         assert torch.equal(level.digits, torch.unique(level.digit))
         assert level.start[0] == 0
         assert level.start[-1] == len(level.digit)
-        for digit, begin, stop in level.blocks:
+        for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
             assert (level.digit[begin:stop] == digit).all()
         assert torch.equal(torch.sort(level.by_prefix)[0], torch.arange(len(prefixes)))
         assert torch.equal(level.digit[level.by_prefix], torch.tensor(sorted(prefixes)) % shape.rows[place - 1])
@@ -194,24 +191,62 @@ def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool
             assert int(level.children.sum()) == len(prefixes)
 
 
-def test_one_product_for_each_digit_of_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=60)
+@given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans(), most=st.integers(0, 3))
+def test_blocks_have_each_node_once(shape: TTShape, seed: int, many: bool, most: int) -> None:
+    """Places by blocks against the nodes themselves, also where a digit has several blocks."""
+    rows = some_rows(shape, seed, many)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stoker.ops.tt.trie._MOST", most)
+        patch.setattr("stoker.ops.tt.trie._SPARE", 0)
+        trie = build_trie(rows, shape, torch.zeros(0, dtype=torch.float64))
+        cores, grad = cores_of(shape, seed), torch.randn(len(rows), shape.dim, dtype=torch.float64)
+        found, slices = by_trie(cores, rows, shape, grad)
+    places, before = torch.arange(len(trie.levels[0].digit)), len(trie.levels[0].digit)
+    for level, block, slices_of in zip(trie.levels[1:], trie.blocks, shape.rows[1:], strict=True):
+        count = len(block.parents) // block.size
+        digits = torch.arange(slices_of) if block.digits is None else block.digits
+        assert len(digits) == count
+        assert len(block.parents) <= max(3, most) * len(level.digit) + 2 * len(level.digits)
+        mine = torch.empty_like(level.digit)
+        mine[level.by_prefix] = torch.arange(len(level.digit))
+        assert torch.equal(torch.sort(block.children)[0], torch.unique(block.children))
+        assert len(block.starts) == before + 1
+        over = torch.repeat_interleave(torch.arange(before), block.starts.diff())
+        at = torch.empty(len(block.parents), dtype=torch.int64)
+        at[block.children] = over
+        parents = block.parents[block.children]
+        if level is trie.levels[1]:
+            parents = torch.searchsorted(trie.levels[0].digit, parents)
+        assert torch.equal(parents, over)
+        assert sorted(digits[block.children // block.size].tolist()) == level.digit.tolist()
+        before = len(block.parents)
+    assert len(torch.unique(trie.places)) == len(rows)
+    expected, wanted = by_definition(cores, rows, shape, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(slices, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+def test_one_product_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is shared: 64 rows with one common prefix cost one product more than a row alone in the second level."""
     shape, sizes = TTShape((4, 4, 64), (1, 1, 8), (3, 5)), []
-    multiply = torch.mm
+    multiply = torch.bmm
 
-    def counted(left: Tensor, right: Tensor, **options: Tensor) -> Tensor:
-        sizes.append(len(left))
-        return multiply(left, right, **options)
+    def counted(left: Tensor, right: Tensor) -> Tensor:
+        sizes.append(tuple(left.shape[:2]))
+        return multiply(left, right)
 
-    monkeypatch.setattr(tensor_train.torch, "mm", counted)
-    expand(cores_of(shape, 0), build_trie(torch.arange(64) + 5 * 64, shape))
-    assert sizes == [1] + [1] * 64
+    monkeypatch.setattr(tensor_train.torch, "bmm", counted)
+    cores = cores_of(shape, 0)
+    expand(cores, build_trie(torch.arange(64) + 5 * 64, shape, cores[0]))
+    assert sizes == [(1, 1), (64, 1)]
 
 
 def test_order_and_its_inverse() -> None:
     shape = TTShape((3, 4, 5), (1, 1, 2), (2, 2))
     rows = some_rows(shape, 7, True)
-    trie = build_trie(rows, shape)
+    trie = build_trie(rows, shape, torch.zeros(0))
     values = torch.randn(len(rows), 3)
     assert torch.equal(trie.in_order(trie.from_order(values)), values)
     assert torch.equal(trie.from_order(trie.in_order(values)), values)
@@ -221,9 +256,9 @@ def test_order_and_its_inverse() -> None:
 def test_no_rows_at_all() -> None:
     shape = TTShape((3, 4, 5), (1, 2, 2), (2, 3))
     cores, rows = cores_of(shape, 0), torch.zeros(0, dtype=torch.int64)
-    trie = build_trie(rows, shape)
+    trie = build_trie(rows, shape, cores[0])
     values = expand(cores, trie)
-    assert values[-1].shape == (0, 4, 1)
+    assert values.rows.shape == (0, 4)
     found = gradients(cores, trie, values, torch.zeros(0, 4, dtype=torch.float64))
     assert [tuple(slices.shape) for _, slices in found] == [(0, *size[1:]) for size in shape.core_shapes]
 

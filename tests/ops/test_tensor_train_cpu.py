@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from stoker.ops.tt import lookup as tensor_train
-from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients, take
+from stoker.ops.tt.lookup import Values, expand, gradients, take
 from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.trie import Trie, build_trie
 
 pytest.importorskip("numba", reason="tests the kernels that Numba compiles, and numba is not installed here")
 
@@ -37,9 +37,9 @@ def made(shape: TTShape, count: int) -> tuple[list[torch.Tensor], torch.Tensor, 
     return cores, rows, torch.randn(len(rows), shape.dim, generator=generator)
 
 
-def both_ways(shape: TTShape, count: int) -> tuple[Trie, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+def both_ways(shape: TTShape, count: int) -> tuple[Trie, Values, list[tuple[torch.Tensor, torch.Tensor]]]:
     cores, rows, grad = made(shape, count)
-    trie = build_trie(rows, shape)
+    trie = build_trie(rows, shape, cores[0])
     values = expand(cores, trie)
     return trie, values, gradients(cores, trie, values, trie.from_order(grad))
 
@@ -52,14 +52,15 @@ def close(mine: torch.Tensor, plain: torch.Tensor) -> None:
 @pytest.mark.parametrize("count", [0, 1, 40, 3000])
 def test_kernels_equal_the_plain_form(shape: TTShape, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trie, values, slices = both_ways(shape, count)
-    monkeypatch.setattr(tensor_train, "HAVE_NUMBA", False)
+    monkeypatch.setattr("stoker.ops.tt.trie.HAVE_NUMBA", False)
     plain_trie, plain_values, plain_slices = both_ways(shape, count)
     for level, plain in zip(trie.levels, plain_trie.levels, strict=True):
         for field in fields(plain):
             a, b = getattr(level, field.name), getattr(plain, field.name)
             assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
-    for a, b in zip(values, plain_values, strict=True):
-        close(a, b)
+    assert plain_trie.blocks
+    assert not trie.blocks
+    close(trie.in_order(values.rows), plain_trie.in_order(plain_values.rows))
     for (digits, a), (plain_digits, b) in zip(slices, plain_slices, strict=True):
         assert torch.equal(digits, plain_digits)
         close(a, b)
@@ -75,27 +76,28 @@ def test_threads_change_no_bit(shape: TTShape) -> None:
     finally:
         torch.set_num_threads(threads)
     for _, values, slices in found[1:]:
-        assert all(map(torch.equal, values, found[0][1]))
+        assert all(map(torch.equal, values.kept, found[0][1].kept))
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(slices, found[0][2], strict=True))
 
 
 def test_a_row_is_the_same_in_every_batch(shape: TTShape) -> None:
     """A product is summed in one order, whatever rows lie beside it."""
     cores, rows, _ = made(shape, 3000)
-    trie = build_trie(rows, shape)
-    together = trie.in_order(expand(cores, trie)[-1])
+    trie = build_trie(rows, shape, cores[0])
+    together = trie.in_order(expand(cores, trie).rows)
     for at in range(0, len(rows), 97):
-        assert torch.equal(expand(cores, build_trie(rows[at : at + 1], shape))[-1], together[at : at + 1])
+        alone = build_trie(rows[at : at + 1], shape, cores[0])
+        assert torch.equal(expand(cores, alone).rows, together[at : at + 1])
 
 
 def test_rows_may_repeat(shape: TTShape) -> None:
     """Leaves are never made one: a trie of every occurrence takes every gradient by itself."""
     cores, rows, _ = made(shape, 300)
     repeated = rows.repeat_interleave(2)
-    trie = build_trie(repeated, shape)
+    trie = build_trie(repeated, shape, cores[0])
     values = expand(cores, trie)
-    once = build_trie(rows, shape)
-    assert torch.equal(trie.in_order(values[-1])[::2], once.in_order(expand(cores, once)[-1]))
+    once = build_trie(rows, shape, cores[0])
+    assert torch.equal(trie.in_order(values.rows)[::2], once.in_order(expand(cores, once).rows))
     grad = torch.ones(len(repeated), shape.dim)
     twice = gradients(cores, trie, values, grad)
     single = gradients(cores, once, expand(cores, once), 2 * grad[: len(rows)])

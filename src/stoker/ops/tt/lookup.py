@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,107 +21,46 @@ from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
-from stoker.ops.space import HAVE_NUMBA
-from stoker.ops.tt.shape import Level, TTShape
+from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.trie import Blocks, Trie, cpu_kernels
 
 _FILL = 2**22  # values of a fresh core: one chunk
 
 
-def _kernels(*tensors: Tensor) -> Any:
-    """Return the module of CPU kernels if they take these tensors, else None."""
-    types = (torch.float32, torch.int64)
-    if not HAVE_NUMBA or any(tensor.device.type != "cpu" or tensor.dtype not in types for tensor in tensors):
-        return None
-    from stoker.ops.tt import cpu
+class Values(NamedTuple):
+    """The rows of a trie, and what their gradient needs."""
 
-    return cpu
+    rows: Tensor  # [places, D], see :attr:`Trie.places`; padding is arbitrary
+    kept: list[Any]  # by kernels: the values of each level; by blocks: the operands of each product
 
 
-@dataclass(frozen=True, slots=True)
-class Trie:
-    """The distinct prefixes of distinct rows."""
-
-    shape: TTShape
-    levels: tuple[Level, ...]
-
-    def in_order(self, values: Tensor) -> Tensor:
-        """Return the values of the last level in the ascending order of the rows."""
-        return values[self.levels[-1].by_prefix]
-
-    def from_order(self, values: Tensor) -> Tensor:
-        """Undo :meth:`in_order`."""
-        placed = torch.empty_like(values)
-        placed[self.levels[-1].by_prefix] = values
-        return placed
-
-
-def build_trie(rows: Tensor, shape: TTShape) -> Trie:
-    """Build the trie of ``rows`` [U] int64, which are distinct and ascending."""
-    keys, found = rows, []
-    for count in reversed(shape.rows[1:]):
-        digit, inverse, above, children = _split(keys, count)
-        found.append((digit, inverse, children))
-        keys = above
-    levels, places = [_level(keys, shape.rows[0], None, None, None)], keys
-    for radix, (digit, inverse, children) in zip(shape.rows[1:], reversed(found), strict=True):
-        level = _level(digit, radix, inverse, children, places)
-        levels.append(level)
-        places = level.by_prefix
-    return Trie(shape, tuple(levels))
-
-
-def _split(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return digits, numbers of the nodes above, their keys and child counts."""
-    if (cpu := _kernels(keys)) is not None:
-        split: tuple[Tensor, Tensor, Tensor, Tensor] = cpu.split_keys(keys, count)
-        return split
-    above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
-    return keys % count, inverse, above, children
-
-
-def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
-    if (cpu := _kernels(digit)) is not None:
-        ordered, order, place, digits, start = cpu.order_nodes(digit, radix)
-    else:
-        ordered, order = torch.sort(digit, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        digits, counts = torch.unique_consecutive(ordered, return_counts=True)
-        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    parent = None if inverse is None or above is None else above[inverse[order]]
-    return Level(ordered, parent, digits, start, place, children)
-
-
-def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
-    """Return the values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
-
-    Those of the first level are not copied: they are the whole first core, [n_1, m_1, r_1].
-
-    The values of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
+def expand(cores: Sequence[Tensor], trie: Trie) -> Values:
+    """Return the rows of a trie: for each level but the first one product of its parents' values with the core.
 
     Args:
         cores: [n_k, r_{k-1}, m_k * r_k] each.
-        trie: of the rows.
+        trie: of the rows; on the device of the cores.
     """
     shape = trie.shape
-    values = [cores[0].reshape(shape.rows[0], shape.cols[0], shape.ranks[0])]
-    for place, level in enumerate(trie.levels[1:], 1):
-        above, core = values[-1], cores[place]
-        nodes, (_, width, rank) = len(level.digit), above.shape
-        if (cpu := _kernels(above, core)) is not None:
-            made = cpu.node_values(above, core, level)
+    above = cores[0].reshape(shape.rows[0], shape.cols[0], shape.ranks[0])  # not copied
+    kept: list[Any] = [] if trie.blocks else [above]
+    for place, core in enumerate(cores[1:], 1):
+        columns = above.shape[1] * shape.cols[place]
+        if trie.blocks:
+            block = trie.blocks[place - 1]
+            inputs = above.index_select(0, block.parents).view(-1, block.size * above.shape[1], above.shape[2])
+            slices = core if block.digits is None else core.index_select(0, block.digits)
+            made = torch.bmm(inputs, slices)
+            kept.append((inputs, slices))
+            above = made.view(len(block.parents), columns, core.shape[2] // shape.cols[place])
         else:
-            inputs = above[level.parent].view(nodes * width, rank)
-            made = inputs.new_empty(nodes * width, core.shape[2])
-            for digit, begin, stop in level.blocks:
-                torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
-        values.append(made.view(nodes, width * shape.cols[place], core.shape[2] // shape.cols[place]))
-    return values
+            made = cpu_kernels(core).node_values(above, core, trie.levels[place])
+            above = made.view(len(trie.levels[place].digit), columns, core.shape[2] // shape.cols[place])
+            kept.append(above)
+    return Values(above.view(trie.count, shape.dim), kept)
 
 
-def gradients(
-    cores: Sequence[Tensor], trie: Trie, values: Sequence[Tensor], grad: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def gradients(cores: Sequence[Tensor], trie: Trie, values: Values, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return for each core its used digits [n], ascending, and the gradient of their slices [n, r_{k-1}, m_k * r_k].
 
     Deterministic: the nodes of a digit and the children of a node are summed in a fixed order.
@@ -131,40 +69,41 @@ def gradients(
         cores: as for :func:`expand`.
         trie: of the rows.
         values: from :func:`expand`.
-        grad: [U, D] of the cores' type, of the rows in the last level's order.
+        grad: [places, D] of the cores' type, of the rows; 0 in padding.
     """
-    found: list[tuple[Tensor, Tensor]] = []
+    found: list[Tensor] = []
     for place in range(len(cores) - 1, 0, -1):
-        level, core, above = trie.levels[place], cores[place], values[place - 1]
-        if (cpu := _kernels(above, core, grad)) is not None:
-            slices, grad = cpu.back_through(above, core, level, trie.levels[place - 1], grad.reshape(-1, core.shape[2]))
-            found.append((level.digits, slices))
-            continue
-        nodes, (_, width, rank) = len(level.digit), above.shape
-        inputs = above[level.parent].view(nodes * width, rank)
-        back = grad.reshape(nodes * width, core.shape[2])
-        slices = inputs.new_empty(len(level.digits), *core.shape[1:])
-        passed = torch.empty_like(inputs)
-        for number, (digit, begin, stop) in enumerate(level.blocks):
-            span = slice(begin * width, stop * width)
-            torch.mm(inputs[span].t(), back[span], out=slices[number])
-            torch.mm(back[span], core[digit].t(), out=passed[span])
-        found.append((level.digits, slices))
-        grad = _sum_children(passed.view(nodes, width * rank), level, trie.levels[place - 1])
-    found.append((trie.levels[0].digits, grad.view(len(grad), *cores[0].shape[1:])))
-    return found[::-1]
+        core = cores[place]
+        if trie.blocks:
+            slices, grad = _back_through(trie.blocks[place - 1], *values.kept[place - 1], grad)
+        else:
+            slices, grad = cpu_kernels(core).back_through(
+                values.kept[place - 1], core, trie.levels[place], trie.levels[place - 1],
+                grad.reshape(-1, core.shape[2]),
+            )  # fmt: skip
+        found.append(slices)
+    found.append(grad.view(len(grad), *cores[0].shape[1:]))
+    return list(zip(trie.digits, found[::-1], strict=True))
 
 
-def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
-    """Sum over the children of each node in order of their prefix: [P of the level above, ...]."""
-    assert level.children is not None
-    if len(level.digit) == len(above.digit):  # every node has one child
-        summed = values[level.by_prefix]
-    else:
-        summed = torch.segment_reduce(values[level.by_prefix], "sum", lengths=level.children, axis=0, unsafe=True)
-    placed = torch.empty_like(summed)
-    placed[above.by_prefix] = summed
-    return placed
+def _back_through(block: Blocks, inputs: Tensor, slices: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gradients of the used slices [n, r_{k-1}, m_k * r_k], and of the values before [places, M * r_{k-1}]."""
+    back = grad.view(*inputs.shape[:2], slices.shape[2])
+    used = torch.bmm(inputs.mT, back)
+    if block.first is not None:
+        used = torch.segment_reduce(used, "sum", offsets=block.first, axis=0, unsafe=True)
+    passed = torch.bmm(back, slices.mT).view(len(block.parents), inputs.shape[1] // block.size * inputs.shape[2])
+    return used, sum_places(passed, block.children, block.starts)
+
+
+def sum_places(values: Tensor, order: Tensor, starts: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Sum ``values[order[k]]`` for k from ``starts[p]`` to ``starts[p + 1]``, in this order: [places, ...].
+
+    ``factors``: of each summand, in this order.
+    """
+    return torch.nn.functional.embedding_bag(
+        order, values, starts, mode="sum", per_sample_weights=factors, include_last_offset=True
+    )
 
 
 class _Taken(torch.autograd.Function):
@@ -180,12 +119,12 @@ class _Taken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
-        return _kernels(grad, places).sum_taken(grad, places, ctx.count), None
+        return cpu_kernels(grad, places).sum_taken(grad, places, ctx.count), None
 
 
 def take(rows: Tensor, places: Tensor) -> Tensor:
     """Return ``rows[places]`` [L, D], differentiable; each row is taken at least once."""
-    if _kernels(rows, places) is None:
+    if cpu_kernels(rows, places) is None:
         return torch.nn.functional.embedding_bag(places.unsqueeze(1), rows, mode="sum")
     taken: Tensor = _Taken.apply(rows, places)  # type: ignore[no-untyped-call]
     return taken

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -191,9 +191,3 @@ class Level:
     start: Tensor  # [n + 1] int64, where their nodes begin
     by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: siblings are adjacent
     children: Tensor | None  # [nodes of the level before, in order of their prefix] int64, how many each has
-
-    @cached_property
-    def blocks(self) -> list[tuple[int, int, int]]:
-        """Return each digit, where its nodes begin, and where they end."""
-        start = self.start.tolist()
-        return list(zip(self.digits.tolist(), start[:-1], start[1:], strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,11 @@ from stoker.base.errors import ConfigError
 from stoker.base.timeline import spanned
 from stoker.ops import AddressSpace, Backend, Bags, RowRule
 from stoker.ops.lamb import Touched, direct, move, squares, trust_ratios
-from stoker.ops.reference import addresses, update_rows
-from stoker.ops.space import slot_space
-from stoker.ops.tt.lookup import Trie, build_trie, expand, fill_core, gradients
+from stoker.ops.reference import addresses, bag_of, factors, update_rows
+from stoker.ops.space import SlotSpace, slot_space
+from stoker.ops.tt.lookup import Values, expand, fill_core, gradients, sum_places
 from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.trie import Trie, build_trie, by_place
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup, row_gradients
@@ -86,8 +88,14 @@ class TensorTrainCores(Storage):
         return [core.weight.view(size) for core, size in zip(self.cores, self.shape.core_shapes, strict=True)]
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
-        space.check(bags.ids, bags.offsets)
-        return Lease(bags, space)
+        """Find the rows of a batch and their trie, on the host: ids on a GPU make the host wait."""
+        ids, offsets = bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu()
+        space.check(ids, offsets)
+        distinct, inverse = torch.unique(addresses(ids, space.bases, offsets), return_inverse=True)
+        trie = build_trie(distinct, self.shape, self.weight)
+        places = trie.places[inverse]
+        sums = () if self.weight.device.type == "cpu" else by_place(places, trie.count)
+        return Lease(bags, space, token=_Wanted(trie, places.view(ids.shape), sums))
 
     def reset_state(self, state: dict[str, str]) -> None:
         for core in self.cores:
@@ -95,15 +103,15 @@ class TensorTrainCores(Storage):
 
     def rows_of(self, distinct: Tensor) -> Tensor:
         """Return the rows [U, D] at ``distinct`` [U] int64, ascending."""
-        trie = build_trie(distinct, self.shape)
-        return trie.in_order(expand(self.slices(), trie)[-1].view(-1, self.shape.dim))
+        trie, _ = build_trie(distinct, self.shape, self.weight).on(self.weight.device)
+        return trie.in_order(expand(self.slices(), trie).rows)
 
     def read(self, start: int, stop: int) -> Rows:
-        return Rows(self.rows_of(torch.arange(start, stop, device=self.weight.device)), {})
+        return Rows(self.rows_of(torch.arange(start, stop)), {})
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
-        distinct, inverse = torch.unique(torch.from_numpy(rows).to(self.weight.device), return_inverse=True)
-        return Rows(self.rows_of(distinct)[inverse], {})
+        distinct, inverse = torch.unique(torch.from_numpy(rows), return_inverse=True)
+        return Rows(self.rows_of(distinct)[inverse.to(self.weight.device)], {})
 
     def write(self, start: int, rows: Rows) -> None:
         raise ConfigError(
@@ -116,16 +124,25 @@ class TensorTrainCores(Storage):
             core.to(device)
 
 
+class _Wanted(NamedTuple):
+    """The rows of a batch, all on the host."""
+
+    trie: Trie
+    places: Tensor  # of the ids, in their shape: of the row of each
+    sums: tuple[Tensor, ...]  # for a GPU: the ids [L] in order of their places, and where each place begins
+
+
 @dataclass(frozen=True)
 class _Expanded:
-    """The results of a lookup, for its backward."""
+    """The results of a lookup, for its backward, on the device of the cores."""
 
     version: int  # of the cores
+    wanted: _Wanted
     trie: Trie
-    values: list[Tensor]
-    rows: Tensor  # [U, D] in the last level's order
-    bags: Bags  # places among them
+    values: Values
+    bags: Bags  # places among the rows
     space: AddressSpace
+    sums: tuple[Tensor, ...]
 
 
 class CompressedGroup(TableGroup):
@@ -142,32 +159,35 @@ class CompressedGroup(TableGroup):
         for place, core in enumerate(storage.cores):
             fill_core(core.weight, self.seed, table.name, shape, place, table.scale)
         self.stored = core_tables(table, shape)
+        self._spaces: dict[tuple[AddressSpace, int], SlotSpace] = {}
         return storage
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         check_cores(optimizer, f"table {self.tables[0].name!r}")
         super().set_optimizer(optimizer)
 
-    def _expand(self, bags: Bags, space: AddressSpace) -> _Expanded:
-        shape = self.storage.shape
-        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
-        distinct, inverse = torch.unique(wanted, return_inverse=True)
-        trie = build_trie(distinct, shape)
-        values = expand(self.storage.slices(), trie)
-        places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
-        rows = values[-1].view(-1, shape.dim)
-        return _Expanded(self.version, trie, values, rows, replace(bags, ids=places), slot_space(space, len(distinct)))
-
     def _expanded(self, lease: Lease) -> _Expanded:
         """Return the results of the lookup, computed again if the cores have changed since."""
-        if lease.token is None or lease.token.version != self.version:
-            lease.token = self._expand(lease.bags, lease.space)
-        found: _Expanded = lease.token
+        found: _Wanted | _Expanded | None = lease.token
+        if not isinstance(found, _Expanded) or found.version != self.version:
+            wanted = found.wanted if isinstance(found, _Expanded) else found
+            wanted = wanted or self.storage.acquire(lease.bags, lease.space).token
+            trie, (places, *sums) = wanted.trie.on(self.storage.weight.device, wanted.places, *wanted.sums)
+            values = expand(self.storage.slices(), trie)
+            bags, space = replace(lease.bags, ids=places), self._space(lease.space, trie.count)
+            found = lease.token = _Expanded(self.version, wanted, trie, values, bags, space, tuple(sums))
         return found
+
+    def _space(self, space: AddressSpace, count: int) -> SlotSpace:
+        """Return a space of at least ``count`` places: few spaces are made, whose limits a device gets once."""
+        key = space, 1 << max(0, count - 1).bit_length()
+        if key not in self._spaces:
+            self._spaces[key] = slot_space(*key)
+        return self._spaces[key]
 
     def _lookup(self, lease: Lease) -> Tensor:
         found = self._expanded(lease)
-        return self.backend.lookup(found.rows, found.space, found.bags)
+        return self.backend.lookup(found.values.rows, found.space, found.bags)
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
@@ -183,8 +203,18 @@ class CompressedGroup(TableGroup):
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each core the distinct slices and their gradients."""
-        sums = row_gradients(self.backend, len(found.rows), found.space, found.bags, found.bags.ids, grad)
-        return gradients(self.storage.slices(), found.trie, found.values, sums)
+        return gradients(self.storage.slices(), found.trie, found.values, self._row_sums(found, grad))
+
+    def _row_sums(self, found: _Expanded, grad: Tensor) -> Tensor:
+        """Sum the gradient of each row in order of occurrence: [places, D]."""
+        bags, rows = found.bags, found.values.rows
+        if not found.sums:
+            return row_gradients(self.backend, len(rows), found.space, bags, bags.ids, grad)
+        order, starts = found.sums
+        parts = factors(len(order), bags.offsets, bags.weights, bags.mean)
+        where = order if bags.offsets is None else bag_of(bags.offsets, len(order))[order]
+        flat = grad.reshape(-1, rows.shape[1]).to(rows.dtype)
+        return sum_places(flat, where, starts, None if parts is None else parts[order])
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """Return the sum of squares of the gradients of the cores."""
@@ -194,7 +224,7 @@ class CompressedGroup(TableGroup):
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)
-        return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
+        return self.backend.weight_gradient(found.values.rows, found.space, found.bags, grad)
 
     def place(self, name: str) -> tuple[Storage, int, int]:
         """Return the place of a core's slices by its name, or of the table's rows, which are computed, by its."""

@@ -22,8 +22,9 @@ from stoker.base.units import format_count
 from stoker.dataset.batch import as_tensor
 from stoker.ops import BackendName, get_backend
 from stoker.ops.reference import add_in_order
-from stoker.ops.tt.lookup import Trie, build_trie, decompose, expand, fill_core, gradients, take
+from stoker.ops.tt.lookup import decompose, expand, fill_core, gradients, take
 from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.trie import Trie, build_trie
 from stoker.optim import RowOptimizer
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
@@ -48,7 +49,7 @@ class _DistinctRows(torch.autograd.Function):
         ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
-        rows: Tensor = ctx.values[-1].view(-1, bag.embedding_dim)
+        rows: Tensor = ctx.values.rows
         return rows
 
     @staticmethod
@@ -291,20 +292,21 @@ class TTEmbeddingBag(nn.Module):
         if per_sample_weights is not None:
             per_sample_weights = as_tensor(per_sample_weights, copy=True)
         ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
-        self._check(ids)
+        wanted = ids.cpu()  # the host finds the rows: ids on a GPU make it wait
+        self._check(wanted)
         padding = None
         if self.padding_idx is None:
-            distinct, inverse = torch.unique(ids, return_inverse=True)
+            distinct, inverse = torch.unique(wanted, return_inverse=True)
             rows, places = self._rows(distinct)
-            inverse = places[inverse]
+            inverse = places[inverse].to(ids.device)
             if input.dim() == 2 and input.shape[1] == 1 and offsets is None and per_sample_weights is None:
                 return take(rows, inverse)
         else:  # a row after the others: nothing is computed for it, and no slice counts as used
-            real = ids != self.padding_idx
-            distinct, inverse = torch.unique(ids[real], return_inverse=True)
-            padding = len(distinct)
+            real = wanted != self.padding_idx
+            distinct, inverse = torch.unique(wanted[real], return_inverse=True)
             rows, places = self._rows(distinct)
-            inverse = torch.full_like(ids, padding).masked_scatter(real, places[inverse])
+            padding = len(rows)
+            inverse = torch.full_like(wanted, padding).masked_scatter(real, places[inverse]).to(ids.device)
             rows = nn.functional.pad(rows, (0, 0, 0, 1))
         pooled: Tensor = nn.functional.embedding_bag(
             inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
@@ -313,7 +315,7 @@ class TTEmbeddingBag(nn.Module):
         return pooled
 
     def _rows(self, distinct: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows at ``distinct`` ids in the order of the trie, and the place of each among them."""
+        """Return rows, and where among them are those at ``distinct`` ids, which are on the host."""
         if self.optimizer is not None and self.cores[0].dtype != torch.float32:
             raise ConfigError(
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
@@ -323,9 +325,9 @@ class TTEmbeddingBag(nn.Module):
         if trained and torch.is_grad_enabled() and self.training:
             self._steps.check()
         anchor = self.handle if trained else None
-        trie = build_trie(distinct, self.shape)
+        trie, _ = build_trie(distinct, self.shape, self.cores[0]).on(self.cores[0].device)
         rows: Tensor = _DistinctRows.apply(self, trie, anchor, *self.cores)  # type: ignore[no-untyped-call]
-        return rows, trie.levels[-1].by_prefix
+        return rows, trie.places
 
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.
@@ -426,8 +428,8 @@ class TTEmbeddingBag(nn.Module):
         device = self.cores[0].device
         for start in range(0, self.num_embeddings, chunk_rows):
             stop = min(start + chunk_rows, self.num_embeddings)
-            trie = build_trie(torch.arange(start, stop, device=device), self.shape)
-            yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
+            trie, _ = build_trie(torch.arange(start, stop), self.shape, self.cores[0]).on(device)
+            yield start, trie.in_order(expand(list(self.cores), trie).rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "handle")}
