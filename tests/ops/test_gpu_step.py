@@ -16,11 +16,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pretended import CUDA, Pretended, pretend
 
-from stoker import DIN, DLRM, Batch, Cached, Feature, FeatureSpec, RecModel, RowWiseAdagrad, Tabular, stage
-from stoker.ops import interaction, reference
+from stoker import (
+    DIN,
+    DLRM,
+    SGD,
+    Batch,
+    Cached,
+    EmbeddingTables,
+    Feature,
+    FeatureSpec,
+    RecModel,
+    RowWiseAdagrad,
+    TableConfig,
+    Tabular,
+    TensorTrain,
+    stage,
+)
+from stoker.ops import Bags, interaction, reference
 from stoker.ops import mlp as ops_mlp
 from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp
+from stoker.tables.lookups import Lookups
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the process of test_triton.py's test_interpreter"
@@ -35,6 +51,7 @@ HISTORY = FeatureSpec(
     ),
     num_embeddings={"items": 60, "users": 40},
 )
+TRAINS = {"C2": TensorTrain(rank=3), "C9": TensorTrain(own=2)}
 RESIDENT: dict[str, torch.Tensor] = {}
 DEPTH: dict[str, Any] = {"bottom": (8, 8), "top": (8, 8, 8, 8)}  # as many layers as MLPerf's DLRM
 #: kind -> columns, how to build the model, and the most launches of a step
@@ -45,6 +62,7 @@ MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
     "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 51),
     "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 69),
     "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 107),
+    "tensor trains": (ONE_ID, lambda spec, **o: DLRM(spec, tensor_train=TRAINS, **DEPTH, **o), 186),
 }
 
 
@@ -98,9 +116,37 @@ def test_the_host_never_waits_and_launches_few_kernels(device: Pretended, kind: 
     losses, model = train(device, kind)
     assert device.waits == {}
     assert 30 < sum(device.launches.values()) <= MODELS[kind][2], device.launches
-    if MODELS[kind][0] is ONE_ID:  # wherever its rows are
+    if MODELS[kind][0] is ONE_ID and kind != "tensor trains":  # wherever its rows are
         assert torch.equal(torch.stack(losses), RESIDENT.setdefault("losses", torch.stack(losses)))
     model.embeddings.close()
+
+
+@pytest.mark.parametrize(("rows", "weighted", "most"), [(500, False, 12), (500, True, 13), (10**6, False, 13)])
+def test_a_tensor_train_takes_12_launches(device: Pretended, rows: int, weighted: bool, most: int) -> None:
+    """Lookup and gradients of the cores, if the batch uses all slices; one more for each core of which it does not."""
+    g = torch.Generator().manual_seed(0)
+    ids, grad = torch.randint(0, rows, (300, 1), generator=g), torch.randn(300, 1, 8, generator=g)
+    weights = torch.rand(300, 1, generator=g) if weighted else None
+    found: list[tuple[torch.Tensor, ...]] = []
+    for where in (torch.device("cpu"), CUDA):
+        tables = EmbeddingTables(
+            [TableConfig(name="items", num_embeddings=rows, embedding_dim=8)], optimizer=SGD(lr=0.1), device=where,
+            placement={"items": TensorTrain(rank=4)}, seed=1,
+        )  # fmt: skip
+        [group] = tables.groups
+        mine = [each if each is None else each.pin_memory().to(where, non_blocking=True) for each in (ids, weights)]
+        given, wanted = Bags(mine[0], None, mine[1]), grad.to(where)
+        for _ in range(2):  # the first brings what is constant
+            lease = group.storage.acquire(Bags(ids), group.space)
+            lease.use(given)
+            device.start()
+            out = group.lookup(Lookups(given, group.space), lease)
+            slices = group._slices(group._expanded(lease), wanted)
+        assert device.waits == {}
+        assert sum(device.launches.values()) == most * (where is CUDA), device.launches
+        found.append(tuple(each.to("cpu") for each in (out, *(part for pair in slices for part in pair))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("matmul", "precision"), [("fp32", "highest"), ("tf32", "high")])

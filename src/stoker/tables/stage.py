@@ -59,6 +59,7 @@ class _Upcoming:
     ids: Tensor
     version: int  # of their contents
     copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, if others could change them
+    parts: list[Lookups]  # of all groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,6 @@ class _Read:
     """A batch that was read and is not announced yet."""
 
     upcoming: _Upcoming
-    parts: list[Lookups]  # of all groups
     wanted: list[Future[Distinct] | None]  # of each queue, if a thread finds them
 
 
@@ -97,6 +97,7 @@ class Stage(Generic[Item]):
         self._private = bool(getattr(stream, "fresh", False))
         storages = [group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
+        self._readers = [(index, each) for index, each in enumerate(storages) if each.reads_ids]
         self._memory = _window_memory([storage for _, storage in self._groups])
         blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
         self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)
@@ -134,7 +135,7 @@ class Stage(Generic[Item]):
         return ids, offsets, None if weights is None else weights.detach()
 
     def __iter__(self) -> Iterator[Item]:
-        if not self._groups:
+        if not self._groups and not self._readers:
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
@@ -268,7 +269,7 @@ class _Run:
         item = coming.upcoming.item
         groups = zip(self._queues, self.stage._groups, self._upcoming(item), coming.wanted, strict=True)
         for queue, (index, _), upcoming, wanted in groups:
-            queue.announce(*coming.parts[index], upcoming, None if wanted is None else wanted.result())
+            queue.announce(*coming.upcoming.parts[index], upcoming, None if wanted is None else wanted.result())
         self._waiting.append(coming.upcoming)
         return True
 
@@ -285,7 +286,9 @@ class _Run:
             call = Bags(*copies, call.weights)
         parts = self.tables.splitter.split(call)
         wanted = [None if finder is None else finder.submit(of.distinct, *parts[index]) for index, of in stage._groups]
-        return _Read(_Upcoming(item, ids, version_of(ids), copies), parts, wanted)
+        for index, _ in stage._readers:  # here, so that an error follows the batches before
+            parts[index].space.check(parts[index].bags.ids, parts[index].bags.offsets)
+        return _Read(_Upcoming(item, ids, version_of(ids), copies, parts), wanted)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""
@@ -311,9 +314,9 @@ class _Run:
                     return None
                 queue.skip()
             self._begun[index] = lease
-        leases = [self._begun.get(index) for index in range(len(self.tables.groups))]
-        self._begun = {}
         first = self._waiting.popleft()
+        begun = self._begun | {index: storage.acquire(*first.parts[index]) for index, storage in self.stage._readers}
+        leases, self._begun = [begun.get(index) for index in range(len(self.tables.groups))], {}
         self.stage.ahead.judge(any(queue.guesses for queue in self._deciding), len(self._waiting))
         return first, leases
 
@@ -453,8 +456,9 @@ def stage(
 ) -> Stage[Item]:
     """Iterate over the batches of ``stream``, with the rows of each in fast memory.
 
-    It has no effect on tables whose rows are all on the device. A batch that was not staged fetches its rows on demand
-    and gives the same numbers, and so does one whose ids or offsets change before the lookup.
+    It has no effect on tables whose rows are all on the device, but for tensor trains on a GPU: their products are
+    prepared from ids that are still on the host. A batch that was not staged fetches its rows on demand and gives the
+    same numbers, and so does one whose ids or offsets change before the lookup.
 
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
@@ -501,9 +505,11 @@ def stage(
         raise ConfigError(f"lookahead is {lookahead} batches; give 0 or more.")
     if in_flight is not None and in_flight < 1:
         raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")
-    slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
     if background is None:
+        storages = [group.storage for group in tables.groups]
+        slotted = [storage for storage in storages if isinstance(storage, SlottedRows)]
         background = any(storage.home.is_blocking or tables.device.type == "cuda" for storage in slotted)
+        background = background or any(storage.reads_ids for storage in storages)
     return Stage(
         stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress, lookups=lookups
     )

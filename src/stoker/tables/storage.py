@@ -207,6 +207,11 @@ class Storage(ABC):
     state: dict[str, Tensor]  # name -> [C, D] or [C] float32, in the same slots
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether :meth:`acquire` reads ids on the host, so that a stage acquires before they move to a GPU."""
+        return False
+
+    @property
     @abstractmethod
     def num_rows(self) -> int:
         """N."""

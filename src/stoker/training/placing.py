@@ -195,8 +195,8 @@ def slotted(model: RecModel) -> list[SlottedRows]:
 def staged(
     batches: Batches, model: RecModel, config: TrainConfig, *, progress: Progress | None = None
 ) -> Batches | Stage:
-    """Return the batches, staged if the model has slots; ``progress`` is called while next uses are recorded."""
-    if not slotted(model):
+    """Return the batches, staged if the tables need it; ``progress`` is called while next uses are recorded."""
+    if not slotted(model) and not any(group.storage.reads_ids for group in model.embeddings.groups):
         return batches
     return stage(
         batches, model, lookahead=config.lookahead, in_flight=config.in_flight, foresight=config.foresight,

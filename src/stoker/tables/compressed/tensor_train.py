@@ -37,6 +37,7 @@ from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
+_FEWEST = 16  # binary digits of the places in a space
 
 
 def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
@@ -87,6 +88,10 @@ class TensorTrainCores(Storage):
         """Return each core as [n_k, r_{k-1}, m_k * r_k]."""
         return [core.weight.view(size) for core, size in zip(self.cores, self.shape.core_shapes, strict=True)]
 
+    @property
+    def reads_ids(self) -> bool:
+        return self.weight.device.type != "cpu"
+
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         """Find the rows of a batch and their trie, on the host: ids on a GPU make the host wait."""
         ids, offsets = bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu()
@@ -94,7 +99,7 @@ class TensorTrainCores(Storage):
         distinct, inverse = torch.unique(addresses(ids, space.bases, offsets), return_inverse=True)
         trie = build_trie(distinct, self.shape, self.weight)
         places = trie.places[inverse]
-        sums = () if self.weight.device.type == "cpu" else by_place(places, trie.count)
+        sums = by_place(places, trie.count) if self.reads_ids else ()
         return Lease(bags, space, token=_Wanted(trie, places.view(ids.shape), sums))
 
     def reset_state(self, state: dict[str, str]) -> None:
@@ -180,7 +185,7 @@ class CompressedGroup(TableGroup):
 
     def _space(self, space: AddressSpace, count: int) -> SlotSpace:
         """Return a space of at least ``count`` places: few spaces are made, whose limits a device gets once."""
-        key = space, 1 << max(0, count - 1).bit_length()
+        key = space, 1 << max(_FEWEST, (count - 1).bit_length())
         if key not in self._spaces:
             self._spaces[key] = slot_space(*key)
         return self._spaces[key]
