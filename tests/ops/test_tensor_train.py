@@ -202,19 +202,15 @@ def test_blocks_have_each_node_once(shape: TTShape, seed: int, many: bool, most:
         trie = build_trie(rows, shape, torch.zeros(0, dtype=torch.float64))
         cores, grad = cores_of(shape, seed), torch.randn(len(rows), shape.dim, dtype=torch.float64)
         found, slices = by_trie(cores, rows, shape, grad)
-    places, before = torch.arange(len(trie.levels[0].digit)), len(trie.levels[0].digit)
+    before = len(trie.levels[0].digit)
     for level, block, slices_of in zip(trie.levels[1:], trie.blocks, shape.rows[1:], strict=True):
         count = len(block.parents) // block.size
         digits = torch.arange(slices_of) if block.digits is None else block.digits
         assert len(digits) == count
         assert len(block.parents) <= max(3, most) * len(level.digit) + 2 * len(level.digits)
-        mine = torch.empty_like(level.digit)
-        mine[level.by_prefix] = torch.arange(len(level.digit))
         assert torch.equal(torch.sort(block.children)[0], torch.unique(block.children))
         assert len(block.starts) == before + 1
         over = torch.repeat_interleave(torch.arange(before), block.starts.diff())
-        at = torch.empty(len(block.parents), dtype=torch.int64)
-        at[block.children] = over
         parents = block.parents[block.children]
         if level is trie.levels[1]:
             parents = torch.searchsorted(trie.levels[0].digit, parents)

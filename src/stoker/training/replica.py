@@ -82,11 +82,11 @@ def open_stream(
 ) -> BatchStream | HotColdStream:
     """Return the training batches of a run, with a copy of its rows in memory if the settings and free memory allow.
 
-    Batches for tables with slots or tensor trains are made in main memory, because slots and products are planned there.
+    Batches for tables with slots or tensor trains are made in main memory, where slots and products are planned.
     """
     device = resolve_device(config.device)
     gpu = device.type == "cuda"
-    placed = placement is not None and not placement.resident or gpu and bool(config.tensor_trains(data.schema))
+    placed = (placement is not None and not placement.resident) or (gpu and bool(config.tensor_trains(data.schema)))
     budget = 0
     if config.data_memory != "auto":
         budget = parse_size(config.data_memory)

@@ -75,7 +75,7 @@ def gradients(cores: Sequence[Tensor], trie: Trie, values: Values, grad: Tensor)
     for place in range(len(cores) - 1, 0, -1):
         core = cores[place]
         if trie.blocks:
-            slices, grad = _back_through(trie.blocks[place - 1], *values.kept[place - 1], grad)
+            slices, grad = _back_through(trie.blocks[place - 1], values.kept[place - 1], grad)
         else:
             slices, grad = cpu_kernels(core).back_through(
                 values.kept[place - 1], core, trie.levels[place], trie.levels[place - 1],
@@ -86,8 +86,9 @@ def gradients(cores: Sequence[Tensor], trie: Trie, values: Values, grad: Tensor)
     return list(zip(trie.digits, found[::-1], strict=True))
 
 
-def _back_through(block: Blocks, inputs: Tensor, slices: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _back_through(block: Blocks, operands: tuple[Tensor, Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of the used slices [n, r_{k-1}, m_k * r_k], and of the values before [places, M * r_{k-1}]."""
+    inputs, slices = operands
     back = grad.view(*inputs.shape[:2], slices.shape[2])
     used = torch.bmm(inputs.mT, back)
     if block.first is not None:

@@ -75,13 +75,10 @@ class Trie:
 
     def on(self, device: torch.device, *more: Tensor) -> tuple[Trie, list[Tensor]]:
         """Return the trie for cores on ``device``, and ``more`` tensors there: one copy brings all."""
-        names = ("parents", "digits", "first", "children", "starts")
-        found = [[(name, getattr(each, name)) for name in names] for each in self.blocks]
-        kept = [[(name, tensor) for name, tensor in each if tensor is not None] for each in found]
-        sent = send([*(tensor for each in kept for _, tensor in each), *self.digits, *more], device)
+        kept = [each for block in self.blocks for each in block if isinstance(each, Tensor)]
+        sent = send([*kept, *self.digits, *more], device)
         blocks = tuple(
-            block._replace(**{name: next(sent) for name, _ in each})
-            for block, each in zip(self.blocks, kept, strict=True)
+            Blocks(*(next(sent) if isinstance(each, Tensor) else each for each in block)) for block in self.blocks
         )
         digits = tuple(next(sent) for _ in self.digits)
         return replace(self, blocks=blocks, digits=digits), list(sent)
@@ -97,7 +94,7 @@ class Trie:
         return placed
 
 
-def send(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+def send(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Any]:
     """Bring int64 tensors of the host to ``device`` in one copy, without waiting for it."""
     if device.type == "cpu":
         return iter(tensors)
@@ -164,7 +161,8 @@ def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int
 
     Returns the blocks, and the place of each node.
     """
-    assert level.parent is not None and level.children is not None
+    assert level.parent is not None
+    assert level.children is not None
     counts, nodes, distinct = level.start.diff(), len(level.digit), len(level.digits)
     size = int(counts.max()) if nodes else 1
     if size * distinct > _MOST * nodes + _SPARE:  # a few digits have most nodes
