@@ -78,7 +78,7 @@ class Trie:
         kept = [each for block in self.blocks for each in block if isinstance(each, Tensor)]
         sent = send([*kept, *self.digits, *more], device)
         blocks = tuple(
-            Blocks(*(next(sent) if isinstance(each, Tensor) else each for each in block)) for block in self.blocks
+            Blocks._make(next(sent) if isinstance(each, Tensor) else each for each in block) for block in self.blocks
         )
         digits = tuple(next(sent) for _ in self.digits)
         return replace(self, blocks=blocks, digits=digits), list(sent)
