@@ -52,10 +52,13 @@ PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 # `make test` half of these. STOKER_EFFORT is the share of a whole campaign (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50
+# Those that are no properties.
+CAMPAIGNS := tests/features/test_learning_in_memory.py \
+	$(patsubst %,tests/tables/test_%.py,compiled_programs cuda_link foresight log_home malformed ram_tier)
 
 soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, malformed lookups, and properties (half an hour)
 	@$(PY) tests/soak.py $(SEEDS)
-	@STOKER_EFFORT=5 $(PYTEST) tests/tables/test_malformed.py tests/features/test_learning_in_memory.py
+	@STOKER_EFFORT=5 $(PYTEST) $(CAMPAIGNS)
 	@STOKER_EFFORT=5 $(PYTEST) --dist worksteal --timeout=0 -m hypothesis
 
 kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, and preparations at every step; each must end as if undisturbed (minutes)

@@ -15,6 +15,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from campaigns import in_ci
 
 import stoker
 import stoker.dataset.split
@@ -138,6 +139,7 @@ follow_imports = skip
 """
 
 
+@in_ci
 def test_mypy_reports_misspellings(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy. Run: pip install mypy")

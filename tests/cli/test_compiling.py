@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from campaigns import in_ci
 
 from stoker.base import progress
 from stoker.testing import make_dataset
@@ -42,6 +43,7 @@ def test_nothing_is_said_of_short_work() -> None:
     assert not said
 
 
+@in_ci
 def test_the_first_run_tells_and_the_second_is_silent(tmp_path: Path) -> None:
     make_dataset(tmp_path / "data", rows=300)
     command = [

@@ -58,7 +58,7 @@ def test_the_same_bytes_by_partitions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, threads: int, few: int
 ) -> None:
     schema = SCHEMAS[name]
-    write_log(tmp_path / "log.csv", 200)
+    write_log(tmp_path / "log.csv", 90)
     run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "whole", threads=threads, block_bytes=2_000)
     used: list[int] = []
     by_key = execute.by_key
@@ -73,7 +73,7 @@ def test_the_same_bytes_by_partitions(
     assert set(used) == {17}
     assert hash_tree(tmp_path / "whole") == hash_tree(tmp_path / "parts")
     rows = tmp_path / "rows.csv"
-    write_log(rows, 90)
+    write_log(rows, 50)
     for made, limit in (("in_parts", 17), ("at_once", 10**6)):
         in_partitions(monkeypatch, limit, few)
         stoker.prepare(None, rows, like=tmp_path / "parts", out=tmp_path / made, history="ignore")

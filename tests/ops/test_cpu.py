@@ -213,9 +213,9 @@ def test_kernels_are_kept_on_disk():
         "def save(self, key, data): saved.append(self._name(key)); real(self, key, data)\n"
         "_KernelFiles.save = save\n"
         "import stoker; from stoker.ops.interaction import dot_interaction\n"
-        "t = stoker.EmbeddingTables([stoker.TableConfig(name='t', num_embeddings=9, embedding_dim=5)],"
+        "t = stoker.EmbeddingTables([stoker.TableConfig(name='t', num_embeddings=9, embedding_dim=4)],"
         " optimizer=stoker.SGD(lr=0.1))\n"
-        "out = dot_interaction(torch.zeros(3, 5), t(torch.zeros(3, 1, dtype=torch.int64)))\n"
+        "out = dot_interaction(torch.zeros(3, 4), t(torch.zeros(3, 1, dtype=torch.int64)))\n"
         "out.sum().backward(); print('SAVED', saved)"
     )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(2)]
