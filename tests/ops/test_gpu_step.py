@@ -56,13 +56,13 @@ RESIDENT: dict[str, torch.Tensor] = {}
 DEPTH: dict[str, Any] = {"bottom": (8, 8), "top": (8, 8, 8, 8)}  # as many layers as MLPerf's DLRM
 #: kind -> columns, how to build the model, and the most launches of a step
 MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
-    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 49),
-    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 49),
-    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 65),
-    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 51),
-    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 69),
-    "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 107),
-    "tensor trains": (ONE_ID, lambda spec, **o: DLRM(spec, tensor_train=TRAINS, **DEPTH, **o), 186),
+    "resident": (ONE_ID, lambda spec, **o: DLRM(spec, **DEPTH, **o), 50),
+    "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 50),
+    "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 67),
+    "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 52),
+    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 70),
+    "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 109),
+    "tensor trains": (ONE_ID, lambda spec, **o: DLRM(spec, tensor_train=TRAINS, **DEPTH, **o), 190),
 }
 
 

@@ -60,6 +60,23 @@ def test_duplicates_are_summed_in_order_of_occurrence():
     assert reference.distinct_gradients(rows, None, None, grad[[0, 2, 1, 3]])[1].item() == 2.0
 
 
+@pytest.mark.parametrize("count", [64, 65, 128, 129, 700])
+def test_many_duplicates_are_summed_in_chunks(count: int) -> None:
+    g = torch.Generator().manual_seed(count)
+    grad = torch.randn(2 * count, 3, generator=g) * 10.0 ** torch.randint(-4, 5, (2 * count, 1), generator=g)
+    rows = torch.stack([torch.full((count,), 5), torch.arange(count) % 3], 1).view(-1)
+    total = torch.zeros(3)
+    for first in range(0, count, reference.CHUNK):
+        chunk = torch.zeros(3)
+        for one in grad[::2][first : first + reference.CHUNK]:
+            chunk = chunk + one
+        total = total + chunk
+    distinct, sums = reference.distinct_gradients(rows, None, None, grad)
+    assert torch.equal(sums[distinct == 5][0], total)
+    in_order = reference.add_in_order(torch.zeros(1, 3), torch.zeros(count, dtype=torch.int64), grad[::2])
+    assert torch.equal(in_order[0], total) == (count <= 65)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_rules_equal_torch_optim_when_every_row_is_touched(kind, decay):

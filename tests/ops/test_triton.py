@@ -272,14 +272,14 @@ def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("repeats", [63, 64, 65, 96, 97, 700])
+@pytest.mark.parametrize("repeats", [63, 64, 65, 128, 129, 2200])
 @pytest.mark.parametrize("dim", [1, 17, 64])
 def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
-    """Rows above and below the length at which they get their own programs; the order of addition shows."""
+    """Rows above and below the length of a chunk, with a long row next to them; the order of addition shows."""
     g = torch.Generator().manual_seed(repeats)
     space = make_space(["a"], [9], [["x"]], ["x"])
     others = torch.randint(0, 3, (50,), generator=g)
-    ids = torch.cat([torch.full((repeats,), 3), others, others + 4])
+    ids = torch.cat([torch.full((repeats,), 3), torch.full((repeats + 3,), 4), others, others + 5])
     ids = ids[torch.randperm(len(ids), generator=g)].view(-1, 1).to(DEVICE)
     scale = 10.0 ** torch.randint(-4, 5, (len(ids), 1, 1), generator=g)
     grad = (torch.randn(len(ids), 1, dim, generator=g) * scale).to(DEVICE)

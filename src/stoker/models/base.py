@@ -19,6 +19,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.settings import renamed
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
+from stoker.models.graphs import DenseGraphs
 from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
@@ -226,7 +227,8 @@ class RecModel(nn.Module, ABC):
             torch.set_float32_matmul_precision("high" if self.matmul == "tf32" else "highest")
         if self.matmul != "bf16":
             return score(*inputs)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        cached = not isinstance(score, DenseGraphs)  # weights that are cast outside of a graph are not in it
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=cached):
             logits = score(*inputs)
         return logits.float()
 
@@ -261,6 +263,26 @@ class RecModel(nn.Module, ABC):
                 "(apt install g++), or leave --compile out."
             )
         self._compiled = torch.compile(self.dense_part, **{"dynamic": False, **options})
+
+    def graph_dense(self) -> None:
+        """Run the dense part in training as CUDA graphs, which takes the host one launch a pass. Experimental.
+
+        It pays for batches that the GPU trains faster than the host queues: up to about 16,384 on an H100. The
+        operations must not depend on values. Losses equal those without graphs as long as the library chooses the same
+        kernels. Batches of up to 4 sizes have graphs, each with its own memory for activations.
+
+        Raises:
+            ConfigError: the model is not on a GPU, its dense part is compiled, or it has buffers, such as those of a
+                batch norm.
+        """
+        if self.device.type != "cuda":
+            raise ConfigError(f"CUDA graphs need a model on a GPU; this one is on {self.device}. Leave them out.")
+        if self._compiled is not None:
+            raise ConfigError("the dense part is compiled. Choose torch.compile or CUDA graphs.")
+        held = [name for name, _ in _DensePart(self).named_buffers()]
+        if held:
+            raise ConfigError(f"CUDA graphs do not serve models with buffers, such as {held[0]!r}. Leave them out.")
+        self._compiled = DenseGraphs(self.dense_part, self.dense_parameters)
 
     @torch.no_grad()
     def export_dense(self, batch: Batch) -> torch.export.ExportedProgram:

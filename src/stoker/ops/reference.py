@@ -18,6 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _LANES = 16  # width of the fixed summation tree in row_norm_squared
+CHUNK = 64  # occurrences of a row whose gradients are summed first; then their sums are
 
 
 def derive_key(seed: int, *labels: str | int) -> int:
@@ -96,6 +97,22 @@ def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
     return into
 
 
+def add_in_chunks(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
+    """Do :func:`add_in_order`, but first sum each CHUNK values of one target, from +0.0; then add these sums in order.
+
+    A row that a batch contains 60,000 times would otherwise be a chain of 60,000 additions, for which a GPU waits.
+    """
+    order = torch.argsort(target, stable=True)
+    counts = torch.unique_consecutive(target[order], return_counts=True)[1]
+    rank = torch.arange(len(order), device=order.device) - torch.repeat_interleave(
+        torch.cumsum(counts, 0) - counts, counts
+    )
+    first = rank % CHUNK == 0
+    sums = torch.zeros(int(first.sum()), values.shape[1], dtype=values.dtype, device=values.device)
+    add_in_order(sums, torch.cumsum(first, 0) - 1, values[order])
+    return add_in_order(into, target[order][first], sums)
+
+
 def factors(count: int, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor | None:
     """Return the factor of each of ``count`` gradients [L]: its weight, or 1/len(bag) in mean pooling; None: 1."""
     if weights is not None:
@@ -138,7 +155,8 @@ def distinct_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the distinct rows of a batch [U] (ascending) and the gradient of each [U, D] float32.
 
-    Duplicates are summed in order of occurrence, starting from +0.0: this fixes the result to the bit.
+    Duplicates are summed in order of occurrence, in chunks (:func:`add_in_chunks`), starting from +0.0: this fixes the
+    result to the bit.
     """
     grads = grad.to(torch.float32)
     if offsets is not None:
@@ -147,7 +165,7 @@ def distinct_gradients(
     grads = grads if scales is None else grads * scales.unsqueeze(1)
     distinct, inverse = torch.unique(rows, return_inverse=True)
     total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
-    return distinct, add_in_order(total, inverse, grads)
+    return distinct, add_in_chunks(total, inverse, grads)
 
 
 def row_norm_squared(values: Tensor) -> Tensor:

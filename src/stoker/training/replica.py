@@ -126,6 +126,8 @@ class Replica:
         self.dense = config.make_dense_optimizer(self.model)
         if config.compile:
             self.model.compile_dense()
+        if config.cuda_graphs:
+            self.model.graph_dense()
         self.model.train()
         self._dense_factor = partial(config.dense_factor, dense_schedule or schedule)
         self._parameters = self.model.dense_parameters()

@@ -53,6 +53,7 @@ class ModelConfig(Settings, panel="Model"):
         "fp32", "Precision of matrix products. tf32 is for a GPU; bf16 runs the dense part under autocast."
     )
     compile: bool = setting(False, "Compile the dense part with torch.compile.")
+    cuda_graphs: bool = setting(False, "Run the dense part as CUDA graphs. Experimental; for batches up to 16384.")
 
     def __post_init__(self) -> None:
         self._set("model_options", plain(self.model_options))

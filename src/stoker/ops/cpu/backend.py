@@ -190,11 +190,11 @@ class _Scratch:
                 np.empty((threads, lookups), np.int64),  # where the gradient of a lookup begins
                 np.empty((threads, lookups), np.float32),  # its factor
             )
-            self.sums = np.empty((threads, dim), np.float32)
+            self.sums = np.empty((threads, 2 * dim), np.float32)
 
 
 class CpuBackend(Backend):
-    """Numba kernels. Scratch memory is one hash table and one gradient buffer a thread."""
+    """Numba kernels. Scratch memory is one hash table and two gradients a thread."""
 
     name, joins = "cpu", True
 
@@ -317,7 +317,7 @@ class CpuBackend(Backend):
             flat(weight), *states, *[_NO_FLOATS] * (2 - len(states)), flat(grad.contiguous()),
             np.zeros((3, 1), np.int64), _constants(rule, (dim,)), np.zeros(1, np.int64), np.zeros(1, np.int64),
             _NO_ROWS, listed, np.empty((blocks, size), np.int32), sources, np.empty((blocks, size), np.float32),
-            np.empty((blocks, dim), np.float32),
+            np.empty((blocks, 2 * dim), np.float32),
         )  # fmt: skip
         kernels.step_kernel.run(count, size, apply.entry(*updating), np.zeros(1, np.int64), after=(updating,))
 

@@ -29,6 +29,7 @@ from stoker.ops.codegen.llvm_rows import (
 )
 from stoker.ops.codegen.llvm_tiles import dots, transpose, weighted_rows
 from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
+from stoker.ops.reference import CHUNK
 from stoker.ops.rule import RULES
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
@@ -243,7 +244,10 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
 
 @lru_cache(maxsize=64)
 def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
-    """Make the second half: sum the gradients of each of ``count`` rows in order of occurrence, and update the row."""
+    """Make the second half: sum the gradients of each of ``count`` rows in order of occurrence, and update the row.
+
+    ``all_sums`` has room for two rows a thread: the sum, and that of a chunk after the first (reference.add_in_chunks).
+    """
     times = 1 if scaled else 0
     definition = next(each for each in RULES.values() if each.code == rule)
     states, state_dim = len(definition.state), 1 if definition.scalar else dim
@@ -271,11 +275,19 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
             local, ends = rows[np.uint64(2 * u)], rows[np.uint64(2 * u + 1)]
             n, last = np.uint64(ends & _LOW), np.uint64(ends >> 32)
             row_accumulate(dim, times, 1, total, 0, grad, sources[n], scales[n])
-            occurs = np.int64(1)
+            occurs, to = np.int64(1), np.int64(0)
             while n != last:
                 n = np.uint64(following[n])
-                row_accumulate(dim, times, 0, total, 0, grad, sources[n], scales[n])
+                if occurs % CHUNK == 0:
+                    if to:
+                        row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
+                    to = dim
+                    for d in range(dim):
+                        total[dim + d] = 0.0
+                row_accumulate(dim, times, 0, total, to, grad, sources[n], scales[n])
                 occurs += 1
+            if to:
+                row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
             at, counter = first + local * dim, local * dim
             if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
                 counter = row_in_slot[local] * dim

@@ -22,11 +22,11 @@ from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR, on
+from stoker.ops.reference import CHUNK
 from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding, SlotSpace
 
 _TILE = 1024  # elements of a tile: 8 a thread
-_LONG = 64  # a row with more occurrences than this gets programs of its own, which sum it
 _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does
 
 
@@ -161,14 +161,20 @@ class TritonBackend(Backend):
         tile = max(1, _TILE // block)
         with on(device):
             found = self._segments(space, bags, watch, device)
-            totals = scales = _or(found.scales, found.starts)
-            if count > _LONG:
-                windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
+            scales = totals = _or(found.scales, weight.new_empty(0, dtype=torch.float32))
+            if count > CHUNK:
+                windows, width = triton.cdiv(count, CHUNK), min(128, _power(dim))
+                sums = torch.empty(2 * windows, dim, dtype=torch.float32, device=device)
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
-                kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments, found.starts, found.sources, scales, given, totals, watch.word, count, D=dim,
-                    SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **layout,
+                kernels.sum_chunks_kernel[windows, triton.cdiv(dim, width)](
+                    found.segments, found.starts, found.sources, scales, given, sums, watch.word, count, D=dim,
+                    SCALED=found.scales is not None, LONG=CHUNK, BLOCK=width, UNROLL=16, num_warps=1, **layout,
                     **_EXACT,
+                )  # fmt: skip
+                width = min(32, width)
+                kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
+                    found.segments, found.starts, sums, totals, watch.word, count, D=dim, LONG=CHUNK, BLOCK=width,
+                    UNROLL=32, num_warps=1, **_EXACT,
                 )  # fmt: skip
             kernels.update_kernel[triton.cdiv(count, tile),](
                 _bits(weight), _or(states[0] if states else None, scales),
@@ -179,7 +185,7 @@ class TritonBackend(Backend):
                 RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
                 SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
                 CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
-                LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8,
+                LONG=CHUNK, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8,
                 **layout, **_EXACT,
             )  # fmt: skip
             watch.post(space, bags, updated=True)

@@ -4,8 +4,8 @@ Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds
 bfloat16 rows are passed as int16 and widened by a shift: it keeps every bit and needs no hardware support.
 
 The update sums segments of equal rows without float atomics or tree sums: the additions of a row follow the order of
-occurrence, so only rows and columns run in parallel. Rows with more than LONG occurrences are summed first, by programs
-of their own with many loads in flight, so that one popular row does not delay the others of its tile.
+occurrence, in chunks (reference.add_in_chunks), so only rows, chunks and columns run in parallel. Rows with more than
+LONG occurrences, the length of a chunk, are summed first, by programs of their own with many loads in flight.
 
 Gradients keep the layout in which they arrive: [B, F, D] with EXAMPLE and FEATURE elements from one example or feature
 to the next, and contiguous columns; GRAD16: bfloat16. Layouts and widths are constants of a kernel, counts are not
@@ -259,40 +259,76 @@ def starts_kernel(rows, found, segments, starts, count, SIZE: tl.constexpr):
     tl.store(starts + segment, at + 1, mask=at == count - 1)
 
 
-@triton.jit(do_not_specialize=["count"])
-def sum_long_kernel(
-    segments, starts, sources, scales, grad, totals, error, count, F: tl.constexpr, D: tl.constexpr,
-    EXAMPLE: tl.constexpr, FEATURE: tl.constexpr, GRAD16: tl.constexpr, SCALED: tl.constexpr, LONG: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of the long row that begins in window ``p`` of LONG occurrences to ``totals[p]``.
-
-    A long row has more than LONG occurrences, so no two begin in one window.
-    """
-    if tl.load(error) != _NONE:
-        return
-    window = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _long_segments(segments, starts, window, count, LONG: tl.constexpr):
+    """Return the places of a window of LONG occurrences, and begin and end of their rows; 0 and 0 for short rows."""
     at = window * LONG + tl.arange(0, LONG)
     live = at < count
     segment = tl.load(segments + at, mask=live, other=1)
     begin = tl.load(starts + segment - 1, mask=live, other=0)
     end = tl.load(starts + segment, mask=live, other=0)
-    here = live & (begin == at) & (end - begin > LONG)
-    start = tl.max(tl.where(here, begin, -1), axis=0)
-    stop = tl.max(tl.where(here, end, -1), axis=0)
+    long = live & (end - begin > LONG)
+    return at, tl.where(long, begin, 0), tl.where(long, end, 0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_chunks_kernel(
+    segments, starts, sources, scales, grad, sums, error, count, F: tl.constexpr, D: tl.constexpr,
+    EXAMPLE: tl.constexpr, FEATURE: tl.constexpr, GRAD16: tl.constexpr, SCALED: tl.constexpr, LONG: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Sum each LONG occurrences of a long row, which has more of them.
+
+    In window ``p`` of LONG occurrences, the last chunk of one long row can begin, and the first of the next: their sums
+    go to ``sums[2 * p]`` and ``sums[2 * p + 1]``.
+    """
+    if tl.load(error) != _NONE:
+        return
+    window = tl.program_id(0).to(tl.int64)
+    at, begin, end = _long_segments(segments, starts, window, count, LONG)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for fresh in tl.static_range(2):
+        here = (begin < end) & ((begin == at) if fresh else ((at - begin) % LONG == 0) & (begin < at))
+        start = tl.max(tl.where(here, at, -1), axis=0)
+        stop = tl.minimum(start + LONG, tl.max(tl.where(here, end, -1), axis=0))
+        if start >= 0:
+            total = tl.zeros([BLOCK], tl.float32)
+            for first in range(start, stop, UNROLL):
+                for step in tl.static_range(UNROLL):
+                    more = first + step < stop
+                    source = tl.load(sources + first + step, mask=more, other=0)
+                    start_of = source // F * EXAMPLE + source % F * FEATURE
+                    values = read_rows(grad, start_of + column, column < tl.where(more, D, 0), GRAD16)
+                    if SCALED:
+                        values = values * tl.load(scales + first + step, mask=more, other=0.0)
+                    total = total + values
+            tl.store(sums + (2 * window + fresh) * D + column, total, mask=column < D)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_long_kernel(
+    segments, starts, sums, totals, error, count, D: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the long row that begins in window ``p`` of LONG occurrences to ``totals[p]``.
+
+    It adds the ``sums`` of :func:`sum_chunks_kernel` in order. No two long rows begin in one window.
+    """
+    if tl.load(error) != _NONE:
+        return
+    window = tl.program_id(0).to(tl.int64)
+    at, begin, end = _long_segments(segments, starts, window, count, LONG)
+    start = tl.max(tl.where((begin < end) & (begin == at), begin, -1), axis=0)
     if start < 0:
         return
+    stop = tl.max(tl.where(begin == start, end, -1), axis=0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(start, stop, UNROLL):
+    total = tl.load(sums + (2 * window + 1) * D + column, mask=column < D, other=0.0)
+    for first in range(start + LONG, stop, LONG * UNROLL):
         for step in tl.static_range(UNROLL):
-            more = first + step < stop
-            source = tl.load(sources + first + step, mask=more, other=0)
-            start_of = source // F * EXAMPLE + source % F * FEATURE
-            values = read_rows(grad, start_of + column, column < tl.where(more, D, 0), GRAD16)
-            if SCALED:
-                values = values * tl.load(scales + first + step, mask=more, other=0.0)
-            total = total + values
+            chunk = first + LONG * step
+            place = chunk // LONG * 2 * D + column
+            total = total + tl.load(sums + place, mask=column < tl.where(chunk < stop, D, 0), other=0.0)
     tl.store(totals + window * D + column, total, mask=column < D)
 
 
