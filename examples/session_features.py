@@ -56,7 +56,7 @@ def main() -> None:
     (folder / "new.csv").write_text(header + "".join(lines[cut:]))
     in_memory(log)
 
-    # The preset, and a feature more: how dear the item is for its list.
+    # The preset, and a feature more: how expensive the item is in its list.
     recipe = stoker.recipes.trivago("features")
     schema = recipe.schema()
     dearest = f.Rank(name="dear_rank", by=("clickout",), order="price", descending=True, method="dense")

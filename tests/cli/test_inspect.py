@@ -248,7 +248,7 @@ def test_doctor(app: typer.Typer) -> None:
     assert found["bandwidth"]["copy"] > found["bandwidth"]["gather_64_byte_rows"] > 0
     assert found["trial"]["samples_per_second"] > 0
     assert 0 < found["trial"]["share_of_rows"] <= 1
-    assert found["verdict"].endswith(f"so {found['trial']['bound']} bounds it")
+    assert found["verdict"].endswith(f"so the limit is {found['trial']['bound']}")
     assert found["trial"]["bound"] in found["trial"]["placed_seconds"]
     for part in ("can train models with", "of rows in memory", "samples/s at batch 2,048", "% of a step"):
         assert part in found["verdict"]

@@ -226,6 +226,10 @@ def test_too_many_bad_lines_and_threads_name_options(log: Path, capsys: pytest.C
     assert code == 2
     assert "more than the 1.000% that --max-bad allows by default" in text
     assert text.endswith("allow more with --max-bad, such as 52%.")
+    (log / "log.csv").write_text("label,item,price\n" + ",a,1\n" * 20 + "1,b,2\n" * 20)
+    code, text = told(capsys, *given)
+    assert "that --max-bad allows by default" in text
+    assert text.endswith("To score rows without: stoker prepare --like DATASET.")
     code, text = told(capsys, *given, "--threads", 10_000)
     assert code == 2
     assert text.startswith("error: --threads: 10,000 is outside 1 to ")

@@ -24,7 +24,7 @@ from prepared import digests
 from processes import context
 
 import stoker
-from stoker.base.errors import DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.ordered import ordered_map
 from stoker.prep.parse.frames import BadLine, Field, frame_block
 from stoker.prep.parse.ingest import Source
@@ -272,6 +272,11 @@ def test_a_full_disk_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(DataError, match=r"no room left on the disk of .*Free some space.*nothing was kept"):
             stoker.prepare(SCHEMA, raw, out=tmp_path / "out", executor=executor)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_executor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"executor is a object, not a .* of a Dask client, pass client.get_executor"):
+        stoker.prepare(SCHEMA, write_log(tmp_path / "log.csv", 30), executor=object())  # type: ignore[arg-type]
 
 
 def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,10 @@ def test_many_columns_that_are_not_there(tmp_path: Path) -> None:
     assert text.startswith(f"{raw} lacks 90 columns of the schema: label, clumn_0000, clumn_0001, ")
     assert "clumn_0006 and 82 more. It has: column_0000, " in text
     assert text.endswith("column_0007 and 2,992 more. Did you mean 'column_0000' instead of 'clumn_0000'?")
+    wrong = write(tmp_path / "wrong.csv", ["label;price;item", "1;2;a"])
+    assert "',' is not what separates fields: set separator in [source]" in refused(shop(), wrong, tmp_path / "out")
+    headless = write(tmp_path / "headless.csv", ["1,2,a", "0,3,b"])
+    assert "a row, not a header: set the names as columns in [source]" in refused(shop(), headless, tmp_path / "out")
     feature = ({"kind": "count", "name": "n", "by": ["nobody"]},)
     with pytest.raises(
         DataError, match=r"lacks 4 columns .* \(feature 'n' \(count\) reads nobody\)\. It has"

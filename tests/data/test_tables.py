@@ -184,7 +184,7 @@ def test_an_interrupted_preparation_is_not_resumed_with_other_rows(
 
 def test_rows_of_a_table_are_prepared_like_a_dataset(tmp_path: Path) -> None:
     data = stoker.prepare(schema(), arrow(), out=tmp_path / "out")
-    new = stoker.prepare(files=reader(arrow().drop(["label"]), (100,)), like=data.path)
+    new = stoker.prepare(files=reader(arrow().drop(["label"]), (100,)), like=data)
     assert len(new.test) == ROWS
     assert new.test.labelled == 0
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stoker.base.errors import SchemaError, install, require
+from stoker.base.errors import DependencyError, SchemaError, install, require
 
 __all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
 
@@ -55,6 +55,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise SchemaError(f"{path}: is not UTF-8 text (byte {error.start}).") from error
     try:
         values = _parsed(path.suffix, text)
+    except DependencyError:
+        raise
     except ValueError as error:
         raise SchemaError(f"{path}: is not well-formed: {error}") from error
     if values is None or values == {}:

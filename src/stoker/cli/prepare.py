@@ -83,7 +83,7 @@ def _show_columns(draft: Draft) -> None:
         example = Text(column.example, overflow="ellipsis", no_wrap=True)
         rows.append([column.name, draft.role(column), f"{column.distinct:,}", missing, example])
     headings = ["column", "kind", "values", "missing", "example"]
-    show_table(f"{plural(draft.rows, 'row')} read", headings, rows, left=(0, 1, 4), whole=(4,))
+    show_table(f"{plural(draft.rows, 'row')} read", headings, rows, left=(0, 1, 4), whole=range(4))
 
 
 def _show_draft(draft: Draft, out: Path, command: str) -> None:

@@ -17,6 +17,7 @@ import polars as pl
 
 from stoker.base.errors import DataError
 from stoker.base.units import plural
+from stoker.prep.parse.delimited import MAX_QUOTED_LINES
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
@@ -67,7 +68,7 @@ def look(files: Sequence[Path], rows: int) -> Sample:
         raise DataError(f"columns have other types in some files than in {files[0]}: {error}.") from error
     whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
     if not frame.height:
-        broken = f"only {plural(bad, 'line')} with other fields. Write each row on one line, no break within quotes."
+        broken = f"only {plural(bad, 'line')} with other fields. Check its separator and its quotes."
         raise DataError(f"{files[0]} has a header but {broken if bad else 'no rows. Name a file with rows.'}")
     return replace(samples[0], frame=frame, whole=whole, bad=bad)
 
@@ -153,7 +154,7 @@ def _delimited(path: Path, head: bytes, rows: int, most: int, like: Sample | Non
     source, names = sample.source, file_columns(path, sample.source)
     raw, sample.whole = _lines(path, rows + sample.header, most)
     lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw[sample.header :]]
-    found = [_fields(line, source.separator or ",", source.quote) for line in lines]
+    found = _records(lines, source.separator or ",", source.quote, whole=sample.whole)
     fitting = [fields for fields in found if len(fields) == len(names)]
     sample.bad = len(found) - len(fitting)
     twice = {name for name, count in Counter(names).items() if count > 1}
@@ -169,10 +170,32 @@ def _delimited(path: Path, head: bytes, rows: int, most: int, like: Sample | Non
     return sample
 
 
-def _fields(line: str, separator: str, quote: str | None) -> list[str]:
-    if quote is None or quote not in line or len(separator) != 1:
-        return line.split(separator)
-    return next(csv.reader([line], delimiter=separator, quotechar=quote), [])
+def _records(lines: Sequence[str], separator: str, quote: str | None, *, whole: bool = True) -> list[list[str]]:
+    """Return the fields of each record. A quoted field may contain line breaks, as in RFC 4180.
+
+    A line with a wrong quote has no fields. Unless the lines are ``whole``, a record that the last line cuts is left
+    out.
+    """
+    if quote is None or len(separator) != 1:
+        return [line.split(separator) for line in lines]
+    found: list[list[str]] = []
+    place = 0
+    while place < len(lines):
+        if quote not in lines[place]:
+            found.append(lines[place].split(separator))
+            place += 1
+            continue
+        ahead = range(place, min(place + MAX_QUOTED_LINES, len(lines)))
+        reader = csv.reader((lines[at] + "\n" for at in ahead), delimiter=separator, quotechar=quote, strict=True)
+        try:
+            found.append(next(reader))
+            place += reader.line_num
+        except csv.Error:
+            if not whole and place + reader.line_num >= len(lines):
+                break
+            found.append([])
+            place += 1
+    return found
 
 
 def _notation(path: Path, head: bytes) -> Sample:
@@ -193,7 +216,7 @@ def _notation(path: Path, head: bytes) -> Sample:
         )
     if alike < _ALIKE:
         unsure.append(f"only {alike:.0%} of the first lines have the same number of fields with this separator")
-    table = [_fields(line, separator, quote) for line in lines]
+    table = _records(lines, separator, quote)
     width = Counter(map(len, table[1:] or table)).most_common(1)[0][0]
     header, sure = _is_header(table[0], [row for row in table[1:] if len(row) == width])
     if not sure:
@@ -205,13 +228,14 @@ def _notation(path: Path, head: bytes) -> Sample:
 
 
 def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
-    """Return the separator that cuts most lines into the same number of fields, the share of lines, and the quote."""
-    found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a line, and the share of such lines
+    """Return the separator that cuts most rows into the same number of fields, the share of rows, and the quote."""
+    found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a row, and the share of such rows
     for separator, quote in product(_SEPARATORS, ('"', None)):
-        width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
+        records = _records(lines, separator, quote)
+        width, count = Counter(map(len, records)).most_common(1)[0]
         if width > 1 and not (quote and len(separator) > 1):
             # "::" wins over "|" and ",", which may be inside its fields.
-            found[separator, quote] = width + 1000 * (separator == "::"), count / len(lines)
+            found[separator, quote] = width + 1000 * (separator == "::"), count / len(records)
     if not found:
         return None, 0.0, '"'
 
@@ -371,7 +395,7 @@ def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
 def _example(values: pl.Series) -> str:
     if not len(values):
         return ""
-    text = str(values[0].to_list() if isinstance(values[0], pl.Series) else values[0])
+    text = str(values[0].to_list() if isinstance(values[0], pl.Series) else values[0]).replace("\n", " ")
     return text if len(text) <= 40 else text[:37] + "..."
 
 

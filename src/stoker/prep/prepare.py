@@ -85,7 +85,7 @@ class PrepareReport:
 class Preparation(PrepareSettings):
     """All settings of a preparation, which :func:`prepare` describes."""
 
-    like: str | os.PathLike[str] | None = None
+    like: Dataset | str | os.PathLike[str] | None = None
     overwrite: bool = False
     executor: Executor | None = None
     progress: Callable[[Progress], None] | None = None
@@ -100,6 +100,11 @@ class Preparation(PrepareSettings):
             raise ConfigError(
                 f'history is "auto" or, with like, "ignore"; found {self.history!r}. Without like there is no history '
                 "to continue: leave it out.", settings=("history", "like"),
+            )  # fmt: skip
+        if self.executor is not None and not isinstance(self.executor, Executor):
+            raise ConfigError(
+                f"executor is a {type(self.executor).__name__}, not a concurrent.futures.Executor. Pass one, such as "
+                "ProcessPoolExecutor(); of a Dask client, pass client.get_executor().", settings=("executor",),
             )  # fmt: skip
         if self.like is None:
             return
@@ -121,7 +126,8 @@ class Preparation(PrepareSettings):
         measure: Like | None = None
         drafted: Draft | None = None
         if self.like is not None:
-            measure = _like(Path(self.like), recipe, self.preset, self.history)
+            path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
+            measure = _like(path, recipe, self.preset, self.history)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
@@ -187,9 +193,9 @@ def prepare(
             ``out`` is a symbolic link, its target is made or replaced. None: temporary files, which the system keeps in
             memory while it has room. They exist as long as this process refers to the dataset;
             :meth:`Dataset.save <stoker.Dataset.save>` copies them to a directory.
-        like: a prepared dataset. The new rows get its schema, vocabularies, fills, scales and fitted features. All rows
-            go to the split ``test``. Rows may lack a label, or files the whole column: the label is then NaN, and
-            :func:`stoker.predict` scores the rows.
+        like: a prepared dataset or its path. The new rows get its schema, vocabularies, fills, scales and fitted
+            features. All rows go to the split ``test``. Rows may lack a label, or files the whole column: the label is
+            then NaN, and :func:`stoker.predict` scores the rows.
         history: for window features, with ``like``. ``"auto"``: the new rows continue the rows of the dataset, and
             older rows are an error. ``"ignore"``: only the new rows count.
         preset: preset of the recipe; None: its first.
@@ -307,13 +313,15 @@ def _build(task: Task, target: Path, request: str | None, *, resume: bool, overw
         task.out = target.with_name(target.name + ".new")  # the old dataset remains until the new one is whole
     try:
         return _run(task, target, request, resume=resume)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
-            free = format_size(shutil.disk_usage(place).free)
-            remedy = task.remedy_of_full_disk(kept=_finished(task) > 0)
-            raise DataError(f"no room left on the disk of {target} ({free} free). {remedy}") from error
-        raise
+    except (OSError, DataError) as error:
+        cause = error.__cause__ if isinstance(error, DataError) else error
+        if not isinstance(cause, OSError) or cause.errno not in NO_ROOM:
+            raise
+        place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
+        free, some = format_size(shutil.disk_usage(place).free), _finished(task) > 0
+        without = "" if some else " without this run"  # what it wrote is deleted
+        remedy = task.remedy_of_full_disk(kept=some)
+        raise DataError(f"no room left on the disk of {target} ({free} free{without}). {remedy}") from error
     except BrokenExecutor as error:
         kept = "" if task.temporary else " Finished parts are kept: the same call continues from there."
         raise DataError(
@@ -442,7 +450,7 @@ def _read(task: Task) -> Rows:
         if task.like is None and (absent or f"column {label}: missing value" in str(error)):
             remedy = f"Training needs labels ({label}). To score rows without: stoker prepare --like DATASET."
             kind = UnusableInput if isinstance(error, UnusableInput) else DataError
-            raise kind(f"{error} {remedy}") from error
+            raise kind(f"{error} {remedy}", settings=error.settings) from error
         raise
 
 

@@ -402,11 +402,13 @@ class MissingColumnError(DataError):
         present: columns of the file.
         why: who needs the first missing column.
         made: columns that features make.
+        advice: what to do if no column of the schema was found.
     """
 
     def __init__(
-        self, path: Path, missing: Sequence[str], present: Sequence[str], why: str = "", made: Sequence[str] = ()
-    ) -> None:
+        self, path: Path, missing: Sequence[str], present: Sequence[str], why: str = "", made: Sequence[str] = (),
+        advice: str = "",
+    ) -> None:  # fmt: skip
         also = f" Features make: {listed(made)}." if made else ""
         lacks = f"lacks {len(missing)} columns of the schema: {listed(missing)}"
         if len(missing) == 1:
@@ -415,12 +417,12 @@ class MissingColumnError(DataError):
         column, hint = next(((column, hint) for column, hint in hints.items() if hint), ("", ""))
         if len(missing) > 1:
             hint = hint.replace("?", f" instead of {column!r}?")
-        super().__init__(f"{path} {lacks}{why}. It has: {listed(present)}.{also}{hint}")
-        self.path, self.missing, self.present = path, missing, present
+        super().__init__(f"{path} {lacks}{why}. It has: {listed(present)}.{also}{hint}{advice}")
+        self.path, self.missing, self.present, self.advice = path, missing, present, advice
 
 
-def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
-    """Raise :class:`DataError` if a file lacks a column or has it twice."""
+def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str], separator: str | None = None) -> None:
+    """Raise :class:`DataError` if a file lacks a column or has it twice; ``separator`` is that of a text file."""
     for name in wanted:
         if present.count(name) > 1:
             places = [str(place) for place, other in enumerate(present, 1) if other == name]
@@ -430,4 +432,12 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> 
             )
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise MissingColumnError(path, missing, present)
+        advice = ""
+        if separator is not None and len(missing) == len(wanted):
+            if len(present) == 1:
+                advice = f" If {separator!r} is not what separates fields: set separator in [source] of the schema."
+            elif any(re.fullmatch(r"-?\d+(\.\d*)?", name) for name in present):
+                advice = (
+                    " If the first line is a row, not a header: set the names as columns in [source] of the schema."
+                )
+        raise MissingColumnError(path, missing, present, advice=advice)

@@ -75,7 +75,7 @@ class Source:
             return
         self.absent = [item.column for item in self.fields if item.optional and item.column not in names]
         needed = dict.fromkeys(item.column for item in self.fields if not item.optional or item.column in names)
-        check_columns(self.path, list(needed), names)
+        check_columns(self.path, list(needed), names, separator if self.kind == "csv" else None)
         if self.kind == "csv":
             self._parser = TextParser(
                 names, self.fields, separator=separator, quote=self.format.quote, null_values=self.format.null_values

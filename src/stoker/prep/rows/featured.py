@@ -103,7 +103,7 @@ def _lines(task: Task, raw: list[Part]) -> list[_RowFile]:
         if readers and len(error.missing) > 1:
             why = f" ({readers[0][0]} reads {readers[0][1]})"
         outputs = [output for feature in features for output in feature.outputs]
-        raise MissingColumnError(error.path, error.missing, error.present, why, outputs) from None
+        raise MissingColumnError(error.path, error.missing, error.present, why, outputs, error.advice) from None
     raw += blocks
     row_files, start = [], 0
     for index, block in enumerate(blocks):

@@ -101,8 +101,8 @@ class SlottedRows(Storage):
         self.num_hot = held = len(self.hot)
         if held > slots or held == slots < space.num_rows:
             raise ConfigError(
-                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch, in transit. Give more "
-                "memory (slots=, fraction= or memory= count hot rows and transit together), or make fewer rows hot."
+                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch. Give more memory "
+                "(slots=, fraction= or memory= count hot and other rows together), or make fewer rows hot."
             )
         made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
         self.weight, self.state = made.weight, made.state
