@@ -534,7 +534,7 @@ class EmbeddingTables(nn.Module):
 
     def _check_unchanged(self, found: Gradient) -> None:
         """Raise RuntimeError if a gradient was changed in place since its backward."""
-        if found.version not in (-1, found.grad._version):
+        if found.version != -1 and found.version != found.grad._version:
             raise RuntimeError(
                 f"the gradient of an output of table {self.groups[found.group].tables[0].name!r} was changed in place "
                 "between its backward and the step of the rows. Give backward() a new tensor: grad.clone()."

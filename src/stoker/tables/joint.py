@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stoker.base.timeline import spanned
@@ -61,7 +62,8 @@ class Joint:
     def kept(call: Bags) -> Bags:
         """Copy what the caller may change between a lookup, which has brought it into a cache, and its backward."""
         offsets, weights = (None if part is None else part.clone() for part in (call.offsets, call.weights))
-        return Bags(call.ids.clone(), offsets, weights, call.mean)
+        ids = torch.from_numpy(call.ids.numpy().copy())  # clone() takes 40 microseconds between kernels
+        return Bags(ids, offsets, weights, call.mean)
 
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:

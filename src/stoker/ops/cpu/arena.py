@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 import torch
@@ -27,14 +27,14 @@ class Arena:
     """Float32 tensors on the CPU whose memory is recycled."""
 
     def __init__(self) -> None:
-        self._idle: dict[int, deque[np.ndarray]] = {}
+        self._idle: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEEP))
         self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
         size = math.prod(shape)
         rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
-        idle = self._idle.setdefault(rounded, deque(maxlen=_KEEP))
+        idle = self._idle[rounded]
         try:
             memory = idle.pop()
         except IndexError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
 def _ids(bags: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the ids [L], offsets and per-sample weights [L] float32; arrays that no kernel reads for missing ones."""
     return (
-        bags.ids.contiguous().reshape(-1).numpy(),
-        _NO_OFFSETS if bags.offsets is None else bags.offsets.contiguous().numpy(),
+        np.ascontiguousarray(bags.ids.numpy()).reshape(-1),
+        _NO_OFFSETS if bags.offsets is None else np.ascontiguousarray(bags.offsets.numpy()),
         _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous()),
     )
 
@@ -71,7 +72,8 @@ _CACHED = 2**13  # lines that surely fit a second-level cache
 _ITEMS_PER_THREAD = 2  # so that no thread ends with a large one
 
 
-class _Layout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Layout:
     """Numbers of all parts, for kernels: T tables, F features by part, and by table; int64."""
 
     features: tuple[np.ndarray, ...]  # start [parts + 1], and [F * 4] column, place, first element, rows of the table
@@ -85,13 +87,30 @@ class _Layout(NamedTuple):
     lines: np.ndarray  # [T] of cache in a row
     features_of: np.ndarray  # [T] how many features have each table
 
-    def occurrences(self, offsets: np.ndarray | None, count: int, features: int) -> np.ndarray:
-        """Count the ids of each table [T] int64, of ``count`` ids in bags [B * F + 1] or one a feature."""
-        if offsets is None:
-            return self.features_of * (count // features)
-        start, columns, *_ = self.tables
-        lengths = np.diff(offsets).reshape(-1, features).sum(0)
-        return np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (self.features_of > 0)
+
+class _Occurrences(NamedTuple):
+    """How often a batch looks up each table."""
+
+    counts: np.ndarray  # [T] int64
+    most: int
+    lines: np.ndarray  # [T] of a gradient, to prefetch while rows are found
+
+
+def _occurrences(layout: _Layout, counts: np.ndarray) -> _Occurrences:
+    return _Occurrences(counts, int(counts.max()), layout.lines * (layout.lines * counts < _CACHED))
+
+
+def _bag_occurrences(layout: _Layout, offsets: np.ndarray, features: int) -> _Occurrences:
+    """Count the ids of each table in bags [B * F + 1]."""
+    start, columns, *_ = layout.tables
+    lengths = np.diff(offsets).reshape(-1, features).sum(0)
+    return _occurrences(layout, np.add.reduceat(np.append(lengths[columns], 0), start[:-1]) * (layout.features_of > 0))
+
+
+@lru_cache(maxsize=64)
+def _single_occurrences(layout: _Layout, batch: int) -> _Occurrences:
+    """Do the same where every bag has one id."""
+    return _occurrences(layout, layout.features_of * batch)
 
 
 def share_work(rows: Sequence[int], weight: Sequence[float], threads: int) -> tuple[np.ndarray, np.ndarray]:
@@ -229,8 +248,8 @@ class CpuBackend(Backend):
         )  # fmt: skip
         runs = -(-_block(batch, 1 + 256 // count) // kernels.EXAMPLES)
         given = (
-            flat(parts[0].weight), *_ids(bags), *layout.features, out.numel() // batch, count, flat(out),
-            runs * kernels.EXAMPLES, error,
+            parts.know("memory", lambda: flat(parts[0].weight)), *_ids(bags), *layout.features, out.numel() // batch,
+            count, out.numpy().reshape(-1), runs * kernels.EXAMPLES, error,
         )  # fmt: skip
         _run(Kernel.entries(lookups, given), _examples(len(parts), batch), runs * len(parts), given)
         if error[0]:
@@ -253,8 +272,10 @@ class CpuBackend(Backend):
     def update_parts(self, parts: Parts, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         if bags.ids.numel():
-            grad = grad.to(torch.float32).reshape(len(grad), 1, -1)
-            memory, example_stride, _ = _strided(grad)
+            if grad.dtype == torch.float32 and grad.is_contiguous():  # the other way takes four calls of torch
+                memory, example_stride = flat(grad), grad.numel() // len(grad)
+            else:
+                memory, example_stride, _ = _strided(grad.to(torch.float32).reshape(len(grad), 1, -1))
             count = sum(len(part.columns) for part in parts)
             self._update(parts, bags, count, memory, example_stride, rule, rounding)
 
@@ -275,20 +296,24 @@ class CpuBackend(Backend):
         )
         find = kernels.find_kernel(jagged, weighted, mean)
         ids, offsets, scale = _ids(bags)
-        occurrences = layout.occurrences(offsets if jagged else None, len(ids), features)
+        if jagged:
+            occurrences = _bag_occurrences(layout, offsets, features)
+        else:
+            occurrences = _single_occurrences(layout, len(ids) // features)
+        rows = parts.know("memory", lambda: flat(parts[0].weight))
         states = [flat(parts[0].state[name]) for name in definition.state]
         with self._busy:  # all threads of the program share the scratch: backward passes take turns
-            self._scratch.fit(threads, int(occurrences.max()), max(layout.dims))
+            self._scratch.fit(threads, occurrences.most, max(layout.dims))
             slots, *lists = self._scratch.arrays
             updating = (
-                flat(parts[0].weight), *states, *[_NO_FLOATS] * (2 - len(states)), grad, layout.begins,
+                rows, *states, *[_NO_FLOATS] * (2 - len(states)), grad, layout.begins,
                 _constants(rule, layout.dims), layout.part_of,
                 np.array(rounding.keys, np.int64) if rounding.keys else np.zeros(len(layout.part_of), np.int64),
                 _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), *lists, self._scratch.sums,
             )  # fmt: skip
             finding = (
-                ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences,
-                layout.lines * (layout.lines * occurrences < _CACHED), layout.means, grad, slots, *lists, error,
+                ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences.counts,
+                occurrences.lines, layout.means, grad, slots, *lists, error,
                 Kernel.entries(applies, updating)[layout.part_of],
             )  # fmt: skip
             _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, finding, updating)
