@@ -466,7 +466,7 @@ def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(each, "CACHE", tmp_path)
     monkeypatch.setattr(tables, "POOL_IDS", 0)
     shape = replace(TINY, dims=(4, 4, 4), longest=3)
-    dlrm = module.DlrmWorkload.make(module.DlrmShape(tables=shape, narrow=True))
+    dlrm = module.DlrmWorkload.make(module.DlrmShape(tables=shape, layers="narrow"))
     reference = dlrm.reference("sgd")
     with np.load(dlrm.directory / "start.npz") as start:
         layers = {name: (start[name] + reference[name]).astype(np.float32) for name in start}

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DROP_EVERY", "RankIds", "case_name", "drop_file", "drop_steps", "filled_ids", "load_trace", "timed_steps"]
+__all__ = [
+    "DROP_EVERY", "RankIds", "case_name", "drop_file", "drop_steps", "filled_ids", "load_trace", "placement_of",
+    "timed_steps",
+]  # fmt: skip
 
 BLOCK = 4  # steps whose time is taken together
 DROP_EVERY = 4  # steps after which the page cache of the rows' file is dropped again
@@ -22,6 +25,21 @@ DROP_EVERY = 4  # steps after which the page cache of the rows' file is dropped 
 
 def case_name(batch: int) -> str:
     return f"batch {batch}"
+
+
+def placement_of(config: dict[str, Any], tables: dict[str, int]) -> Any:
+    """Return the strategy that a worker was asked for, or None: "placement", "fraction" of the rows that are in slots,
+    and "pinned" of these. ``tables``: name -> rows.
+    """
+    import stoker
+
+    kind = config.get("placement")
+    if kind is None:
+        return None
+    hot = {name: int(config["pinned"] * config["fraction"] * rows) for name, rows in tables.items()}
+    return {"Cached": stoker.Cached, "HotCold": stoker.HotCold}[kind](
+        hot=hot, fraction=config["fraction"], home="memory"
+    )
 
 
 def timed_steps(step: Callable[[int], Any], warm_up: int, timed: int) -> list[float]:

@@ -1,15 +1,18 @@
-"""Stoker's DLRM: the training loop's own four lines."""
+"""Stoker's DLRM: the training loop's own four lines; rows resident, or staged behind slots."""
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 from dlrm_tools import case_name, dlrm_case, initial_rows, start_of
+from placed_tools import placement_of
 from worker_tools import argument, say, versions
 
-from stoker import DLRM, Batch, FeatureSpec, optim
+from stoker import DLRM, Batch, FeatureSpec, optim, stage
 from stoker.ops import loss as loss_module
 from stoker.tables.storage import Rows
 
@@ -28,6 +31,7 @@ def build(kind, case):
         pooling="sum",
         matmul={"float32": "fp32", "bfloat16": "bf16"}[config["dense_dtype"]],
         optimizer=rule(lr=case["row_lr"][kind], **options),
+        placement=placement_of(config, {f"C{i + 1}": rows for i, rows in enumerate(case["sizes"])}),
     )
     initial, start = initial_rows(case), 0
     for i, rows in enumerate(case["sizes"]):
@@ -105,10 +109,20 @@ def run(kind, case):
             where = {"ids": torch.from_numpy(ids.reshape(case["batch"], -1))}
         else:
             where = {"ids": torch.from_numpy(ids), "offsets": torch.from_numpy(offsets)}
-        return Batch(dense=torch.from_numpy(dense), labels=torch.from_numpy(labels), **where)
+        made.append(Batch(dense=torch.from_numpy(dense), labels=torch.from_numpy(labels), **where))
+        return made[-1]
+
+    def endless():
+        """The pool again and again, each time as other tensors: a stage knows a batch by its ids."""
+        for number in itertools.count():
+            batch = made[number % len(made)]
+            yield replace(batch, ids=batch.ids.view_as(batch.ids), step=number)
+
+    made = []
+    feed = iter(stage(endless(), model, lookahead=config["lookahead"])) if config.get("placement") else None
 
     def step(given):
-        loss = model.loss(given)
+        loss = model.loss(given if feed is None else next(feed))
         loss.backward()
         dense.step()
         dense.zero_grad()
@@ -125,9 +139,11 @@ def run(kind, case):
             for name in case["layers"]
             for what in ("weight", "bias")
         },
-        rows=lambda: model.embeddings.groups[0].storage.weight.numpy(),
+        rows=lambda: torch.cat([model.embeddings.rows(f"C{i + 1}") for i in range(len(case["sizes"]))]).numpy(),
     )
     handle.remove()
+    if feed is not None:
+        feed.close()
     if config["dense_dtype"] == "float32" and not config["compile"] and case["shares"]:
         shares(model, dense, pool, case, kind)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import torch
+from placed_tools import placement_of
 from worker_tools import argument, batches_of, embedding_case, versions
 
-from stoker import Batch, Cached, EmbeddingTables, HotCold, TableConfig, optim, stage
+from stoker import Batch, EmbeddingTables, TableConfig, optim, stage
 from stoker.tables.storage import Rows
 
 config = argument()
@@ -21,17 +22,6 @@ row_optimizer = {
 }[config["optimizer"]]
 
 
-def placement(case):
-    """What the options ask for: None, or a strategy with a fraction of the rows' slots."""
-    kind, fraction = config.get("placement"), config.get("fraction", 0.0)
-    if kind == "Cached":
-        return Cached(fraction=fraction, home="memory")
-    if kind == "HotCold":
-        hot = {f"C{t}": int(0.5 * fraction * rows) for t, rows in enumerate(case["sizes"])}
-        return HotCold(hot=hot, fraction=fraction, home="memory")
-    return None
-
-
 def run(case):
     """One shape of the matrix."""
     tables = EmbeddingTables(
@@ -40,7 +30,7 @@ def run(case):
             for t, (rows, dim) in enumerate(zip(case["sizes"], case["dims"], strict=True))
         ],
         optimizer=row_optimizer,
-        placement=placement(case),
+        placement=placement_of(config, {f"C{t}": rows for t, rows in enumerate(case["sizes"])}),
     )
     feed = []
 

@@ -41,9 +41,9 @@ def prefix(share):
 
 
 class KeepPlans(DirectLink):
-    """Moves nothing, and tells the planner that writebacks land later, as those of a GPU do."""
+    """Moves nothing, and tells the planner that writebacks land later and memory is roomy, as with a GPU."""
 
-    plan, landing = None, 8
+    plan, landing, roomy = None, 8, True
 
     def run(self, plan):
         KeepPlans.plan = plan

@@ -62,9 +62,9 @@ class PinnedRows:
                     yield low, high, place if place < 0 else place + low - first
 
     def marks(self) -> npt.NDArray[np.uint64]:
-        """Return a bit for each place, all 0, to count distinct rows: of this thread."""
+        """Return a bit for each place and one more, all 0, to count distinct rows: of this thread."""
         if not hasattr(self._local, "marks"):
-            self._local.marks = np.zeros(-(-len(self) // 64), np.uint64)
+            self._local.marks = np.zeros(len(self) // 64 + 1, np.uint64)
         found: npt.NDArray[np.uint64] = self._local.marks
         return found
 
@@ -107,28 +107,19 @@ def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
     offsets = bags.offsets.contiguous().numpy() if bags.offsets is not None else np.zeros(1, np.int64)
     if bags.offsets is not None and not offsets_fit(bags.offsets, count):
         raise ValueError(f"offsets must rise from 0 to the number of ids, {count}; they do not.")
-    table_of, start, features, first, sizes, _ = space.by_table
-    inverse_ids = np.empty(count, np.int32)
-    others, placed = np.zeros(len(sizes), np.int64), 0
-    if len(pinned):
-        placed = kernels.place_rows(
-            ids, offsets, jagged, table_of, sizes, pinned.rows, pinned.first_place, pinned.marks(), inverse_ids, others
-        )
-    else:
-        others = space.occurrences(offsets if jagged else None, count)
-    # One table may have all the ids. The kernel that fills the hash table also empties it.
-    left = int(others.sum())
-    keys, numbers = _scratch(1 << max(4, (2 * left).bit_length()))
-    rows = np.empty(left, np.int64)
-    found = -1
-    if placed >= 0:
-        found = kernels.number_rows(
-            ids, offsets, jagged, start, features, first, sizes, pinned.rows, others, keys, numbers, rows, inverse_ids
-        )
-    if found < 0:
-        keys.fill(-1)
+    table_of, _, _, first, sizes, _ = space.by_table
+    inverse_ids, rows = np.empty(count, np.int32), np.empty(count + 1, np.int64)
+    wanted = space.occurrences(offsets if jagged else None, count)
+    begins = wanted.cumsum() - wanted
+    ends = begins.copy()
+    placed = kernels.place_rows(
+        ids, offsets, jagged, table_of, sizes, pinned.rows, pinned.first_place, pinned.marks(), inverse_ids, ends, rows
+    )
+    if placed < 0:
         space.check(bags.ids, bags.offsets)
-    return Distinct(rows[:found].copy(), torch.from_numpy(inverse_ids).view(bags.ids.shape), int(placed))
+    keys, numbers = _scratch(1 << max(4, (2 * int((ends - begins).max())).bit_length()))
+    found = kernels.number_rows(ids, begins, ends, first, sizes, keys, numbers, rows, inverse_ids)
+    return Distinct(rows[:found].copy(), torch.from_numpy(inverse_ids).view(bags.ids.shape), placed)
 
 
 def _split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
@@ -143,22 +134,23 @@ def _split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct
     return Distinct(found.numpy(), which.to(torch.int32).view(bags.ids.shape), len(torch.unique(places[own])))
 
 
-def slots_of(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor:
-    """Return the slot of each id, int32, in the shape of ``which``: see :class:`Distinct`.
+def to_slots(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor:
+    """Replace the number of each id's row by its slot, in place: see :class:`Distinct`.
 
     Args:
         which: the number of each id's row, or -1 - place.
         slots: [U] slot of each row, after the ``pinned`` ones, whose places are their slots.
         pinned: P.
     """
+    if not len(slots):  # a batch may have no rows
+        slots = np.zeros(1, np.int64)
     if HAVE_NUMBA:
         from stoker.ops.cpu import kernels
 
-        out = torch.empty_like(which)
-        kernels.take_slots(which.view(-1).numpy(), slots, pinned, out.view(-1).numpy())
-        return out
-    places = torch.from_numpy((np.append(slots, 0) + pinned).astype(np.int32))  # a batch may have no rows
-    return torch.where(which < 0, -1 - which, places[which.clamp(min=0).long()])
+        kernels.take_slots(which.view(-1).numpy(), slots, pinned)
+        return which
+    places = torch.from_numpy((slots + pinned).astype(np.int32))
+    return which.copy_(torch.where(which < 0, -1 - which, places[which.clamp(min=0).long()]))
 
 
 def _scratch(size: int) -> tuple[Any, Any]:

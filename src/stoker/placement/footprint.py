@@ -4,7 +4,8 @@ Legend: N rows of the tables, C slots, U distinct rows of a batch, W batches who
 
 * The page table (``fast_residency``): 40 bytes per slot. 16 more for the order of eviction if the window wants more
   rows than there are slots, or with an epoch lookahead. A hash of 32 bytes per record, with a power of two of records
-  that is at most 3/4 full, for rows that are in slots, announced or being written back. One bit per row for idle rows.
+  that is at most 3/4 full (half with a GPU), for rows that are in slots, announced or being written back. One bit per
+  row for idle rows.
 * The window: for batches that wait (``slotted``), 8 bytes per distinct row and 12 bytes per lookup (its id, and its
   row); and 8 bytes per announced use, in a ring of a power of two, so at most 16.
 * In flight: the writebacks of two plans that are not complete (``transfer``). If a disk is slow, there are more, but
@@ -33,12 +34,12 @@ from stoker.base.units import parse_size
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
-from stoker.tables.slots.residency import known_bytes
+from stoker.tables.slots.residency import FULL, ROOMY, known_bytes
 from stoker.tables.slots.window import IN_MEMORY, SHARE, default_memory
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: record and entry in the list of empty slots; and two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device for bfloat16 weights: table and row, for the random bits
-_RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
+_RECORD, _LEAST_RECORDS = 32, 2**12
 # Rows in the window for each slot: more have no use; where they share the slots' memory, more cost too many slots.
 _ENOUGH, _ENOUGH_ON_CPU = 4, 2
 _PLANS = 2  # with writebacks in flight
@@ -145,7 +146,8 @@ class Footprint:
         window = self.known(slots)
         wanted = self._window.wanted(window)
         records = min(self.rows, slots + wanted) + self.distinct
-        directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / _LOAD))))
+        load = FULL if self.on_cpu else ROOMY
+        directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / load))))
         leaving = float(self._used[-1] - np.interp(slots, self._first, self._used))
         slot = _ORDERED_SLOT if self.foresight or wanted > slots else _SLOT
         return Beside(

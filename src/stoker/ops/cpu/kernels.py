@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
@@ -314,100 +314,94 @@ def _step(p):
 step_kernel = Kernel(_step)
 
 
-@jit
-def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, inverse, others):
-    """Place the pinned rows in the order of the batch: id k below ``pinned`` [T] gets ``inverse`` -1 - place.
+_BLOCK = 64  # examples whose ids fit the first cache
 
-    Places count from ``first_place`` [T] on. ``seen`` has a bit for each, all 0 before and after. ``others`` [T] counts
-    the other ids of each table. Returns how many distinct places there were, or -1 for a bad id.
+
+@jit(**PLAIN)
+def place_rows(ids, offsets, jagged, table_of, table_rows, pinned, first_place, seen, inverse, ends, others):
+    """Place the pinned rows: id k below ``pinned`` [T] gets ``inverse`` -1 - place.
+
+    Places count from ``first_place`` [T] on. ``seen`` has a bit for each and one more, all 0 before and after. The
+    other lookups of table t are written to ``others`` from ``ends[t]`` on, which rises by their number. Returns how
+    many distinct places there were, or -1 for a bad id.
     """
     features = table_of.size
     batch = (offsets.size - 1 if jagged else ids.size) // features
-    # Feature by feature: without a lookup between an id and its place this takes a fifth of the time.
-    limits, lows, places = np.empty((3, features), np.int64)
-    for f in range(features):
-        limits[f], lows[f], places[f] = table_rows[table_of[f]], pinned[table_of[f]], first_place[table_of[f]]
-    placed, wrong = 0, False
-    for b in range(batch):
+    placed, wrong, some = 0, False, first_place[-1] > 0
+    for block in range(0, batch, _BLOCK):
+        stop = min(block + _BLOCK, batch)
         for f in range(features):
-            bag = b * features + f
-            begin, end = bag, bag + 1
-            if jagged:
-                begin, end = offsets[bag], offsets[bag + 1]
-            for k in range(begin, end):
-                row = np.int64(ids[k])
-                wrong |= row < 0 or row >= limits[f]
-                inverse[k] = 0
-                if 0 <= row < lows[f]:
-                    place = places[f] + row
-                    inverse[k] = -1 - place
+            table = table_of[f]
+            limit, low, places, end = table_rows[table], pinned[table], first_place[table], ends[table]
+            for b in range(block, stop):
+                bag = b * features + f
+                first, last = bag, bag + 1
+                if jagged:
+                    first, last = offsets[bag], offsets[bag + 1]
+                for k in range(first, last):
+                    # Without branches: which rows are pinned cannot be predicted.
+                    row = np.int64(ids[k])
+                    wrong |= (row < 0) | (row >= limit)
+                    others[end] = k
+                    if not some:
+                        end += 1
+                        continue
+                    own = np.int64((row >= 0) & (row < low))
+                    place = (places + row) * own
+                    inverse[k] = (-1 - place) * own
                     word, bit = np.uint64(place >> 6), np.uint64(place & 63)
-                    placed += 1 - np.int64((seen[word] >> bit) & np.uint64(1))
-                    seen[word] |= np.uint64(1) << bit
-                else:
-                    others[table_of[f]] += 1
-    for k in range(ids.size):
-        if inverse[k] < 0:
-            seen[np.uint64((-1 - inverse[k]) >> 6)] = np.uint64(0)
+                    placed += own & ~np.int64(seen[word] >> bit)
+                    seen[word] |= np.uint64(own) << bit
+                    end += 1 - own
+            ends[table] = end
+    for k in range((offsets[batch * features] if jagged else batch * features) * some):
+        seen[np.uint64(max(-1 - np.int64(inverse[k]), 0) >> 6)] = np.uint64(0)
     return -1 if wrong else placed
 
 
-@jit
-def take_slots(which, slots, first, out):
-    """Write the slot of each id to ``out``: row ``which`` is in ``first + slots[which]``, place p < 0 in ``-1 - p``."""
+@jit(**PLAIN)
+def take_slots(which, slots, first):
+    """Replace row numbers by slots, in place: row ``which`` is in ``first + slots[which]``, place p < 0 in ``-1 - p``.
+
+    ``slots`` has an element at least.
+    """
     for k in range(which.size):
         row = which[k]
-        out[k] = -1 - row if row < 0 else first + slots[np.uint64(row)]
+        slot = first + slots[np.uint64(max(row, 0))]
+        which[k] = -1 - row if row < 0 else slot
 
 
-@jit
-def number_rows(
-    ids, offsets, jagged, table_start, table_features, first_row, table_rows, pinned, others, keys, numbers, rows,
-    inverse,
-):  # fmt: skip
-    """Write distinct addresses to ``rows``, each id's number to ``inverse``; return how many, or -1 for a bad id.
+@jit(**PLAIN)
+def number_rows(ids, begins, ends, first_row, table_rows, keys, numbers, rows, inverse):
+    """Write distinct addresses to ``rows``, and the number of each lookup's row to ``inverse``; return how many.
 
-    It skips the ids below ``pinned`` [T] of each table; ``others`` [T] counts the rest. ``keys`` is all -1 on entry,
-    and on return unless an id is bad.
+    ``rows`` holds the lookups of table t at ``begins[t]:ends[t]``, whose ids are in the table. ``keys`` is all -1 on
+    entry and on return.
     """
-    features = table_features.size
-    batch = (offsets.size - 1 if jagged else ids.size) // features
     found = 0
     for table in range(table_rows.size):
-        if others[table] == 0:
-            continue
         bits = np.int64(4)
-        while (np.int64(1) << bits) < 2 * others[table]:
+        while (np.int64(1) << bits) < 2 * (ends[table] - begins[table]):
             bits += 1
         mask = (np.int64(1) << bits) - 1
         shift = np.uint64(64 - bits)
-        limit, first, low = table_rows[table], first_row[table], pinned[table]
-        direct = limit <= mask
+        direct = table_rows[table] <= mask
         begin_found = found
-        for b in range(batch):
-            for f in range(table_start[table], table_start[table + 1]):
-                bag = b * features + table_features[f]
-                begin, end = bag, bag + 1
-                if jagged:
-                    begin, end = offsets[bag], offsets[bag + 1]
-                for k in range(begin, end):
-                    row = np.int64(ids[k])
-                    if row < 0 or row >= limit:
-                        return -1
-                    if row < low:
-                        continue
-                    h = row if direct else np.int64((np.uint64(row) * np.uint64(11400714819323198485)) >> shift)
-                    while keys[h] != row and keys[h] >= 0:
-                        h = (h + 1) & mask
-                    if keys[h] < 0:
-                        keys[h] = row
-                        numbers[h] = found
-                        rows[found] = h  # until the table is done: which places of the hash table to clear
-                        found += 1
-                    inverse[k] = numbers[h]
+        for i in range(begins[table], ends[table]):
+            k = rows[i]
+            row = np.int64(ids[k])
+            h = row if direct else np.int64((np.uint64(row) * np.uint64(11400714819323198485)) >> shift)
+            while keys[h] != row and keys[h] >= 0:
+                h = (h + 1) & mask
+            if keys[h] < 0:
+                keys[h] = row
+                numbers[h] = found
+                rows[found] = h  # until the table is done: which places of the hash table to clear
+                found += 1
+            inverse[k] = numbers[h]
         for i in range(begin_found, found):
             h = rows[i]
-            rows[i] = first + keys[h]
+            rows[i] = first_row[table] + keys[h]
             keys[h] = -1
     return found
 

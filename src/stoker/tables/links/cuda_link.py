@@ -152,6 +152,8 @@ class CudaLink(QueuedLink):
         ConfigError: ``reading`` is "direct", but the GPU cannot read the store.
     """
 
+    roomy = True
+
     def __init__(
         self, home: Home, slots: Rows, stats: TransferStats, *, streams: Streams | None = None,
         reading: Reading = "auto", buffer_bytes: int = _BUFFER, buffers: int = _BUFFERS,

@@ -72,6 +72,7 @@ class DirectLink:
     """
 
     landing = 0  # see :class:`stoker.tables.slots.residency.Residency`
+    roomy = False  # whether bytes of planning are not those of slots
 
     def __init__(self, home: Home, slots: Rows, stats: TransferStats) -> None:
         self.home, self.slots, self.stats = home, slots, stats

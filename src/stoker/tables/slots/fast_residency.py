@@ -40,7 +40,6 @@ from stoker.tables.stores.kernels import segment_of
 
 __all__ = ["FastResidency"]
 
-_LOAD = 0.75  # largest load of the directory
 _AHEAD = 24  # lines to prefetch ahead
 _RANK_BITS = 40
 _STEPS = 2**22  # steps that heap keys can count before a rebuild from a later base
@@ -504,7 +503,12 @@ def _plan(
     for i in range(evicted):
         if i + _AHEAD < evicted:
             _prefetch_record(directory, evict_rows[i + _AHEAD])
-        directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if fenced and i < written else -1
+        at = _find(directory, evict_rows[i])
+        directory[at, SLOT] = -1
+        if fenced and i < written:
+            directory[at, SLOT] = -2 - number
+        else:
+            _forget_at(directory, at, counters)
     for i in range(landed_rows.size):
         if i + _AHEAD < landed_rows.size:
             _prefetch_record(directory, landed_rows[i + _AHEAD])
@@ -512,8 +516,6 @@ def _plan(
         if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -2 - landed:
             directory[at, SLOT] = -1
             _forget_at(directory, at, counters)
-    for i in range(written if fenced else 0, evicted):
-        _forget_idle(directory, evict_rows[i], counters)
     return fence, fetched, written
 
 
@@ -604,7 +606,7 @@ class FastResidency(Residency):
     """The residency in Numba: its plans equal :class:`stoker.tables.slots.residency.Residency`'s.
 
     Memory: 40 bytes a slot (56 if the window wants more rows than there are slots, or with hints), 43 to 86 bytes a
-    resident or announced row, 8 bytes an announced use, N bits.
+    resident or announced row (64 to 128 if the directory is roomy), 8 bytes an announced use, N bits.
     """
 
     def _prepare(self) -> None:
@@ -636,9 +638,9 @@ class FastResidency(Residency):
 
     def _make_room(self, more: int, *, window: bool) -> None:
         needed = int(self._counters[RECORDS]) + more
-        if needed > _LOAD * len(self._directory):
+        if needed > self.load * len(self._directory):
             size = len(self._directory)
-            while needed > _LOAD * size:
+            while needed > self.load * size:
                 size *= 2
             larger = np.zeros((size, 4), np.int64)
             _rehash(self._directory, larger)

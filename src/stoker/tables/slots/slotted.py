@@ -25,12 +25,12 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import Distinct, PinnedRows, slots_of, split_rows
+from stoker.ops.distinct import Distinct, PinnedRows, split_rows, to_slots
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
-from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan, known_bytes
+from stoker.tables.slots.residency import ROOMY, Hints, Ints, Residency, SlotPlan, known_bytes
 from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
@@ -126,6 +126,8 @@ class SlottedRows(Storage):
     def move_by(self, link: DirectLink) -> None:
         """Run plans by ``link`` from now on, before the first one."""
         self._link, self.residency.landing = link, link.landing
+        if link.roomy:
+            self.residency.load = ROOMY
 
     def _fill_hot(self) -> None:
         """Fetch the hot rows into their slots."""
@@ -228,7 +230,7 @@ class SlottedRows(Storage):
             if self._labels and len(plan.fetch_rows):
                 labels = [each[self.num_hot :] for each in self._labels]
                 link.label(list(zip(labels, self.space.locate(plan.fetch_rows), strict=True)), plan.fetch_slots)
-            ids = link.send(slots_of(wanted.which, plan.slots, self.num_hot))
+            ids = link.send(to_slots(wanted.which, plan.slots, self.num_hot))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
             ticket = link.ticket()

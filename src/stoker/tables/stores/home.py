@@ -42,6 +42,7 @@ _PAGE = mmap.PAGESIZE  # page-locking takes whole pages
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister: locked for every GPU, at an address that it can read
 _CHUNK = 2**20  # elements of a chunk in Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels support; more take the plain path
+Arrays = tuple[np.ndarray, ...]
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
 _ENTRY = 4  # bytes of the page table of a RAM tier a block
@@ -157,6 +158,8 @@ class Home(ABC):
         self.native = HAVE_NUMBA and len(state) <= _KERNEL_STATES
         self.widths = tuple(self.dim if kind == "row" else 1 for kind in state.values())  # float32 elements a row
         self.held = Held(self.num_rows)
+        # The slots of the last call, which were checked, and their arrays; None if they are not plain memory.
+        self._slots: tuple[Rows | None, Arrays | None] = None, None
         self._open = True
 
     @classmethod
@@ -197,10 +200,10 @@ class Home(ABC):
             IndexError: a row or a place does not exist.
             ValueError: ``target`` has another width, type or state.
         """
-        rows, places = self._check(rows, target, places)
+        rows, places, plain = self._check(rows, target, places)
         if len(rows) == 0:
             return
-        if _plain_memory(target):
+        if plain:
             self._fetch(rows, target, places)
             return
         local = self.empty(len(rows))
@@ -217,10 +220,10 @@ class Home(ABC):
             IndexError: a row or a place does not exist.
             ValueError: ``source`` has another width, type or state.
         """
-        rows, places = self._check(rows, source, places)
+        rows, places, plain = self._check(rows, source, places)
         if len(rows) == 0:
             return
-        if not _plain_memory(source):
+        if not plain:
             index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(source.weight.device)
             source, places = source[index].map(lambda tensor: tensor.cpu().contiguous()), None
         self._store(rows, source, places)
@@ -249,6 +252,7 @@ class Home(ABC):
     def close(self) -> None:
         """Release the memory or the file; no call may be running, and none may follow."""
         self._open = False
+        self._slots = None, None
 
     @abstractmethod
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
@@ -258,10 +262,38 @@ class Home(ABC):
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         """Do ``store`` after the checks, from contiguous CPU tensors."""
 
-    def _check(self, rows: np.ndarray, side: Rows, places: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Check the indices and return them as contiguous int64: kernels use them on raw memory."""
+    def _check(
+        self, rows: np.ndarray, side: Rows, places: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Check the indices and return them as contiguous int64, and whether kernels may use ``side`` in place."""
         if not self._open:
             raise HomeError(f"{self!r} is closed. Make a new backing store, or close it after the last use.")
+        known, arrays = self._slots
+        plain = arrays is not None
+        if known is not side:
+            self._check_side(side)
+            plain = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in side.tensors)
+            if places is not None:
+                self._slots = side, self._columns(side) if plain else None
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        if places is not None:
+            places = np.ascontiguousarray(places, dtype=np.int64)
+        count = len(rows) if places is None else len(places)
+        if rows.ndim != 1 or count != len(rows):
+            raise ValueError(f"{rows.shape} rows and {count} places; there must be one place a row.")
+        if count:
+            # A negative number is a large one without its sign.
+            if rows.view(np.uint64).max() >= self.num_rows:
+                bad = rows[(rows < 0) | (rows >= self.num_rows)][0]
+                raise IndexError(f"row {bad:,} is not in {self!r}; its rows are 0 to {self.num_rows - 1:,}.")
+            last = count - 1 if places is None else places.view(np.uint64).max()
+            if last >= len(side.weight):
+                low, high = (0, last) if places is None else (int(places.min()), int(places.max()))
+                raise IndexError(f"places {low:,} to {high:,} are not in the {len(side.weight):,} rows given.")
+        return rows, places, plain
+
+    def _check_side(self, side: Rows) -> None:
+        """Raise ValueError if ``side`` has another width, type or state."""
         weight = side.weight
         wanted = shapes_of(self.state, len(weight), self.dim)
         given = {name: tuple(side.state[name].shape) for name in self.state if name in side.state}
@@ -272,23 +304,9 @@ class Home(ABC):
             )
         if any(side.state[name].dtype != torch.float32 for name in self.state):
             raise ValueError("optimizer state must be float32.")
-        rows = np.ascontiguousarray(rows, dtype=np.int64)
-        if places is not None:
-            places = np.ascontiguousarray(places, dtype=np.int64)
-        count = len(rows) if places is None else len(places)
-        if rows.ndim != 1 or count != len(rows):
-            raise ValueError(f"{rows.shape} rows and {count} places; there must be one place a row.")
-        if count:
-            if rows.min() < 0 or rows.max() >= self.num_rows:
-                bad = rows[(rows < 0) | (rows >= self.num_rows)][0]
-                raise IndexError(f"row {bad:,} is not in {self!r}; its rows are 0 to {self.num_rows - 1:,}.")
-            low, high = (0, count - 1) if places is None else (int(places.min()), int(places.max()))
-            if low < 0 or high >= len(weight):
-                raise IndexError(f"places {low:,} to {high:,} are not in the {len(weight):,} rows given.")
-        return rows, places
 
     def _run_kernel(
-        self, rows: np.ndarray, words: np.ndarray, store: Rows, side: Rows, places: np.ndarray | None, *,
+        self, rows: np.ndarray, words: np.ndarray, store: Arrays, side: Rows, places: np.ndarray | None, *,
         storing: bool,
     ) -> None:  # fmt: skip
         """Copy rows of ``store`` to ``side``, and compute those whose bit in ``words`` is not set; or store them."""
@@ -301,22 +319,25 @@ class Home(ABC):
         widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
         initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
         MOVE.run(
-            rows, _NOTHING if places is None else places, words, *self._columns(store), *self._columns(side), *initial,
+            rows, _NOTHING if places is None else places, words, *store, *self._columns(side), *initial,
             storing, *widths, np.zeros(1, dtype=np.int64), block, threads=threads,
         )  # fmt: skip
 
     def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
         """Compute initial rows, which were never stored, with state of zero."""
         if self.native:
-            self._run_kernel(rows, _NOTHING, target, target, places, storing=False)
+            self._run_kernel(rows, _NOTHING, self._columns(target), target, places, storing=False)
             return
         index = torch.from_numpy(places)
         target.weight[index] = self.initial.rows(rows)
         for tensor in target.state.values():
             tensor[index] = 0.0
 
-    def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
+    def _columns(self, rows: Rows) -> Arrays:
         """Return weights and two states as flat arrays, for the kernels."""
+        known, arrays = self._slots
+        if known is rows and arrays is not None:
+            return arrays
         states = [flat(rows.state[name]) for name in self.state]
         return (flat(rows.weight), *states, *([_NO_STATE] * (_KERNEL_STATES - len(states))))
 
@@ -362,6 +383,7 @@ class MemoryHome(Home):
                 f"{format_size(self.num_rows * self.row_bytes)}; this machine has "
                 f"{format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
             ) from error
+        self._memory = self._columns(self.arrays)
         self._locks = [_page_lock(self, tensor) for tensor in self.arrays.tensors] if pin else []
 
     @classmethod
@@ -386,10 +408,11 @@ class MemoryHome(Home):
             unlock()
         self._locks = []
         self.arrays = self.empty(0)
+        self._memory = self._columns(self.arrays)
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            self._run_kernel(rows, self.held.words, self.arrays, target, places, storing=False)
+            self._run_kernel(rows, self.held.words, self._memory, target, places, storing=False)
             return
         found = self.arrays[torch.from_numpy(rows)]  # state is zero in rows that were never stored
         fresh = ~self.held.of(rows)
@@ -399,17 +422,13 @@ class MemoryHome(Home):
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            self._run_kernel(rows, self.held.words, self.arrays, source, places, storing=True)
+            self._run_kernel(rows, self.held.words, self._memory, source, places, storing=True)
             return
         self.arrays[torch.from_numpy(rows)] = source[slice(len(rows)) if places is None else torch.from_numpy(places)]
         self.held.mark(rows)
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""
-
-
-def _plain_memory(rows: Rows) -> bool:
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in rows.tensors)
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
