@@ -162,7 +162,7 @@ def test_merge_with_two_texts_of_one_number(tmp_path: Path) -> None:
 def test_patterns_know_classes_of_unicode() -> None:
     texts = pl.DataFrame({"u": ["Zoë", "1a", None]})
     assert made([f.Match(name="m", column="u", pattern=r"^\p{L}+$")], texts) == [(1,), (0,), (0,)]
-    with pytest.raises(SchemaError, match=r"is no regular expression"):
+    with pytest.raises(SchemaError, match=r"is not a regular expression"):
         f.Match(name="m", column="u", pattern=r"\p{L")
 
 

@@ -356,7 +356,7 @@ def test_what_was_fitted_is_kept_and_checked(tmp_path: Path) -> None:
         (lambda: f.Cross(columns=("u",), buckets=9), "columns names 1 columns and needs at least 2"),
         (lambda: f.Cross(columns=("u", "i"), buckets=1), "buckets 1 is below 2"),
         (lambda: f.Match(column="u"), "values and pattern: give one of the two"),
-        (lambda: f.Match(column="u", pattern="("), "is no regular expression"),
+        (lambda: f.Match(column="u", pattern="("), "is not a regular expression"),
         (lambda: f.PastCount(by="u", order="t", window=0), "window 0 is not above 0"),
         (lambda: f.Rank(by="u", order="t", method="max"), "method 'max' is not one of: min, dense"),
         (lambda: f.TimeParts(column="t", unit="m"), "unit 'm' is not one of"),

@@ -36,7 +36,7 @@ def test_a_line_is_the_feature(text: str, expected: f.Derivation) -> None:
     [
         ("", "a feature is empty"),
         ("mean_targt by=item", r"Did you mean 'mean_target'"),
-        ("count by", "'by' is no setting. Write key=value"),
+        ("count by", "'by' is not a setting. Write key=value"),
         ("count by=item by=city", "by is given twice"),
         ("count bye=item", "unknown key 'bye'.*Did you mean 'by'"),
         ("mean_target by=item folds=many", "folds must be a whole number, found 'many'"),

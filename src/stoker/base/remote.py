@@ -385,7 +385,7 @@ class _Files:
                 raise
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files in the given order; files that are gone already are no error."""
+        """Remove files in the given order; files that are gone already are not an error."""
         for name in names:
             with suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(name))

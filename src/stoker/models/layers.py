@@ -91,7 +91,7 @@ class BatchNorm(nn.BatchNorm1d):
     """
 
     def count(self, rows: int) -> bool:
-        """Return whether a batch of so many rows is normed by its own moments, and count it if it is."""
+        """Return whether a batch of this many rows is normed by its own moments, and count it if it is."""
         batch = self.training and torch.is_grad_enabled() and rows > 1
         assert self.num_batches_tracked is not None
         if batch:

@@ -407,7 +407,7 @@ def _nested(guess: Guess, values: pl.Series) -> None:
     if items.dtype.is_nested() or items.dtype in (pl.Binary, pl.Object):
         return guess.leave_out("lists of lists or objects")
     if items.dtype.is_float():
-        return guess.leave_out("lists of numbers, such as embeddings, are no ids")
+        return guess.leave_out("lists of numbers, such as embeddings, are not ids")
     settings = {"type": "int"} if items.dtype.is_integer() else {}
     return _sequence(guess, items, settings, int(lists.list.len().max() or 1))  # type: ignore[arg-type]
 

@@ -197,7 +197,7 @@ class _Scratch:
         self.sums = np.empty((0, 0), np.float32)
 
     def fit(self, threads: int, lookups: int, dim: int) -> None:
-        """Make room for tables with so many lookups and columns."""
+        """Make room for tables with this many lookups and columns."""
         wanted = (threads, lookups, dim)
         if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
             threads, lookups, dim = (max(pair) for pair in zip(self._fitted, wanted, strict=True))

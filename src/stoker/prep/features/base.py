@@ -208,7 +208,7 @@ def feature_from_text(text: str) -> Derivation:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals:
-            raise SchemaError(f"{where}: {word!r} is no setting. Write key=value, without blanks around the sign.")
+            raise SchemaError(f"{where}: {word!r} is not a setting. Write key=value, without blanks around the sign.")
         if key in values:
             raise SchemaError(f"{where}: {key} is given twice.")
         values[key] = _parsed(value, hints.get(key, str))

@@ -31,7 +31,7 @@ class _Condition(Derivation):
             try:
                 re.compile(re.sub(r"\\[pP](\w|\{\^?\w+\})", "x", self.pattern))  # Python knows no classes of Unicode
             except re.error as error:
-                fail(self.where, "pattern", f"{self.pattern!r} is no regular expression ({error})")
+                fail(self.where, "pattern", f"{self.pattern!r} is not a regular expression ({error})")
 
     def met_by(self, text: pl.Expr) -> pl.Expr:
         """Return an expression: whether the text meets the condition; null where it is missing."""

@@ -23,7 +23,7 @@ __all__ = ["TableBuilder", "Vocabulary", "read_dictionary"]
 
 Array = npt.NDArray[Any]
 _MAX_ENTRIES = 2**31 - 2
-_BATCH = 2**20  # at least so many values are numbered together
+_BATCH = 2**20  # at least this many values are numbered together
 _VIEWS: dict[str, Any] = {"hex": np.uint64, "float": np.float64}  # types of the 64 bits of a value
 
 

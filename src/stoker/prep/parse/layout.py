@@ -37,7 +37,7 @@ class Layout:
     * ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``: its dictionary. Code c is entry c - 1, code 0 is missing.
       Columns with hash buckets have ids instead of codes, and no dictionary.
     * ``time`` [n] int64, ``split`` [n] uint8, ``codes.user`` [n] with its dictionary: for the split rule.
-    * ``codes.group`` [n] with its dictionary: for groups; code 0 is no group.
+    * ``codes.group`` [n] with its dictionary: for groups; code 0 means no group.
     * ``keep``: the bytes of an Arrow file with the kept columns.
     """
 

@@ -486,7 +486,7 @@ def _impressions(inputs: Mapping[str, pl.LazyFrame], most: int) -> tuple[pl.Data
             *(name for name in (*_NUMBERS, *_TEXTS) if name not in _READER), pl.col(_READER).cast(pl.Int64)
         )
         if part.collect_schema()["article_ids_inview"].base_type() is not pl.List:
-            raise DataError("article_ids_inview is no list column. EB-NeRD's behaviours come as Parquet files.")
+            raise DataError("article_ids_inview is not a list column. EB-NeRD's behaviours come as Parquet files.")
         known = pl.DataFrame(schema={"user": pl.Int64, "past": pl.Int64})
         if f"{name}_history" in inputs:
             first = part.filter(pl.col("article_ids_inview").list.len() > 0).select(pl.col("impression_time").min())
