@@ -277,6 +277,17 @@ def test_layers_on_a_gpu_are_those_of_torch(device: Pretended, relu_last: bool) 
     torch.testing.assert_close(there[0].grad.inner[:, :20], here[0].grad, rtol=1e-4, atol=1e-4)
 
 
+def test_a_graph_has_counters_of_its_own(device: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another graph are 0 only after its first replay."""
+    from stoker.ops.gpu import dense
+
+    first = dense._counter(CUDA, 3)
+    assert dense._counter(CUDA, 3) is first
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = [dense._counter(CUDA, 3) for _ in range(2)]
+    assert len({id(each) for each in (first, *captured)}) == 3
+
+
 @pytest.mark.parametrize("hides", [True, False])
 def test_layers_on_a_gpu_let_nan_through(device: Pretended, monkeypatch: pytest.MonkeyPatch, hides: bool) -> None:
     """Whatever the fused ReLU of the GPU's library makes of it."""

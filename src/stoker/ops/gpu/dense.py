@@ -181,10 +181,16 @@ _counters: dict[object, Tensor] = {}
 
 def _counter(device: torch.device, blocks: int) -> Tensor:
     """Return at least ``blocks`` zeros; every stream has its own, because kernels of two may run at once."""
-    stream = (device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
-    if stream not in _counters or len(_counters[stream]) < blocks:
-        _counters[stream] = torch.zeros(max(64, blocks), dtype=torch.int32, device=device)
-    return _counters[stream]
+    stream = None
+    if device.type == "cuda":
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # a graph makes its own, or another's replay may have to come first
+            return torch.zeros(blocks, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device)
+    if (device, stream) not in _counters or len(_counters[device, stream]) < blocks:
+        _counters[device, stream] = torch.zeros(max(64, blocks), dtype=torch.int32, device=device)
+    return _counters[device, stream]
 
 
 def relu_gradient(grad: Tensor, output: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
