@@ -77,6 +77,7 @@ def test_help_and_recipe_list() -> None:
 def test_errors_reach_the_caller_as_stoker_errors(log: Path) -> None:
     for arguments, message in (
         ((log / "shop.toml", log / "log.csv"), "add --out"),
+        ((log / "log.csv", "--out", log / "o"), "For a log of your own draft a schema, stoker init LOG"),
         ((log / "shop.toml",), "needs a recipe and files"),
         (("critoe", log / "log.csv", "--out", log / "o"), "Did you mean 'criteo'"),
         ((log / "shop.toml", log / "log.csv", "--out", log / "o", "--strict"), r"log.csv:22: column price"),

@@ -199,7 +199,10 @@ def prepare(
             )
         files, recipe = [recipe, *(files or [])], None
     if (recipe is None and like is None) or not files:
-        raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
+        raise ConfigError(
+            "prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR. For a log of your own draft a "
+            "schema, stoker init LOG, and name it as the recipe; or take the draft as it is, with auto as the recipe."
+        )
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
     changes = _Changes.taken_from(settings)
