@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one run of under nine minutes: limits, kernels, placed rows, managed memory.
+"""Everything that needs a GPU, in one run of ten minutes: limits, kernels, FBGEMM, placed rows, managed memory.
 
 Needs torch, Triton, NumPy and safetensors; Numba too for the planner's real speed. From the repository's root:
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.harness import Bar, Outcome, Result
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("limits", "kernels", "placed", "managed")
+PARTS = ("limits", "kernels", "fbgemm", "placed", "managed")
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -89,7 +89,7 @@ def bars(setting: Setting, skip: Sequence[str]) -> list[Bar]:
 
     def part(name: str) -> Callable[..., Outcome]:
         def run(_: Any) -> Outcome:
-            if name == "kernels" and importlib.util.find_spec("triton") is None:
+            if name in ("kernels", "fbgemm") and importlib.util.find_spec("triton") is None:
                 raise NotRun("triton is missing (pip install triton)")
             module: Any = importlib.import_module(f"benchmarks.gpu_{name}")
             outcome: Outcome = module.measure(setting)
@@ -102,6 +102,7 @@ def bars(setting: Setting, skip: Sequence[str]) -> list[Bar]:
     titles = {
         "limits": ("host link, both ways", 0.0, " GB/s"),
         "kernels": ("Triton lookup over the memory's bandwidth", 0.0, "x"),
+        "fbgemm": ("a step of MLPerf's tables against FBGEMM (the smallest ratio)", 0.0, "x"),
         "placed": ("DLRM, 5 % of the rows in device memory against all of them (the smallest ratio)", asked, "x"),
         "managed": ("DLRM, rows in managed memory against all in device memory", 0.0, "x"),
     }

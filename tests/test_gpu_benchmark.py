@@ -53,6 +53,7 @@ def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     assert {name: bar["status"] for name, bar in parts.items()} == {
         "gpu-limits": "ok",
         "gpu-kernels": "ok",
+        "gpu-fbgemm": "not run",
         "gpu-placed": "ok",
         "gpu-managed": "not run",
     }
@@ -158,7 +159,7 @@ def test_ratio_of_cached_to_managed() -> None:
 
 
 def test_parts_are_left_out_by_name() -> None:
-    assert [bar.name for bar in gpu.bars(TINY, ["kernels", "managed"])] == ["gpu-limits", "gpu-placed"]
+    assert [bar.name for bar in gpu.bars(TINY, ["kernels", "fbgemm", "managed"])] == ["gpu-limits", "gpu-placed"]
     assert all(bar.must == 0 for bar in gpu.bars(TINY, []))
-    (placed,) = gpu.bars(Setting(device=CPU, effort="full"), ["limits", "kernels", "managed"])
+    (placed,) = gpu.bars(Setting(device=CPU, effort="full"), ["limits", "kernels", "fbgemm", "managed"])
     assert placed.must == (0.0 if importlib.util.find_spec("numba") is None else 0.95)

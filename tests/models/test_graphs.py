@@ -13,7 +13,7 @@ from stoker.models.base import RecModel
 SPEC = FeatureSpec.from_sizes(3, [20, 30])
 
 
-def repeat(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+def repeat(work: Callable[[], Any], stream: None) -> tuple[Any, Callable[[], None]]:
     """Do what a graph does: a run writes its results to where the first ones are."""
     results = work()
 
@@ -40,7 +40,7 @@ def batch(number: int, size: int) -> Batch:
 def model_of(matmul: Any = "fp32", *, replayed: bool) -> RecModel:
     model = DLRM(SPEC, embedding_dim=8, bottom=(16,), top=(16, 8), optimizer=SGD(lr=0.1), matmul=matmul)
     if replayed:
-        model._compiled = graphs.DenseGraphs(model.dense_part, model.dense_parameters)
+        model._compiled = graphs.DenseGraphs(model, model.dense_part, model.dense_parameters)
     return model
 
 

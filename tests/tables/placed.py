@@ -389,7 +389,8 @@ def difference(a: Found, b: Found, *, by: str = "message") -> str:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit, where neither is NaN."""
+    """To the bit, where neither is NaN, wherever they are."""
+    one, other = one.cpu(), other.cpu()
     return torch.equal(one, other) or (
         one.shape == other.shape
         and torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))

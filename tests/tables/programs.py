@@ -352,7 +352,7 @@ class Run:
             return replace(batch, ids=ids.view(ids.shape))
         elif how == "other weights" and batch.weights is not None:
             return replace(batch, weights=batch.weights * 2)
-        elif how == "other offsets" and batch.offsets is not None:
+        elif how == "other offsets" and batch.offsets is not None and self.case.device == "cpu":  # a GPU tells later
             moved = (batch.offsets + 1).clamp(max=size)
             moved[0] = 0
             if int(torch.cat([moved, moved.new_tensor([size])]).diff().max()) > LONGEST:  # slots may not hold it

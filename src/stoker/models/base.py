@@ -282,7 +282,7 @@ class RecModel(nn.Module, ABC):
         held = [name for name, _ in _DensePart(self).named_buffers()]
         if held:
             raise ConfigError(f"CUDA graphs do not serve models with buffers, such as {held[0]!r}. Leave them out.")
-        self._compiled = DenseGraphs(self.dense_part, self.dense_parameters)
+        self._compiled = DenseGraphs(self, self.dense_part, self.dense_parameters)
 
     @torch.no_grad()
     def export_dense(self, batch: Batch) -> torch.export.ExportedProgram:

@@ -6,22 +6,23 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _SHAPES = 4  # graphs that are kept; each keeps the activations of a batch
 _WARM = 3  # runs before a capture: libraries choose their kernels then
 
 
-def capture(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+def capture(work: Callable[[], Any], stream: torch.cuda.Stream | None) -> tuple[Any, Callable[[], None]]:
     """Capture ``work``; return its results, and what runs it again and writes them anew."""
     graph = torch.cuda.CUDAGraph()
     # Threads that move rows may allocate and ask events meanwhile: only this thread's calls must be capturable.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         results = work()
     return results, graph.replay
 
@@ -29,38 +30,58 @@ def capture(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 class _Recorded:
     """Forward and backward for inputs of one kind, in memory that every batch shares."""
 
-    def __init__(self, part: Callable[..., Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        self._part = part
+    def __init__(
+        self, model: nn.Module, part: Callable[..., Tensor], inputs: Sequence[Tensor], parameters: Any
+    ) -> None:
+        self._model, self._part = model, part
+        self._made: Tensor | None = None
         self.inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs]
-        trained = [*self.inputs, *parameters]
+        # Autograd remembers on which stream a parameter was first used; the same memory under other names was on none.
+        self._aliases = {id(each): nn.Parameter(each.detach(), requires_grad=each.requires_grad) for each in parameters}
+        trained = [*self.inputs, *(self._aliases[id(each)] for each in parameters)]
         self._wanted = [each for each in trained if each.requires_grad]
+        stream = torch.cuda.Stream(inputs[0].device) if inputs[0].is_cuda else None
         with torch.enable_grad():
-            self._warm(inputs[0].device)
-            (self.out,), self.forward = capture(self._run_forward)
+            self._warm(stream)
+            (self.out,), self.forward = capture(self._run_forward, stream)
             self.slope = torch.zeros_like(self.out)
-            found, self.backward = capture(self._run_backward)
+            found, self.backward = capture(self._run_backward, stream)
         rest = iter(found)
         self.grads = [next(rest) if each.requires_grad else None for each in trained]
         self.runs = 0
 
-    def _warm(self, device: torch.device) -> None:
-        side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+    def _warm(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
             for _ in range(_WARM):
-                (out,) = self._run_forward()
-                self.slope = torch.zeros_like(out)
+                self.slope = torch.zeros_like(*self._run_forward())
                 self._run_backward()
-        if side is not None:
-            torch.cuda.current_stream(device).wait_stream(side)
+        self._made = None  # no node of autograd is left
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def _run_forward(self) -> tuple[Tensor]:
-        self._made = self._part(*self.inputs)
+        with self._aliased():
+            self._made = self._part(*self.inputs)
         return (self._made,)
 
     def _run_backward(self) -> tuple[Tensor | None, ...]:
+        assert self._made is not None
         return torch.autograd.grad(self._made, self._wanted, self.slope, retain_graph=True, allow_unused=True)
+
+    @contextmanager
+    def _aliased(self) -> Iterator[None]:
+        """Put the aliases in the place of the parameters."""
+        modules = [each._parameters for each in self._model.modules()]
+        before = [dict(each) for each in modules]
+        try:
+            for each in modules:
+                each.update({name: self._aliases.get(id(held), held) for name, held in each.items()})
+            yield
+        finally:
+            for each, held in zip(modules, before, strict=True):
+                each.update(held)
 
 
 class _Replay(torch.autograd.Function):
@@ -93,12 +114,15 @@ class DenseGraphs:
     """The dense part, replayed for kinds of inputs that come again; other inputs run as usual.
 
     Args:
-        part: the dense part, with its precision: the same operations for every batch of one shape.
-        parameters: what it trains.
+        model: has the parameters.
+        part: its dense part: the same operations for every batch of one shape.
+        parameters: returns what the part trains.
     """
 
-    def __init__(self, part: Callable[..., Tensor], parameters: Callable[[], Sequence[Tensor]]) -> None:
-        self._part, self._parameters = part, parameters
+    def __init__(
+        self, model: nn.Module, part: Callable[..., Tensor], parameters: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._model, self._part, self._parameters = model, part, parameters
         self._seen: dict[tuple[Any, ...], _Recorded | None] = {}
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -116,6 +140,6 @@ class DenseGraphs:
         if recorded is None:
             if sum(each is not None for each in self._seen.values()) >= _SHAPES:
                 return self._part(*inputs)
-            recorded = self._seen[key] = _Recorded(self._part, inputs, parameters)
+            recorded = self._seen[key] = _Recorded(self._model, self._part, inputs, parameters)
         result: Tensor = _Replay.apply(recorded, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return result
