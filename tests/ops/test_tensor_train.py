@@ -192,13 +192,15 @@ def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool
 
 
 @settings(max_examples=60)
-@given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans(), most=st.integers(0, 3))
-def test_blocks_have_each_node_once(shape: TTShape, seed: int, many: bool, most: int) -> None:
-    """Places by blocks against the nodes themselves, also where a digit has several blocks."""
+@given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans(), most=st.integers(0, 3),
+       chunk=st.integers(1, 4))  # fmt: skip
+def test_blocks_have_each_node_once(shape: TTShape, seed: int, many: bool, most: int, chunk: int) -> None:
+    """Places by blocks against the nodes themselves, also where a digit has several blocks and a node many children."""
     rows = some_rows(shape, seed, many)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stoker.ops.tt.trie._MOST", most)
         patch.setattr("stoker.ops.tt.trie._SPARE", 0)
+        patch.setattr("stoker.ops.tt.trie.CHUNK", chunk)
         trie = build_trie(rows, shape, torch.zeros(0, dtype=torch.float64))
         cores, grad = cores_of(shape, seed), torch.randn(len(rows), shape.dim, dtype=torch.float64)
         found, slices = by_trie(cores, rows, shape, grad)
@@ -208,14 +210,18 @@ def test_blocks_have_each_node_once(shape: TTShape, seed: int, many: bool, most:
         digits = torch.arange(slices_of) if block.digits is None else block.digits
         assert len(digits) == count
         assert len(block.parents) <= max(3, most) * len(level.digit) + 2 * len(level.digits)
-        assert torch.equal(torch.sort(block.children)[0], torch.unique(block.children))
-        assert len(block.starts) == before + 1
-        over = torch.repeat_interleave(torch.arange(before), block.starts.diff())
-        parents = block.parents[block.children]
+        children, starts, chunks = block.children
+        assert torch.equal(torch.sort(children)[0], torch.unique(children))
+        assert int(starts.diff().max()) <= chunk
+        if chunks is not None:
+            starts = starts[chunks]
+        assert len(starts) == before + 1
+        over = torch.repeat_interleave(torch.arange(before), starts.diff())
+        parents = block.parents[children]
         if level is trie.levels[1]:
             parents = torch.searchsorted(trie.levels[0].digit, parents)
         assert torch.equal(parents, over)
-        assert sorted(digits[block.children // block.size].tolist()) == level.digit.tolist()
+        assert sorted(digits[children // block.size].tolist()) == level.digit.tolist()
         before = len(block.parents)
     assert len(torch.unique(trie.places)) == len(rows)
     expected, wanted = by_definition(cores, rows, shape, grad)

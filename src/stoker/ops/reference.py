@@ -18,6 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _LANES = 16  # width of the fixed summation tree in row_norm_squared
+_FEW = 16  # chunks of lanes that are added one by one
 CHUNK = 64  # occurrences of a row whose gradients are summed first; then their sums are
 
 
@@ -177,9 +178,16 @@ def row_norm_squared(values: Tensor) -> Tensor:
     squares = values * values
     pad = -squares.shape[1] % _LANES
     squares = torch.nn.functional.pad(squares, (0, pad)).view(len(values), (values.shape[1] + pad) // _LANES, _LANES)
-    lanes = torch.zeros(len(values), _LANES, dtype=values.dtype, device=values.device)
-    for chunk in range(squares.shape[1]):
-        lanes = lanes + squares[:, chunk]
+    chunks = squares.shape[1]
+    if chunks > _FEW and len(values):  # a bag is summed in order
+        count, device = len(values) * chunks, values.device
+        starts = torch.arange(0, count, chunks, device=device)
+        parts = squares.view(count, _LANES)
+        lanes = torch.nn.functional.embedding_bag(torch.arange(count, device=device), parts, starts, mode="sum")
+    else:
+        lanes = torch.zeros(len(values), _LANES, dtype=values.dtype, device=values.device)
+        for chunk in range(chunks):
+            lanes = lanes + squares[:, chunk]
     width = _LANES
     while width > 1:
         width //= 2

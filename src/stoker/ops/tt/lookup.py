@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.trie import Blocks, Trie, cpu_kernels
+from stoker.ops.tt.trie import Blocks, Sums, Trie, cpu_kernels
 
 _FILL = 2**22  # values of a fresh core: one chunk
 
@@ -94,17 +94,17 @@ def _back_through(block: Blocks, operands: tuple[Tensor, Tensor], grad: Tensor) 
     if block.first is not None:
         used = torch.segment_reduce(used, "sum", offsets=block.first, axis=0, unsafe=True)
     passed = torch.bmm(back, slices.mT).view(len(block.parents), inputs.shape[1] // block.size * inputs.shape[2])
-    return used, sum_places(passed, block.children, block.starts)
+    return used, sum_places(passed, block.children)
 
 
-def sum_places(values: Tensor, order: Tensor, starts: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Sum ``values[order[k]]`` for k from ``starts[p]`` to ``starts[p + 1]``, in this order: [places, ...].
-
-    ``factors``: of each summand, in this order.
-    """
-    return torch.nn.functional.embedding_bag(
-        order, values, starts, mode="sum", per_sample_weights=factors, include_last_offset=True
+def sum_places(values: Tensor, sums: Sums, factors: Tensor | None = None) -> Tensor:
+    """Return the sum of the ``values`` [n, width] of each place [places, width]; ``factors``: in order of places."""
+    found = torch.nn.functional.embedding_bag(
+        sums.order, values, sums.starts, mode="sum", per_sample_weights=factors, include_last_offset=True
     )
+    if sums.chunks is not None:
+        found = torch.segment_reduce(found, "sum", offsets=sums.chunks, axis=0, unsafe=True)
+    return found
 
 
 class _Taken(torch.autograd.Function):

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stoker.ops.reference import CHUNK
 from stoker.ops.space import HAVE_NUMBA
 from stoker.ops.tt.shape import Level, TTShape
 
-__all__ = ["Blocks", "Trie", "build_trie", "by_place", "cpu_kernels", "send"]
+__all__ = ["Blocks", "Sums", "Trie", "build_trie", "cpu_kernels", "send", "sums_into"]
 
 _MOST = 4  # places of all blocks for each node, and
 _SPARE = 1024  # more, before a digit with many nodes gets several blocks
@@ -37,6 +38,14 @@ def cpu_kernels(*tensors: Tensor) -> Any:
     return cpu
 
 
+class Sums(NamedTuple):
+    """Which values are summed into each place, and in which order: CHUNK of them first, then these sums."""
+
+    order: Tensor  # [n] the values, by place
+    starts: Tensor  # [chunks + 1] where each chunk begins among them
+    chunks: Tensor | None  # [places + 1] the first chunk of each place; None: each has one
+
+
 class Blocks(NamedTuple):
     """The nodes of a level in blocks."""
 
@@ -44,8 +53,7 @@ class Blocks(NamedTuple):
     parents: Tensor  # [G * B] place of the parent among the values before; padding repeats another one of its block
     digits: Tensor | None  # [G] digit of each block; None: block g has digit g, and there are as many as slices
     first: Tensor | None  # [n + 1] first block of each distinct digit, and G; None: each has one
-    children: Tensor  # [P] places of the nodes, by the place of their parent and then in order of their prefix
-    starts: Tensor  # [places before + 1] where the children of each place before begin
+    children: Sums  # of the nodes' places, into those of their parents, in order of their prefix
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,11 @@ class Trie:
             places = above[places]
         return cls(shape, tuple(levels), tuple(blocks), tuple(level.digits for level in levels), places, count)
 
-    def on(self, device: torch.device, *more: Tensor) -> tuple[Trie, list[Tensor]]:
-        """Return the trie for cores on ``device``, and ``more`` tensors there: one copy brings all."""
-        kept = [each for block in self.blocks for each in block if isinstance(each, Tensor)]
-        sent = send([*kept, *self.digits, *more], device)
-        blocks = tuple(
-            Blocks._make(next(sent) if isinstance(each, Tensor) else each for each in block) for block in self.blocks
-        )
-        digits = tuple(next(sent) for _ in self.digits)
-        return replace(self, blocks=blocks, digits=digits), list(sent)
+    def on(self, device: torch.device, more: tuple[Any, ...] = ()) -> tuple[Trie, tuple[Any, ...]]:
+        """Return the trie for cores on ``device``, and ``more``, tensors in nested tuples, there: by one copy."""
+        given = self.blocks, self.digits, more
+        blocks, digits, more = _replaced(given, send(list(_tensors(given)), device))
+        return replace(self, blocks=blocks, digits=digits), more
 
     def in_order(self, values: Tensor) -> Tensor:
         """Return the values of the last level in the ascending order of the rows."""
@@ -92,6 +96,24 @@ class Trie:
         placed = values.new_zeros(self.count, *values.shape[1:])
         placed[self.places.to(values.device)] = values
         return placed
+
+
+def _tensors(of: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples."""
+    for each in of:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _tensors(each)
+
+
+def _replaced(of: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return nested tuples with other tensors."""
+    found = (
+        next(tensors) if isinstance(each, Tensor) else _replaced(each, tensors) if isinstance(each, tuple) else each
+        for each in of
+    )  # fmt: skip
+    return tuple(found) if type(of) is tuple else type(of)._make(found)
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Any]:
@@ -149,9 +171,16 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def by_place(places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts ``places`` [n] below ``count``, stably, and where each place begins [count + 1]."""
-    return _ordered(places, max(1, count))[1], _starts(torch.bincount(places, minlength=count))
+def sums_into(places: Tensor, count: int) -> Sums:
+    """Return how values are summed into their ``places`` [n], of which there are ``count``."""
+    order, counts = _ordered(places, max(1, count))[1], torch.bincount(places, minlength=count)
+    starts = _starts(counts)
+    if len(places) <= CHUNK or int(counts.max()) <= CHUNK:
+        return Sums(order, starts, None)
+    each = -(-counts // CHUNK)
+    chunks = _starts(each)
+    begins = torch.arange(int(chunks[-1])) * CHUNK + (starts[:-1] - chunks[:-1] * CHUNK).repeat_interleave(each)
+    return Sums(order, torch.cat([begins, starts[-1:]]), chunks)
 
 
 def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int) -> tuple[Blocks, Tensor]:
@@ -175,7 +204,8 @@ def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int
     heads = level.start[:-1].repeat_interleave(each)  # for each block a node of its digit
     parents = parent[heads].repeat_interleave(size)
     parents[place] = parent
-    order, starts = by_place(above[before.by_prefix].repeat_interleave(level.children), count)
+    sums = sums_into(above[before.by_prefix].repeat_interleave(level.children), count)
     single = len(heads) == distinct
     digits = None if single and distinct == rows else level.digits.repeat_interleave(each)
-    return Blocks(size, parents, digits, None if single else first, place[level.by_prefix[order]], starts), place
+    children = sums._replace(order=place[level.by_prefix[sums.order]])
+    return Blocks(size, parents, digits, None if single else first, children), place

@@ -27,7 +27,7 @@ from stoker.ops.reference import addresses, bag_of, factors, update_rows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.ops.tt.lookup import Values, expand, fill_core, gradients, sum_places
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.trie import Trie, build_trie, by_place
+from stoker.ops.tt.trie import Sums, Trie, build_trie, sums_into
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup, row_gradients
@@ -99,7 +99,7 @@ class TensorTrainCores(Storage):
         distinct, inverse = torch.unique(addresses(ids, space.bases, offsets), return_inverse=True)
         trie = build_trie(distinct, self.shape, self.weight)
         places = trie.places[inverse]
-        sums = by_place(places, trie.count) if self.reads_ids else ()
+        sums = sums_into(places, trie.count) if self.reads_ids else None
         return Lease(bags, space, token=_Wanted(trie, places.view(ids.shape), sums))
 
     def reset_state(self, state: dict[str, str]) -> None:
@@ -134,7 +134,7 @@ class _Wanted(NamedTuple):
 
     trie: Trie
     places: Tensor  # of the ids, in their shape: of the row of each
-    sums: tuple[Tensor, ...]  # for a GPU: the ids [L] in order of their places, and where each place begins
+    sums: Sums | None  # for a GPU: of the ids [L] into their places
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _Expanded:
     values: Values
     bags: Bags  # places among the rows
     space: AddressSpace
-    sums: tuple[Tensor, ...]
+    sums: Sums | None
 
 
 class CompressedGroup(TableGroup):
@@ -177,10 +177,10 @@ class CompressedGroup(TableGroup):
         if not isinstance(found, _Expanded) or found.version != self.version:
             wanted = found.wanted if isinstance(found, _Expanded) else found
             wanted = wanted or self.storage.acquire(lease.bags, lease.space).token
-            trie, (places, *sums) = wanted.trie.on(self.storage.weight.device, wanted.places, *wanted.sums)
+            trie, (places, sums) = wanted.trie.on(self.storage.weight.device, (wanted.places, wanted.sums))
             values = expand(self.storage.slices(), trie)
             bags, space = replace(lease.bags, ids=places), self._space(lease.space, trie.count)
-            found = lease.token = _Expanded(self.version, wanted, trie, values, bags, space, tuple(sums))
+            found = lease.token = _Expanded(self.version, wanted, trie, values, bags, space, sums)
         return found
 
     def _space(self, space: AddressSpace, count: int) -> SlotSpace:
@@ -198,12 +198,12 @@ class CompressedGroup(TableGroup):
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
         assert lease is not None
         if lookups.bags.ids.numel():
-            slices = self._slices(self._expanded(lease), grad)
-            rule = self.optimizer.rule(self.tick)
+            found, rule = self._expanded(lease), self.optimizer.rule(self.tick)
+            slices = self._slices(found, grad)
             self.version += 1
             for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
                 update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
-        lease.token = None
+            lease.token = found.wanted  # the values are of the cores before
         self.tick += 1
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -213,13 +213,14 @@ class CompressedGroup(TableGroup):
     def _row_sums(self, found: _Expanded, grad: Tensor) -> Tensor:
         """Sum the gradient of each row in order of occurrence: [places, D]."""
         bags, rows = found.bags, found.values.rows
-        if not found.sums:
+        sums = found.sums
+        if sums is None:
             return row_gradients(self.backend, len(rows), found.space, bags, bags.ids, grad)
-        order, starts = found.sums
+        order, flat = sums.order, grad.reshape(-1, rows.shape[1]).to(rows.dtype)
         parts = factors(len(order), bags.offsets, bags.weights, bags.mean)
-        where = order if bags.offsets is None else bag_of(bags.offsets, len(order))[order]
-        flat = grad.reshape(-1, rows.shape[1]).to(rows.dtype)
-        return sum_places(flat, where, starts, None if parts is None else parts[order])
+        if bags.offsets is not None:
+            sums = sums._replace(order=bag_of(bags.offsets, len(order))[order])
+        return sum_places(flat, sums, None if parts is None else parts[order])
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """Return the sum of squares of the gradients of the cores."""
