@@ -121,11 +121,17 @@ def test_the_host_never_waits_and_launches_few_kernels(device: Pretended, kind: 
     model.embeddings.close()
 
 
-@pytest.mark.parametrize(("rows", "weighted", "most"), [(500, False, 12), (500, True, 13), (10**6, False, 13)])
-def test_a_tensor_train_takes_12_launches(device: Pretended, rows: int, weighted: bool, most: int) -> None:
-    """Lookup and gradients of the cores, if the batch uses all slices; one more for each core of which it does not."""
+@pytest.mark.parametrize(
+    ("rows", "popular", "weighted", "most"),
+    [(500, 1, False, 12), (500, 1, True, 13), (500, 100, False, 13), (10**6, 1, False, 13)],
+)
+def test_a_tensor_train_takes_12_launches(
+    device: Pretended, rows: int, popular: int, weighted: bool, most: int
+) -> None:
+    """Lookup and gradients, if all slices are used; one more for a core with unused ones, and for a popular row."""
     g = torch.Generator().manual_seed(0)
     ids, grad = torch.randint(0, rows, (300, 1), generator=g), torch.randn(300, 1, 8, generator=g)
+    ids[:popular] = 3
     weights = torch.rand(300, 1, generator=g) if weighted else None
     found: list[tuple[torch.Tensor, ...]] = []
     for where in (torch.device("cpu"), CUDA):

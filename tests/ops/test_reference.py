@@ -146,6 +146,14 @@ def test_row_norm_is_the_sum_of_squares(dim, seed):
     torch.testing.assert_close(reference.row_norm_squared(values), (values.double() ** 2).sum(1).float())
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(0, 400), (1, 273), (7, 2048)])
+def test_the_norm_of_wide_rows_adds_in_the_same_order(rows, dim, monkeypatch):
+    values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(dim)) * torch.logspace(-3, 3, dim)
+    found = reference.row_norm_squared(values)
+    monkeypatch.setattr(reference, "_FEW", dim)
+    assert torch.equal(found, reference.row_norm_squared(values))
+
+
 def test_exact_sqrt_is_correctly_rounded():
     values = torch.rand(100_000)
     assert (reference.Tensors.sqrt(values).numpy() == values.numpy() ** 0.5).all()

@@ -259,6 +259,22 @@ def test_update(
 
 
 @on_device
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_distinct_rows_step_without_a_search(kind: str) -> None:
+    """More rows than of one row's gradients are summed at a time."""
+    g, space = torch.Generator().manual_seed(3), space_of(1, 150)
+    weight, state = make_table(space, 5, torch.float32, g), make_state(space, 5, kind, g)
+    rows, grad = torch.randperm(151, generator=g)[:90].to(DEVICE), torch.randn(90, 5, generator=g).to(DEVICE)
+    expected, expected_state = weight.clone(), {name: tensor.clone() for name, tensor in state.items()}
+    rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 1 - 0.9, 1 - 0.999)
+    REFERENCE.step_rows(expected, expected_state, rows, grad, rule)
+    make_backend().step_rows(weight, state, rows, grad, rule)
+    same(weight, expected)
+    for name, tensor in state.items():
+        same(tensor, expected_state[name])
+
+
+@on_device
 @pytest.mark.parametrize("kind", sorted(SHAPES))
 def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
     g = torch.Generator().manual_seed(1)

@@ -7,6 +7,7 @@ address space of the group's tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from stoker.ops import lamb, reference
 from stoker.ops.lamb import Touched
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, Bags, Parts, Rounding
+from stoker.ops.space import AddressSpace, Bags, Parts, Rounding, SlotSpace
 
 
 class Backend:
@@ -53,8 +54,8 @@ class Backend:
 
     def step_rows(self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor, rule: RowRule) -> None:
         """Update distinct ``rows`` [n] of one table in place by their gradients [n, D], which may be overwritten."""
-        space = AddressSpace(names=("rows",), rows=(len(weight),), features=("rows",), table_of=(0,))
-        self.update(weight, state, space, Bags(rows.view(-1, 1)), grad.unsqueeze(1), rule, Rounding(()))
+        bags = Bags(rows.view(-1, 1), distinct=True)
+        self.update(weight, state, _space_of(len(weight)), bags, grad.unsqueeze(1), rule, Rounding(()))
 
     def check_offsets(self, offsets: Tensor, count: int, most: Sequence[int], check: Callable[[], None]) -> None:
         """Call ``check``, which raises ValueError for bad offsets; or only if they are bad, at once or later.
@@ -112,3 +113,9 @@ class Backend:
         """Return the gradient of the per-sample weights [L]."""
         rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
         return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))
+
+
+@lru_cache(maxsize=1024)
+def _space_of(rows: int) -> SlotSpace:
+    """Return a space for rows that are known to exist; a device gets its limits once."""
+    return SlotSpace(names=("rows",), rows=(rows,), features=("rows",), table_of=(0,), slots=rows)

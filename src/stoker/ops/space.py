@@ -176,6 +176,7 @@ class Bags:
     offsets: Tensor | None = None  # [B * F + 1] int64, or None
     weights: Tensor | None = None  # [L] float32 per-sample weights, or None
     mean: bool = False  # mean pooling instead of sum
+    distinct: bool = False  # whether no id occurs twice, so that an update need not search
 
     def batch_size(self, num_features: int) -> int:
         """Return B."""

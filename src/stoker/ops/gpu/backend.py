@@ -84,6 +84,7 @@ class TritonBackend(Backend):
             _check_interpreter(triton.__version__, np.__version__)
         self._lazy = lazy
         self._watches: dict[torch.device, Watch] = {}
+        self._counted: dict[torch.device, Tensor] = {}
         self._most: dict[tuple[torch.device, Sequence[int]], Tensor] = {}
 
     def synchronize(self) -> None:
@@ -162,7 +163,7 @@ class TritonBackend(Backend):
         with on(device):
             found = self._segments(space, bags, watch, device)
             scales = totals = _or(found.scales, weight.new_empty(0, dtype=torch.float32))
-            if count > CHUNK:
+            if count > CHUNK and not bags.distinct:
                 windows, width = triton.cdiv(count, CHUNK), min(128, _power(dim))
                 sums = torch.empty(2 * windows, dim, dtype=torch.float32, device=device)
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
@@ -249,11 +250,20 @@ class TritonBackend(Backend):
         )  # fmt: skip
         return rows, bag, scales
 
+    def _numbers(self, count: int, device: torch.device) -> Tensor:
+        """Return 0, 1, ... [at least ``count``] int64."""
+        if device not in self._counted or len(self._counted[device]) < count:
+            self._counted[device] = torch.arange(max(1024, _power(count)), device=device)
+        return self._counted[device]
+
     def _segments(self, space: AddressSpace, bags: Bags, watch: Watch, device: torch.device) -> _Segments:
         count = bags.ids.numel()
         addresses, bag, scales = self._addresses(space, bags, watch, device)
         if bags.weights is not None:
             scales = bags.weights.reshape(-1).to(torch.float32)
+        if bags.distinct:
+            numbers = self._numbers(count + 1, device)
+            return _Segments(addresses, numbers[1:], numbers, numbers if bag is None else bag, scales)
         rows, order = torch.sort(addresses, stable=True)
         grid = (triton.cdiv(count, _TILE),)
         found = torch.empty(grid, dtype=torch.int64, device=device)

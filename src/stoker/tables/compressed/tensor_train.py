@@ -271,6 +271,6 @@ def update_slices(
         return
     # Kernels are compiled for a width; for that of a whole slice this would take long.
     pieces = width // piece
-    ids = digits.unsqueeze(1) * pieces + torch.arange(pieces, device=digits.device)
+    ids = torch.add(torch.arange(pieces, device=digits.device), digits.unsqueeze(1), alpha=pieces)
     states = {name: tensor.view(-1, piece) for name, tensor in state.items()}
     backend.step_rows(weight.view(-1, piece), states, ids.view(-1), grad.reshape(-1, piece), rule)
