@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[FeatureSpec, Callable[..., RecModel], int]] = {
     "cached": (ONE_ID, lambda spec, **o: DLRM(spec, placement=Cached(fraction=0.5), **DEPTH, **o), 50),
     "several groups": (ONE_ID, lambda spec, **o: DLRM(spec, placement={"C2": Cached(fraction=0.5)}, **DEPTH, **o), 67),
     "jagged": (HISTORY, lambda spec, **o: DLRM(spec, **DEPTH, **o), 52),
-    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 70),
+    "mixed width": (FeatureSpec.from_sizes(2, [40, 50, 60]), lambda spec, **o: Tabular(spec, **o), 47),
     "sequence": (HISTORY, lambda spec, **o: DIN(spec, **o), 109),
     "tensor trains": (ONE_ID, lambda spec, **o: DLRM(spec, tensor_train=TRAINS, **DEPTH, **o), 190),
 }

@@ -309,6 +309,44 @@ def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("jagged", [False, True])
+def test_several_widths_at_once(jagged: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of two widths and poolings, one of them with a row of more than 64 lookups."""
+    from stoker.ops.gpu.backend import TritonBackend
+
+    g = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 4, (70, 4), generator=g) if jagged else torch.ones(70, 4, dtype=torch.int64)
+    limits = torch.tensor([40, 300, 1, 40]).repeat(70).repeat_interleave(lengths.view(-1))
+    ids = (torch.rand(len(limits), generator=g) ** 3 * limits).long()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.view(-1).cumsum(0)])
+    given = [each.to(DEVICE) for each in ((ids, offsets) if jagged else (ids.view(70, 4),))]
+    grads, results, updates = torch.randn(2, 70, 2 * 4 + 2 * 20, generator=g).to(DEVICE), [], []
+    kept = TritonBackend.update_parts
+    monkeypatch.setattr(TritonBackend, "update_parts", lambda *each: (updates.append(1), kept(*each)))
+    for backend in ("reference", "triton"):
+        tables = EmbeddingTables(
+            [
+                TableConfig(name="a", num_embeddings=300, embedding_dim=4, dtype=dtype),
+                TableConfig(name="b", num_embeddings=40, embedding_dim=20, features=("b0", "b1"), dtype=dtype),
+                TableConfig(name="c", num_embeddings=1, embedding_dim=4, pooling="mean", dtype=dtype),
+            ],
+            optimizer=Adagrad(lr=0.1), features=["b0", "a", "c", "b1"], backend=backend, device=DEVICE,
+        )  # fmt: skip
+        outs = []
+        for grad in grads:
+            outs.append(tables(*given))
+            outs[-1].backward(grad)
+        results.append([*outs, *(tables.rows(name) for name in "abc"), *tables.state_dict().values()])
+    assert len(updates) == 2
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got) if isinstance(got, torch.Tensor) else expected == got
+    given[0].view(-1)[3] = 300
+    with pytest.raises(IndexError, match="has id 300 in feature"):
+        tables(*given), get_backend("triton", DEVICE).synchronize()
+
+
+@on_device
 @pytest.mark.parametrize("kind", sorted(SHAPES))
 def test_not_a_number_stays_in_its_row(kind: str) -> None:
     g = torch.Generator().manual_seed(2)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from stoker.ops import Bags, Rounding, RowRule
+from stoker.ops import Bags, Part, Parts, Rounding, RowRule
 from stoker.ops.rule import RULES
 from stoker.ops.space import make_space
 
@@ -75,7 +75,8 @@ class Compiler:
                 divisible[place,] = [["tt.divisibility", 16]]
             elif isinstance(value, float):
                 signature[name] = "fp32"
-            else:
+            else:  # another number must not compile anew
+                assert kernel.params[place].do_not_specialize, f"{kernel.fn.__name__} is specialised by {name}"
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         label = f"{kernel.fn.__name__} {sorted(constants.items())} {sorted(signature.items())}"
         if label in self.seen:
@@ -117,6 +118,23 @@ def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -
                     if bags.offsets is not None:
                         backend.check_offsets(bags.offsets, 96, (9, 9, 9), lambda: None)
                     _updates(backend, weight, space, bags, grad, full=full and bags is one)
+                few = Bags(one.ids[:4])  # no row can have more than 64
+                _updates(backend, weight, space, few, torch.zeros(4, 3, dim), full=False)
+                for bags in (one, jagged[1]):
+                    _parts(backend, weight, space, bags)
+
+
+def _parts(backend: Any, weight: Any, space: Any, bags: Bags) -> None:
+    """Call the back end for two parts, of the same width here: the features y, and x and z."""
+    dim, state = weight.shape[1], {"sum": torch.zeros(64)}
+    spaces = make_space(["a"], [7], [["x", "z"]], ["x", "z"]), make_space(["b"], [40], [["y"]], ["y"])
+    parts = Parts([
+        Part(weight, state, spaces[0], (0, 2), (0, 2 * dim), bags.mean),
+        Part(weight, state, spaces[1], (1,), (dim,), False),
+    ])  # fmt: skip
+    out = backend.lookup_parts(parts, space, bags, (bags.batch_size(3), 3 * dim))
+    rule = RowRule("rowwise_adagrad", 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001)
+    backend.update_parts(parts, space, bags, out, rule, Rounding((1, 2)))
 
 
 def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:

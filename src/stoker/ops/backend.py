@@ -72,9 +72,15 @@ class Backend:
         """Return the pooled rows of all parts, each in its places of an example; ``space`` is of all their tables."""
         raise NotImplementedError
 
-    def update_parts(self, parts: Parts, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+    def update_parts(
+        self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
+    ) -> None:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         raise NotImplementedError
+
+    def steps(self, rule: RowRule) -> bool:
+        """Return True if :meth:`update_parts` knows ``rule``, of which a row's step depends on no other row."""
+        return True
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""

@@ -269,7 +269,9 @@ class CpuBackend(Backend):
             alone = Part(weight, state, space, _even(count, 1), _even(count, feature_stride), bags.mean)
             self._update(Parts([alone]), bags, count, memory, example_stride, rule, rounding)
 
-    def update_parts(self, parts: Parts, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding) -> None:
+    def update_parts(
+        self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
+    ) -> None:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         if bags.ids.numel():
             if grad.dtype == torch.float32 and grad.is_contiguous():  # the other way takes four calls of torch

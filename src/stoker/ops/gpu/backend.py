@@ -24,7 +24,7 @@ from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR, on
 from stoker.ops.reference import CHUNK
 from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
-from stoker.ops.space import AddressSpace, Bags, Rounding, SlotSpace
+from stoker.ops.space import AddressSpace, Bags, Part, Parts, Rounding, SlotSpace
 
 _TILE = 1024  # elements of a tile: 8 a thread
 _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does
@@ -61,6 +61,7 @@ class _Segments(NamedTuple):
     starts: Tensor  # [L + 1] int64, where each distinct row begins; the host does not know how many there are
     sources: Tensor  # [L] int64, bag of each occurrence
     scales: Tensor | None  # [L] float32, factor of each occurrence's gradient
+    distinct: bool = False  # each row occurs once
 
 
 class TritonBackend(Backend):
@@ -77,7 +78,7 @@ class TritonBackend(Backend):
         ConfigError: Triton's interpreter was chosen, but cannot run the kernels with this NumPy.
     """
 
-    name = "triton"
+    name, joins = "triton", True
 
     def __init__(self, *, lazy: bool | None = None) -> None:
         if interpreted():
@@ -85,7 +86,7 @@ class TritonBackend(Backend):
         self._lazy = lazy
         self._watches: dict[torch.device, Watch] = {}
         self._counted: dict[torch.device, Tensor] = {}
-        self._most: dict[tuple[torch.device, Sequence[int]], Tensor] = {}
+        self._constants: dict[tuple[torch.device, Sequence[int]], Tensor] = {}
 
     def synchronize(self) -> None:
         """Wait for the device and raise the errors that are not reported yet.
@@ -102,42 +103,46 @@ class TritonBackend(Backend):
             check()
             return
         watch = self._watch(device)
-        if (limits := self._most.get((device, most))) is None:
-            limits = self._most[device, most] = _send(most, device)
         with on(device):
             kernels.offsets_kernel[triton.cdiv(bags, 256),](
-                offsets, limits, watch.word, bags, count, F=len(most), SIZE=256, **_EXACT
+                offsets, self._sent(most, device), watch.word, bags, count, F=len(most), SIZE=256, **_EXACT
             )
             watch.expect(check)
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
-        device, dim, count = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), space.on(device)
+        shape = (bags.batch_size(len(space.features)), len(space.features), weight.shape[1])
+        return self.lookup_parts(Parts([Part(weight, {}, space, (), (), bags.mean)]), space, bags, shape)
+
+    def lookup_parts(self, parts: Parts, space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
+        device = parts[0].weight.device
+        watch = self._watch(device)
         watch.poll()
-        total = bags.batch_size(count) * count
-        out = torch.empty(total // count, count, dim, dtype=torch.float32, device=device)
-        if total == 0:
+        out = torch.empty(shape, dtype=torch.float32, device=device)
+        if out.numel() == 0:
             return out
-        block = min(_power(dim), 256)
-        tile = max(1, _TILE // block)
-        grid = (triton.cdiv(total, tile), triton.cdiv(dim, block))
         scales = None if bags.weights is None else bags.weights.reshape(-1).to(torch.float32).contiguous()
-        ids = bags.ids.contiguous()
-        constants = {
-            "F": count, "D": dim, "BF16": weight.dtype == torch.bfloat16, "SCALED": scales is not None, "BAGS": tile,
-            "BLOCK": block,
-        }  # fmt: skip
+        ids, offsets = bags.ids.contiguous(), None if bags.offsets is None else bags.offsets.contiguous()
         with on(device):
-            if bags.offsets is None:
-                kernels.lookup_kernel[grid](
-                    _bits(weight), ids, place.bases, place.limits, _or(scales, out), out, watch.word, total,
-                    **constants, **_EXACT,
-                )  # fmt: skip
-            else:
-                kernels.lookup_bags_kernel[grid](
-                    _bits(weight), ids, bags.offsets.contiguous(), place.bases, place.limits, _or(scales, out), out,
-                    watch.word, total, len(ids), MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
-                )  # fmt: skip
+            for part in parts:
+                place, count, dim = part.space.on(device), len(part.space.features), part.weight.shape[1]
+                total, block = shape[0] * count, min(_power(dim), 256)
+                tile = max(1, _TILE // block)
+                grid = (triton.cdiv(total, tile), triton.cdiv(dim, block))
+                tables = place.bases, place.limits, place.bases, place.bases
+                if part.columns:
+                    tables = *tables[:2], self._sent(part.columns, device), self._sent(part.places, device)
+                constants = {
+                    "F": count, "D": dim, "ALL": len(space.features) if part.columns else 0,
+                    "WIDTH": out[0].numel() if part.columns else 0, "BF16": part.weight.dtype == torch.bfloat16,
+                    "SCALED": scales is not None, "BAGS": tile, "BLOCK": block, **_EXACT,
+                }  # fmt: skip
+                given = (*tables, _or(scales, out), out, watch.word, total)
+                if offsets is None:
+                    kernels.lookup_kernel[grid](_bits(part.weight), ids, *given, **constants)
+                else:
+                    kernels.lookup_bags_kernel[grid](
+                        _bits(part.weight), ids, offsets, *given, len(ids), MEAN=part.mean, UNROLL=4, **constants
+                    )
             watch.post(space, bags)
         return out
 
@@ -145,51 +150,107 @@ class TritonBackend(Backend):
         self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
-        device, dim, features = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), space.on(device)
-        watch.poll()
-        count = bags.ids.numel()
-        if count == 0:
-            return
-        if rule.kind not in kernels.STEPS:
-            watch.poll(wait=True)  # ids must lie in their tables
+        if bags.ids.numel() and not self.steps(rule):
+            self._watch(weight.device).poll(wait=True)  # ids must lie in their tables
             super().update(weight, state, space, bags, grad, rule, rounding)
             return
-        bf16 = weight.dtype == torch.bfloat16
+        self._update(Parts([Part(weight, state, space, (), (), bags.mean)]), space, bags, grad, rule, rounding)
+
+    def update_parts(
+        self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
+    ) -> None:
+        self._update(parts, space, bags, grad.reshape(len(grad), 1, -1), rule, rounding)
+
+    def steps(self, rule: RowRule) -> bool:
+        return rule.kind in kernels.STEPS
+
+    def _update(
+        self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
+    ) -> None:
+        """Update the rows of all parts: one sort of the addresses, then the kernels of each part."""
+        device, features, count = parts[0].weight.device, len(space.features), bags.ids.numel()
+        watch, table = self._watch(device), space.on(device)
+        watch.poll()
+        if count == 0:
+            return
         given, layout = _gradient(grad, features)
-        states, flags = [state[name] for name in rule.definition.state], rule.flags
+        joint = bool(parts[0].columns)
+        if joint:
+            layout["FEATURE"] = -1  # its place is read
+        first = 0
+        with on(device):
+            found = self._segments(space, bags, self._means(parts, space, bags), watch, device)
+            keys = table.first_row
+            if any(part.weight.dtype == torch.bfloat16 for part in parts):
+                keys = _send(rounding.keys, device)
+            for part in parts:
+                places, last = table.table_of, first + part.space.num_rows
+                if joint:
+                    places = parts.know((first, device), partial(self._places, part, features, device))
+                self._update_part(
+                    part, found, (given, places, layout), (table.table_of, table.first_row, keys, rounding.rows),
+                    (count, first, last), rule,
+                )  # fmt: skip
+                first = last
+            watch.post(space, bags, updated=True)
+
+    def _update_part(
+        self, part: Part, found: _Segments, gradient: tuple[Tensor, Tensor, dict[str, Any]],
+        random: tuple[Tensor, Tensor, Tensor, Tensor | None], numbers: tuple[int, int, int], rule: RowRule,
+    ) -> None:  # fmt: skip
+        """Update the rows of one part.
+
+        Args:
+            part: the rows.
+            found: the occurrences of all parts.
+            gradient: [B, F, D] as for kernels, the place of each feature's, and its layout.
+            random: what decides random bits: table of each feature, its first row, its key, and the row in each slot.
+            numbers: of occurrences, and the first and last address of the part.
+            rule: of the step.
+        """
+        weight, (given, places, layout), (table_of, first_row, keys, slots) = part.weight, gradient, random
+        device, dim, count, word = weight.device, weight.shape[1], numbers[0], self._watch(weight.device).word
+        states, flags = [part.state[name] for name in rule.definition.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
-        with on(device):
-            found = self._segments(space, bags, watch, device)
-            scales = totals = _or(found.scales, weight.new_empty(0, dtype=torch.float32))
-            if count > CHUNK and not bags.distinct:
-                windows, width = triton.cdiv(count, CHUNK), min(128, _power(dim))
-                sums = torch.empty(2 * windows, dim, dtype=torch.float32, device=device)
-                totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
-                kernels.sum_chunks_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments, found.starts, found.sources, scales, given, sums, watch.word, count, D=dim,
-                    SCALED=found.scales is not None, LONG=CHUNK, BLOCK=width, UNROLL=16, num_warps=1, **layout,
-                    **_EXACT,
-                )  # fmt: skip
-                width = min(32, width)
-                kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments, found.starts, sums, totals, watch.word, count, D=dim, LONG=CHUNK, BLOCK=width,
-                    UNROLL=32, num_warps=1, **_EXACT,
-                )  # fmt: skip
-            kernels.update_kernel[triton.cdiv(count, tile),](
-                _bits(weight), _or(states[0] if states else None, scales),
-                _or(states[1] if len(states) > 1 else None, scales), found.rows, found.segments, found.starts,
-                found.sources, scales, given, totals, watch.word, place.table_of, place.first_row,
-                _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
-                space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), D=dim,
-                RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
-                SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
-                CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
-                LONG=CHUNK, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8,
-                **layout, **_EXACT,
+        totals = unused = word.view(torch.float32)  # of the type that kernels are compiled for
+        scales = _or(found.scales, unused)
+        common = {"D": dim, "SCALED": found.scales is not None, "LONG": CHUNK, **layout, **_EXACT}
+        segments = found.rows, found.segments, found.starts
+        if count > CHUNK and not found.distinct:
+            windows, width = triton.cdiv(count, CHUNK), min(128, _power(dim))
+            sums = torch.empty(2 * windows, dim, dtype=torch.float32, device=device)
+            totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
+            kernels.sum_chunks_kernel[windows, triton.cdiv(dim, width)](
+                *segments, found.sources, scales, given, places, sums, word, *numbers, BLOCK=width, UNROLL=16,
+                num_warps=1, **common,
             )  # fmt: skip
-            watch.post(space, bags, updated=True)
+            width = min(32, width)
+            kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
+                *segments, sums, totals, word, *numbers, D=dim, PART=layout["FEATURE"] < 0, LONG=CHUNK, BLOCK=width,
+                UNROLL=32, num_warps=1, **_EXACT,
+            )  # fmt: skip
+        kernels.update_kernel[triton.cdiv(count, tile),](
+            _bits(weight), *states, *[unused] * (2 - len(states)), *segments,
+            found.sources, scales, given, places, totals, word, table_of, first_row, keys, _or(slots, first_row),
+            *numbers, *(0.0 if value == math.inf else value for value in rule.constants(dim)),
+            RULE=rule.definition.code, BF16=weight.dtype == torch.bfloat16, SLOTTED=slots is not None,
+            CLIP_VALUE=bool(flags & CLIP_VALUE), CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY),
+            COW=bool(flags & COW), ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **common,
+        )  # fmt: skip
+
+    def _places(self, part: Part, features: int, device: torch.device) -> Tensor:
+        """Return the place of each of all features [F]; 0 for those of other parts."""
+        places = dict(zip(part.columns, part.places, strict=True))
+        return self._sent(tuple([places.get(column, 0) for column in range(features)]), device)
+
+    @staticmethod
+    def _means(parts: Parts, space: AddressSpace, bags: Bags) -> tuple[bool, ...]:
+        """Return which features are pooled by their mean [F]."""
+        if not parts[0].columns:
+            return (bags.mean,) * len(space.features)
+        means = {column: part.mean for part in parts for column in part.columns}
+        return tuple([means[column] for column in range(len(space.features))])
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         count, dim = out.numel(), out.shape[1]
@@ -216,7 +277,7 @@ class TritonBackend(Backend):
         tile = max(1, _TILE // block)
         given, layout = _gradient(grad, len(space.features))
         with on(device):
-            rows, bag, _ = self._addresses(space, bags, watch, device)
+            rows, bag, _ = self._addresses(space, bags, (False,), watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
                 _bits(weight), rows, _or(bag, rows), given, out, count, space.num_rows, D=dim,
                 BF16=weight.dtype == torch.bfloat16, JAGGED=bag is not None, SIZE=tile, BLOCK=block, **layout, **_EXACT,
@@ -228,10 +289,18 @@ class TritonBackend(Backend):
             self._watches[device] = Watch(device, lazy=self._lazy)
         return self._watches[device]
 
+    def _sent(self, values: Sequence[int], device: torch.device) -> Tensor:
+        """Return small integers on the device, which keeps them; ``values`` is a tuple."""
+        if (found := self._constants.get((device, values))) is None:
+            found = self._constants[device, values] = _send(values, device)
+        return found
+
     def _addresses(
-        self, space: AddressSpace, bags: Bags, watch: Watch, device: torch.device
+        self, space: AddressSpace, bags: Bags, means: tuple[bool, ...], watch: Watch, device: torch.device
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the row address of each id [L], its bag and, in a mean, its factor; None where all are alike.
+
+        ``means`` [F]: which features are pooled by their mean.
 
         Addresses are int32 where it fits, which takes half the passes to sort.
         """
@@ -241,12 +310,12 @@ class TritonBackend(Backend):
         ids, offsets, bag, scales = bags.ids.contiguous(), bags.offsets, None, None
         if offsets is not None:
             bag = torch.empty(count, dtype=torch.int64, device=device)
-            scales = torch.empty(count, dtype=torch.float32, device=device) if bags.mean else None
+            scales = torch.empty(count, dtype=torch.float32, device=device) if any(means) else None
         total = bags.batch_size(features) * features
         kernels.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids, _or(offsets, ids).contiguous(), place.bases, place.limits, rows, _or(bag, rows), _or(scales, rows),
-            watch.word, total, count, space.num_rows, total.bit_length(), F=features, JAGGED=bag is not None,
-            MEAN=scales is not None, SIZE=_TILE, **_EXACT,
+            ids, _or(offsets, ids).contiguous(), place.bases, place.limits, self._sent(means, device), rows,
+            _or(bag, rows), _or(scales, rows), watch.word, total, count, space.num_rows, total.bit_length(), F=features,
+            JAGGED=bag is not None, MEAN=scales is not None, SIZE=_TILE, **_EXACT,
         )  # fmt: skip
         return rows, bag, scales
 
@@ -256,14 +325,16 @@ class TritonBackend(Backend):
             self._counted[device] = torch.arange(max(1024, _power(count)), device=device)
         return self._counted[device]
 
-    def _segments(self, space: AddressSpace, bags: Bags, watch: Watch, device: torch.device) -> _Segments:
+    def _segments(
+        self, space: AddressSpace, bags: Bags, means: tuple[bool, ...], watch: Watch, device: torch.device
+    ) -> _Segments:
         count = bags.ids.numel()
-        addresses, bag, scales = self._addresses(space, bags, watch, device)
+        addresses, bag, scales = self._addresses(space, bags, means, watch, device)
         if bags.weights is not None:
             scales = bags.weights.reshape(-1).to(torch.float32)
         if bags.distinct:
             numbers = self._numbers(count + 1, device)
-            return _Segments(addresses, numbers[1:], numbers, numbers if bag is None else bag, scales)
+            return _Segments(addresses, numbers[1:], numbers, numbers if bag is None else bag, scales, distinct=True)
         rows, order = torch.sort(addresses, stable=True)
         grid = (triton.cdiv(count, _TILE),)
         found = torch.empty(grid, dtype=torch.int64, device=device)

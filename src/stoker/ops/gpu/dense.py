@@ -242,7 +242,5 @@ def loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits, labels, count = logits.contiguous(), labels.contiguous(), len(logits)
     slopes, mean = torch.empty_like(logits), torch.empty((), device=logits.device)
     with on(logits.device):
-        loss_kernel[1,](
-            logits, labels, slopes, mean, count, SIZE=min(8192, triton.next_power_of_2(count)), num_warps=16
-        )
+        loss_kernel[1,](logits, labels, slopes, mean, count, SIZE=8192, num_warps=16)
     return mean, slopes

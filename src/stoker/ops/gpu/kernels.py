@@ -63,16 +63,47 @@ def read_rows(weight, place, mask, BF16: tl.constexpr):
     return values
 
 
+@triton.jit
+def _bag(bag, columns, F: tl.constexpr, ALL: tl.constexpr):
+    """Return the number of a part's bag among those of all parts, of ALL features; 0: there are no others."""
+    if ALL > 0:
+        bag = bag // F * ALL + tl.load(columns + bag % F)
+    return bag
+
+
+@triton.jit
+def _place(bag, places, F: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Return where the output of a part's bag begins, among WIDTH elements of an example; 0: only this part's."""
+    if WIDTH > 0:
+        place = bag // F * WIDTH + tl.load(places + bag % F)
+    else:
+        place = bag * D
+    return place
+
+
+@triton.jit
+def _gradient_of(bag, places, F: tl.constexpr, EXAMPLE: tl.constexpr, FEATURE: tl.constexpr):
+    """Return where the gradient of a bag begins; FEATURE below 0: at the place of its feature."""
+    if FEATURE < 0:
+        start = bag // F * EXAMPLE + tl.load(places + bag % F)
+    else:
+        start = bag // F * EXAMPLE + bag % F * FEATURE
+    return start
+
+
 @triton.jit(do_not_specialize=["bags"])
 def lookup_kernel(
-    weight, ids, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
-    SCALED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
+    weight, ids, bases, limits, columns, places, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr,
+    ALL: tl.constexpr, WIDTH: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr, BAGS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Look up one id a bag. ``error`` gets the position of the first id outside its table; its output is zero."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = bag < bags
     feature = bag % F
+    to = _place(bag, places, F, D, WIDTH)
+    bag = _bag(bag, columns, F, ALL)
     row = tl.load(ids + bag, mask=live, other=0).to(tl.int64)
     limit = tl.load(limits + feature)
     inside = live & (row >= 0) & (row < limit)
@@ -82,14 +113,14 @@ def lookup_kernel(
     values = read_rows(weight, place, inside[:, None] & (column < D)[None, :], BF16)
     if SCALED:
         values = values * tl.load(scales + bag, mask=live, other=0.0)[:, None]
-    tl.store(out + bag[:, None] * D + column[None, :], values, mask=live[:, None] & (column < D)[None, :])
+    tl.store(out + to[:, None] + column[None, :], values, mask=live[:, None] & (column < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["bags", "count"])
 def lookup_bags_kernel(
-    weight, ids, offsets, bases, limits, scales, out, error, bags, count, F: tl.constexpr, D: tl.constexpr,
-    BF16: tl.constexpr, SCALED: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    weight, ids, offsets, bases, limits, columns, places, scales, out, error, bags, count, F: tl.constexpr,
+    D: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr, BF16: tl.constexpr, SCALED: tl.constexpr,
+    MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum bags of any length in order of occurrence; all bags of a tile advance together.
 
@@ -102,6 +133,8 @@ def lookup_bags_kernel(
     feature = bag % F
     base = tl.load(bases + feature)
     limit = tl.load(limits + feature)
+    to = _place(bag, places, F, D, WIDTH)
+    bag = _bag(bag, columns, F, ALL)
     start = tl.maximum(tl.load(offsets + bag, mask=live, other=0), 0)
     length = tl.minimum(tl.load(offsets + bag + 1, mask=live, other=0), count) - start
     worst = tl.full([BAGS], _NONE, tl.int64)
@@ -122,7 +155,7 @@ def lookup_bags_kernel(
     tl.atomic_min(error + tl.zeros([BAGS], tl.int64), worst, mask=worst < _NONE, sem="relaxed")
     if MEAN:
         total = total * tl.div_rn(1.0, tl.maximum(length, 1).to(tl.float32))[:, None]
-    tl.store(out + bag[:, None] * D + column[None, :], total, mask=live[:, None] & within)
+    tl.store(out + to[:, None] + column[None, :], total, mask=live[:, None] & within)
 
 
 @triton.jit(do_not_specialize=["bags", "count"])
@@ -140,13 +173,13 @@ def offsets_kernel(offsets, most, error, bags, count, F: tl.constexpr, SIZE: tl.
 
 @triton.jit(do_not_specialize=["bags", "count", "missing", "steps"])
 def addresses_kernel(
-    ids, offsets, bases, limits, out, bag_of, scales, error, bags, count, missing, steps, F: tl.constexpr,
+    ids, offsets, bases, limits, means, out, bag_of, scales, error, bags, count, missing, steps, F: tl.constexpr,
     JAGGED: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write the row address of each id; ``missing``, one past the last row, for an id outside its table.
 
     JAGGED: find its bag among ``offsets`` [bags + 1] by ``steps`` bisections, and write it to ``bag_of``; MEAN: write 1
-    over the length of that bag to ``scales``.
+    over the length of that bag to ``scales``, but 1 for features where ``means`` [F] is 0.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
@@ -161,7 +194,8 @@ def addresses_kernel(
         tl.store(bag_of + at, bag, mask=live)
         if MEAN:
             length = tl.load(offsets + bag + 1, mask=live, other=1) - tl.load(offsets + bag, mask=live, other=0)
-            tl.store(scales + at, tl.div_rn(1.0, tl.maximum(length, 1).to(tl.float32)), mask=live)
+            length = tl.where(tl.load(means + bag % F) == 0, 1, tl.maximum(length, 1))
+            tl.store(scales + at, tl.div_rn(1.0, length.to(tl.float32)), mask=live)
     else:
         bag = at
     row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
@@ -260,24 +294,32 @@ def starts_kernel(rows, found, segments, starts, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _long_segments(segments, starts, window, count, LONG: tl.constexpr):
-    """Return the places of a window of LONG occurrences, and begin and end of their rows; 0 and 0 for short rows."""
+def _long_segments(
+    rows, segments, starts, window, count, first_address, missing, LONG: tl.constexpr, PART: tl.constexpr
+):
+    """Return the places of a window of LONG occurrences, and begin and end of their rows.
+
+    These are 0 for short rows and, if PART, for addresses outside ``first_address..missing``.
+    """
     at = window * LONG + tl.arange(0, LONG)
     live = at < count
     segment = tl.load(segments + at, mask=live, other=1)
     begin = tl.load(starts + segment - 1, mask=live, other=0)
     end = tl.load(starts + segment, mask=live, other=0)
     long = live & (end - begin > LONG)
+    if PART:
+        row = tl.load(rows + at, mask=live, other=0).to(tl.int64)
+        long = long & (row >= first_address) & (row < missing)
     return at, tl.where(long, begin, 0), tl.where(long, end, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first_address", "missing"])
 def sum_chunks_kernel(
-    segments, starts, sources, scales, grad, sums, error, count, F: tl.constexpr, D: tl.constexpr,
-    EXAMPLE: tl.constexpr, FEATURE: tl.constexpr, GRAD16: tl.constexpr, SCALED: tl.constexpr, LONG: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    rows, segments, starts, sources, scales, grad, places, sums, error, count, first_address, missing, F: tl.constexpr,
+    D: tl.constexpr, EXAMPLE: tl.constexpr, FEATURE: tl.constexpr, GRAD16: tl.constexpr, SCALED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum each LONG occurrences of a long row, which has more of them.
+    """Sum each LONG occurrences of a long row of the part, which has more of them.
 
     In window ``p`` of LONG occurrences, the last chunk of one long row can begin, and the first of the next: their sums
     go to ``sums[2 * p]`` and ``sums[2 * p + 1]``.
@@ -285,7 +327,7 @@ def sum_chunks_kernel(
     if tl.load(error) != _NONE:
         return
     window = tl.program_id(0).to(tl.int64)
-    at, begin, end = _long_segments(segments, starts, window, count, LONG)
+    at, begin, end = _long_segments(rows, segments, starts, window, count, first_address, missing, LONG, FEATURE < 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for fresh in tl.static_range(2):
         here = (begin < end) & ((begin == at) if fresh else ((at - begin) % LONG == 0) & (begin < at))
@@ -297,7 +339,7 @@ def sum_chunks_kernel(
                 for step in tl.static_range(UNROLL):
                     more = first + step < stop
                     source = tl.load(sources + first + step, mask=more, other=0)
-                    start_of = source // F * EXAMPLE + source % F * FEATURE
+                    start_of = _gradient_of(source, places, F, EXAMPLE, FEATURE)
                     values = read_rows(grad, start_of + column, column < tl.where(more, D, 0), GRAD16)
                     if SCALED:
                         values = values * tl.load(scales + first + step, mask=more, other=0.0)
@@ -305,10 +347,10 @@ def sum_chunks_kernel(
             tl.store(sums + (2 * window + fresh) * D + column, total, mask=column < D)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first_address", "missing"])
 def sum_long_kernel(
-    segments, starts, sums, totals, error, count, D: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    rows, segments, starts, sums, totals, error, count, first_address, missing, D: tl.constexpr, PART: tl.constexpr,
+    LONG: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the long row that begins in window ``p`` of LONG occurrences to ``totals[p]``.
 
@@ -317,7 +359,7 @@ def sum_long_kernel(
     if tl.load(error) != _NONE:
         return
     window = tl.program_id(0).to(tl.int64)
-    at, begin, end = _long_segments(segments, starts, window, count, LONG)
+    at, begin, end = _long_segments(rows, segments, starts, window, count, first_address, missing, LONG, PART)
     start = tl.max(tl.where((begin < end) & (begin == at), begin, -1), axis=0)
     if start < 0:
         return
@@ -361,16 +403,16 @@ def _round_randomly(values, bits):
     return (tl.where(finite, tl.where(finite, raw, 0) + low, special) >> 16).to(tl.int16)
 
 
-@triton.jit(do_not_specialize=["count", "missing"])
+@triton.jit(do_not_specialize=["count", "first_address", "missing"])
 def update_kernel(
-    weight, state1, state2, rows, segments, starts, sources, scales, grad, totals, error, table_of, first_row, keys,
-    row_in_slot, count, missing, lr, eps, share, beta1, rest1, beta2, rest2, unbias, keep, l1, l2, clip_value,
-    clip_norm, decay, cow_ratio, cow_floor, F: tl.constexpr, D: tl.constexpr, EXAMPLE: tl.constexpr,
+    weight, state1, state2, rows, segments, starts, sources, scales, grad, places, totals, error, table_of, first_row,
+    keys, row_in_slot, count, first_address, missing, lr, eps, share, beta1, rest1, beta2, rest2, unbias, keep, l1, l2,
+    clip_value, clip_norm, decay, cow_ratio, cow_floor, F: tl.constexpr, D: tl.constexpr, EXAMPLE: tl.constexpr,
     FEATURE: tl.constexpr, GRAD16: tl.constexpr, RULE: tl.constexpr, BF16: tl.constexpr, SLOTTED: tl.constexpr,
     SCALED: tl.constexpr, CLIP_VALUE: tl.constexpr, CLIP_NORM: tl.constexpr, DECAY: tl.constexpr, COW: tl.constexpr,
     LONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradient of each distinct row and update the row and its state.
+    """Sum the gradient of each distinct row of addresses ``first_address..missing`` and update the row and its state.
 
     Do nothing once an id was outside its table: the tables keep their values from before that batch.
     """
@@ -386,7 +428,7 @@ def update_kernel(
     begin = tl.load(starts + index, mask=live, other=0)
     end = tl.load(starts + index + 1, mask=live, other=0)
     row = tl.load(rows + begin, mask=live, other=0).to(tl.int64)
-    live = live & (row < missing)
+    live = live & (row < missing) & (row >= first_address)
     mask = live[:, None] & within
     long = live & (end - begin > LONG)
     short = tl.where(live & (end - begin <= LONG), end - begin, 0)
@@ -398,12 +440,14 @@ def update_kernel(
             more = first + step < short
             width = tl.where(more, D, 0)  # Triton 3.6 fails to compile the plain mask, more & within, for small D
             source = tl.load(sources + begin + first + step, mask=more, other=0)
-            start = source // F * EXAMPLE + source % F * FEATURE
+            start = _gradient_of(source, places, F, EXAMPLE, FEATURE)
             values = read_rows(grad, start[:, None] + column[None, :], column[None, :] < width[:, None], GRAD16)
             if SCALED:
                 values = values * tl.load(scales + begin + first + step, mask=more, other=0.0)[:, None]
             g = g + values
 
+    address = row
+    row = row - first_address
     at = row[:, None] * D + column[None, :]
     w = read_rows(weight, at, mask, BF16)
     if CLIP_VALUE:
@@ -462,7 +506,7 @@ def update_kernel(
         if SLOTTED:  # the random bits belong to the row, not to its slot
             local = tl.load(row_in_slot + row, mask=live, other=0)
         else:
-            local = row - tl.load(first_row + table)
+            local = address - tl.load(first_row + table)
         counter = local[:, None] * D + column[None, :]
         tl.store(weight + at, _round_randomly(w, counter_bits(key[:, None], counter)), mask=mask)
     else:
