@@ -21,7 +21,8 @@ UNKNOWN = np.int64(-(2**63))  # instead of a time: the text is missing or cannot
 _DAY = 86_400_000_000  # microseconds
 _FRACTION = r"(?:[.,](?<fraction{0}>[0-9]+))?"
 _ISO = (
-    r"^[ \t]*(?<year>[0-9]{4})(?:-(?<month>[0-9]{2})-(?<day>[0-9]{2})|(?<month2>[0-9]{2})(?<day2>[0-9]{2}))"
+    r"^[ \t]*(?<year>[0-9]{4})(?:-(?<month>[0-9]{2})-(?<day>[0-9]{2})|(?<month2>[0-9]{2})(?<day2>[0-9]{2})"
+    r"|-W(?<week>[0-9]{2}-[1-7])|W(?<week2>[0-9]{2})(?<weekday2>[1-7])|-(?<ordinal>[0-9]{3}))"
     r"(?:[Tt ](?<hour>[0-9]{2})(?:"
     rf":(?<minute>[0-9]{{2}})(?::(?<second>[0-9]{{2}}){_FRACTION.format('')})?"
     rf"|(?<minute2>[0-9]{{2}})(?:(?<second2>[0-9]{{2}}){_FRACTION.format('2')})?)?"
@@ -63,13 +64,19 @@ def _read_iso(texts: pl.Series) -> pl.Series:
         return pl.coalesce(pl.col(names).cast(pl.Int64), 0)
 
     date = pl.concat_str("year", pl.coalesce("month", "month2"), pl.coalesce("day", "day2"))
-    days = date.str.to_date("%Y%m%d", strict=False).cast(pl.Int64)
+    week = pl.concat_str("year", pl.lit("-W"), pl.coalesce("week", pl.concat_str("week2", pl.lit("-"), "weekday2")))
+    days = pl.coalesce(
+        date.str.to_date("%Y%m%d", strict=False), week.str.to_date("%G-W%V-%u", strict=False),
+        pl.concat_str("year", "ordinal").str.to_date("%Y%j", strict=False),
+    ).cast(pl.Int64)  # fmt: skip
     hour, minute, second = number("hour"), number("minute", "minute2"), number("second", "second2")
     micros = pl.coalesce(pl.col("fraction", "fraction2")).str.pad_end(6, "0").str.head(6).cast(pl.Int64).fill_null(0)
     ahead, more = number("ahead"), number("more")
     offset = pl.when(pl.col("sign") == "-").then(-1).otherwise(1) * (60 * ahead + more)
     clock = (60 * hour + minute) * 60 + second
-    sound = (minute < 60) & (second < 60) & (clock * 1_000_000 + micros <= _DAY) & (ahead < 24) & (more < 60)
+    leap = (second == 60) & (minute == 59)  # the first second of the next minute
+    sound = (minute < 60) & ((second < 60) | leap) & (ahead < 24) & (more < 60)
+    sound &= clock * 1_000_000 + micros <= _DAY + 1_000_000 * leap.cast(pl.Int64)
     sound &= pl.col("year") != "0000"
     moment = days * _DAY + (clock - 60 * offset) * 1_000_000 + micros
     return found.select(moment=pl.when(sound).then(moment)).to_series()

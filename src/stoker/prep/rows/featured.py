@@ -11,7 +11,6 @@ the journal, so that an interrupted run can continue.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -51,7 +50,7 @@ from stoker.prep.rows.raw_rows import Rows, derivation, sources_of, write_derive
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
 from stoker.prep.stages.first_pass import ingest
-from stoker.prep.stages.parts import Part, checksum, sibling, write_part, write_rows
+from stoker.prep.stages.parts import Part, atomic_path, checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
@@ -195,14 +194,13 @@ def _keys(task: Task, row_files: Sequence[_RowFile]) -> Path:
                     found[TIME] = np.array(arrays["time"])
             yield pl.DataFrame({ROW: np.arange(part.start, part.start + part.rows), **found})
 
-    temporary = path.with_suffix(".tmp")
-    _write_blocks(temporary, tables())
-    if not train and task.like is None:
-        raise UnusableInput(
-            f"the split rule {task.schema.split.rule!r} leaves no training row of "
-            f"{sum(part.rows for part in parts):,}. Change the split in the schema."
-        )
-    os.replace(temporary, path)
+    with atomic_path(path) as temporary:
+        _write_blocks(temporary, tables())
+        if not train and task.like is None:
+            raise UnusableInput(
+                f"the split rule {task.schema.split.rule!r} leaves no training row of "
+                f"{sum(part.rows for part in parts):,}. Change the split in the schema."
+            )
     task.journal.add("keys", checksum(path))
     return path
 
@@ -238,10 +236,9 @@ class FeaturePasses:
             path = self._folder / f"{number:03d}.arrow"
             stored = self._finished(number, path)
             if stored is None:
-                temporary = path.with_suffix(".tmp")
                 executor = self._executor()
-                _write_blocks(temporary, executor.run(features))
-                os.replace(temporary, path)
+                with atomic_path(path) as temporary:
+                    _write_blocks(temporary, executor.run(features))
                 stored = self._store(executor.learned)
                 tables = {name: {"entry": one.entry, "facts": one.facts} for name, one in stored.items()}
                 self.task.journal.add(f"pass {number}", {**checksum(path), "tables": tables})

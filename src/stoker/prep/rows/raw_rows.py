@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,12 +123,10 @@ def write_derived(task: Task, rows: pl.LazyFrame) -> Path:
     if task.journal.finished("derived", path) is None:
         for step in [step for step in task.journal.done if step.startswith("rows/")]:
             del task.journal.done[step]  # from an earlier derivation, whose rows may be in another order
-        temporary = path.with_suffix(".tmp")
-        with explained(task), full_disk():
+        with explained(task), full_disk(), atomic_path(path) as temporary:
             rows.sink_parquet(
                 temporary, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
             )
-        os.replace(temporary, path)
         task.journal.add("derived", checksum(path))
     else:
         task.reused += 1
