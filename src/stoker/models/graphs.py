@@ -127,11 +127,11 @@ class DenseGraphs:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return the logits [B]."""
+        if not torch.is_grad_enabled():
+            return self._part(*inputs)
         parameters = self._parameters()
         kind = tuple((each.shape, each.dtype, each.requires_grad) for each in inputs)
         key = (kind, *(each.data_ptr() for each in parameters))  # parameters that moved need graphs of their own
-        if not torch.is_grad_enabled():
-            return self._part(*inputs)
         if key not in self._seen:  # a batch size that comes once, such as the last of an epoch, is not worth a graph
             if len(self._seen) < 16 * _SHAPES:
                 self._seen[key] = None

@@ -183,9 +183,7 @@ def _counter(device: torch.device, blocks: int) -> Tensor:
     """Return at least ``blocks`` zeros; every stream has its own, because kernels of two may run at once."""
     stream = None
     if device.type == "cuda":
-        if (
-            torch.cuda.is_current_stream_capturing()
-        ):  # a graph makes its own, or another's replay may have to come first
+        if torch.cuda.is_current_stream_capturing():  # each graph has its own, whichever graph runs first
             return torch.zeros(blocks, dtype=torch.int32, device=device)
         stream = torch.cuda.current_stream(device)
     if (device, stream) not in _counters or len(_counters[device, stream]) < blocks:
