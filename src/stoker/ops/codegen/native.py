@@ -139,6 +139,14 @@ _fingerprint: Callable[[tuple[Any, ...]], Any] = getattr(_dispatcher, "compute_f
 _several: dict[Any, np.ndarray] = {}  # what Kernel.entries() returned
 
 
+class _Callback(CFunc):
+    """Numba's callback; it reports that it compiles, but not that it is loaded from disk."""
+
+    def _compile_uncached(self) -> Any:
+        with compiling(self.__name__.strip("_")):
+            return super()._compile_uncached()  # type: ignore[misc]
+
+
 class Kernel:
     """A kernel for any argument types; compiled when it first runs, and kept on disk.
 
@@ -173,15 +181,14 @@ class Kernel:
             if known is None:
                 signature = types.void(types.CPointer(types.Tuple(kinds)), *self._numbers)
                 # Keep the object: it owns the code at the address.
-                with compiling(self._function.__name__.strip("_")):
-                    compiled: Any = cached(lambda keep: self._compile(signature, keep))
+                compiled: Any = cached(lambda keep: self._compile(signature, keep))
                 known = self._compiled[kinds] = (int(compiled.address), compiled)
             self._entries[key] = known
         return known[0]
 
     def _compile(self, signature: Any, keep: bool) -> Any:
         options = {"error_model": "numpy", **self._options}
-        made = CFunc(self._function, (signature.args, signature.return_type), locals={}, options=options)
+        made = _Callback(self._function, (signature.args, signature.return_type), locals={}, options=options)
         if keep:  # numba.cfunc would read the cache before the stamp is set
             made.enable_caching()
         stamped(made).compile()
