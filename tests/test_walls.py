@@ -20,10 +20,10 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_130, "ops": 6_560, "dataset": 3_090, "optim": 620, "tables": 9_050, "models": 1_660, "placement": 3_060,
-    "training": 7_600, "rewrite": 1_985, "prep": 12_000, "synthetic": 1_720, "cli": 2_900,
+    "base": 2_130, "ops": 6_750, "dataset": 3_090, "optim": 620, "tables": 9_800, "models": 1_660, "placement": 3_060,
+    "training": 8_050, "rewrite": 1_985, "prep": 12_000, "synthetic": 1_720, "cli": 2_900,
 }  # fmt: skip
-ALL_LINES = 51_760
+ALL_LINES = 53_100
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
