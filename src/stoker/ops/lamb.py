@@ -91,10 +91,13 @@ class Touched:
     table: Tensor  # [U] int64, the table of each
     tables: int  # T
     which: Tensor  # as the ids: the number of each lookup's row
+    occurs: Tensor | None = None  # [U] int64, how often each occurs, if not as often as here
 
     @property
     def counts(self) -> Tensor:
         """Return how often each row occurs [U] int64."""
+        if self.occurs is not None:
+            return self.occurs
         return torch.bincount(self.which.reshape(-1), minlength=len(self.rows))
 
 

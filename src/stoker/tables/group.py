@@ -10,26 +10,26 @@ Legend: B examples, P positions of this group's features, L ids, U distinct rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from stoker.base.timeline import spanned
-from stoker.ops import AddressSpace, Backend, BackendName, Bags, Rounding, RowRule, get_backend
+from stoker.ops import AddressSpace, BackendName, Bags, RowRule, get_backend
 from stoker.ops.lamb import Touched, squares, touched, trust_ratios
-from stoker.ops.reference import addresses, derive_key
-from stoker.ops.space import slot_space
+from stoker.ops.reference import addresses, derive_key, update_rows
+from stoker.ops.space import make_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
 from stoker.tables.lookups import Lookups, keep_lookups
 from stoker.tables.replicas import Replicas
+from stoker.tables.shards import row_gradients
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
-__all__ = ["TableGroup", "row_gradients"]
+__all__ = ["TableGroup"]
 
-_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _READ = 2**25  # bytes of a chunk of rows
 
 
@@ -85,9 +85,14 @@ class TableGroup:
         try:
             return self.storage.acquire(*lookups)
         except TooFewSlots:
-            if isinstance(self.strategy, Slotted) and self.strategy.spill == "parts":
+            if self._chunks:
                 return None
             raise
+
+    @property
+    def _chunks(self) -> bool:
+        """Whether batches with too many rows are chunked."""
+        return isinstance(self.strategy, Slotted) and self.strategy.spill == "parts"
 
     @spanned("lookup")
     def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
@@ -137,6 +142,75 @@ class TableGroup:
         if lease is not None:
             lease.release(changed=True)
         self.tick += 1
+
+    @spanned("update")
+    def step(self, rows: Tensor, grads: Tensor, counts: Tensor) -> None:
+        """Take one optimizer step on distinct rows, given the sums of their gradients: :meth:`update` for others' sums.
+
+        Args:
+            rows: [U] int64 addresses, ascending.
+            grads: [U, D] float32, which may be overwritten.
+            counts: [U] int64, how often each row occurs in the batch, for CowClip.
+
+        Raises:
+            TooFewSlots: the rows do not fit, and ``spill`` is "refuse".
+        """
+        keys, rule = self.rounding_keys(), self.optimizer.rule(self.tick)
+        self.version += 1
+        if rule.definition.scope == "table":
+            self._step_layers(rows, grads, counts, rule, keys)
+        else:
+            for part, lease, at in self._row_blocks(rows):
+                weight, state = self.storage.weight, self.storage.state
+                if rule.counts or weight.dtype != torch.float32:
+                    bits = lease.rounding(keys).bits(at, self.dim, lease.space) if keys else None
+                    update_rows(weight, state, at, grads[part], rule, rounding=bits, counts=counts[part])
+                else:
+                    self.backend.step_rows(weight, state, at, grads[part], rule)
+        self.tick += 1
+
+    def _step_layers(self, rows: Tensor, grads: Tensor, counts: Tensor, rule: RowRule, keys: tuple[int, ...]) -> None:
+        """Do :meth:`step` for LAMB, in the passes of :meth:`_update_layers`."""
+        table = torch.searchsorted(self.space.on(rows.device).first_row, rows, right=True) - 1
+        squares_of, storage, backend = self.squares(), self.storage, self.backend
+        lengths, directions = [0] * len(squares_of), torch.empty_like(grads)
+        try:
+            for part, _, at in self._row_blocks(rows):
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)), counts[part])
+                directions[part], more = backend.lamb_direct(storage.weight, storage.state, found, grads[part], rule)
+                _add(lengths, more)
+            ratios = trust_ratios(squares_of, lengths, rule)
+            for part, lease, at in self._row_blocks(rows):
+                found = Touched(at, table[part], len(squares_of), torch.arange(len(at)))
+                rounding = lease.rounding(keys)
+                _add(squares_of, backend.lamb_move(
+                    storage.weight, found, directions[part], ratios, rule, rounding, lease.space
+                ))  # fmt: skip
+        except BaseException:
+            self._squares = None
+            raise
+
+    @cached_property
+    def _by_table(self) -> AddressSpace:
+        """Return the space in which each table is a feature."""
+        names = self.space.names
+        return make_space(names, self.space.rows, [[name] for name in names], names)
+
+    def _row_blocks(self, rows: Tensor) -> Iterator[tuple[slice, Lease, Tensor]]:
+        """Yield blocks of distinct ``rows`` [U] that fit: which, a lease on them, and where they are in memory."""
+        space = self._by_table
+        first = space.on(rows.device).first_row
+
+        def bags_of(start: int, stop: int) -> Bags:
+            part = rows[start:stop]
+            offsets = torch.searchsorted(part, first)
+            local = part - torch.repeat_interleave(first[:-1], offsets.diff(), output_size=len(part))
+            return Bags(local, offsets)
+
+        for start, stop, lease in self._blocks(space, len(rows), len(rows), bags_of):
+            bags = lease.bags
+            yield slice(start, stop), lease, addresses(bags.ids, lease.space.on(bags.ids.device).bases, bags.offsets)
+            lease.release(changed=True)
 
     def rounding_keys(self) -> tuple[int, ...]:
         """Return the keys of the random bits of the next update, one a table; () if rows are not bfloat16."""
@@ -256,6 +330,8 @@ class TableGroup:
             try:
                 lease = self.storage.acquire(bags_of(start, stop), space)
             except TooFewSlots as error:
+                if not self._chunks:
+                    raise
                 if size == 1:
                     raise TooFewSlots(error.needed, error.slots, error.hot, spill=True) from None
                 size = max(1, (stop - start) // 2)
@@ -294,16 +370,6 @@ class TableGroup:
         """Move to ``device`` and take the back end that fits there."""
         self.backend = get_backend(self.backend_name, device)
         self.storage.to(device)
-
-
-def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags, which: Tensor, grad: Tensor) -> Tensor:
-    """Sum the gradient of each distinct row [U, D] float32, in order of occurrence, by the back end's own kernel.
-
-    ``which``, in the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
-    """
-    sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
-    backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))
-    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
 
 
 def _add(totals: list[int], more: Sequence[int]) -> None:

@@ -30,8 +30,9 @@ from stoker.ops.tt.shape import TTShape
 from stoker.ops.tt.trie import Sums, Trie, build_trie, sums_into
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.group import TableGroup, row_gradients
+from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups
+from stoker.tables.shards import row_gradients
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
@@ -198,17 +199,29 @@ class CompressedGroup(TableGroup):
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
         assert lease is not None
         if lookups.bags.ids.numel():
-            found, rule = self._expanded(lease), self.optimizer.rule(self.tick)
-            slices = self._slices(found, grad)
-            self.version += 1
-            for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
-                update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+            found = self._expanded(lease)
+            self._update(found, self._row_sums(found, grad))
             lease.token = found.wanted  # the values are of the cores before
         self.tick += 1
 
-    def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each core the distinct slices and their gradients."""
-        return gradients(self.storage.slices(), found.trie, found.values, self._row_sums(found, grad))
+    @spanned("update")
+    def step(self, rows: Tensor, grads: Tensor, counts: Tensor) -> None:
+        for _, lease, _ in self._row_blocks(rows):  # one, or none if there are no rows
+            found = self._expanded(lease)
+            self._update(found, found.trie.from_order(grads))
+        self.tick += 1
+
+    def _update(self, found: _Expanded, sums: Tensor) -> None:
+        """Update the cores, given the gradient of each row [places, D]."""
+        rule = self.optimizer.rule(self.tick)
+        slices = self._slices(found, sums)
+        self.version += 1
+        for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
+            update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+
+    def _slices(self, found: _Expanded, sums: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return for each core the distinct slices and their gradients, from those of the rows [places, D]."""
+        return gradients(self.storage.slices(), found.trie, found.values, sums)
 
     def _row_sums(self, found: _Expanded, grad: Tensor) -> Tensor:
         """Sum the gradient of each row in order of occurrence: [places, D]."""
@@ -226,7 +239,9 @@ class CompressedGroup(TableGroup):
         """Return the sum of squares of the gradients of the cores."""
         lease = self.acquire(lookups)
         assert lease is not None
-        return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
+        found = self._expanded(lease)
+        slices = self._slices(found, self._row_sums(found, grad))
+        return sum(float(each.double().square().sum()) for _, each in slices)
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)

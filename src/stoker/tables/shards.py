@@ -1,0 +1,102 @@
+"""Sums of the gradients of rows: within each logical shard in order of occurrence, over shards by a tree.
+
+:mod:`stoker.ops.tree` says what shards are. The process that has some shards of a batch sums as much of the tree as
+they cover; whoever owns a row adds the rest, and takes one step (:meth:`stoker.tables.group.TableGroup.step`).
+
+Legend: B examples, P positions of a group's features, L ids, U distinct rows, D columns, V shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
+from stoker.ops.distinct import distinct_rows
+from stoker.ops.reference import addresses, bag_of
+from stoker.ops.space import make_space, slot_space
+from stoker.ops.tree import RowSums, nodes_of, sum_rows
+from stoker.tables.lookups import Lookups
+
+__all__ = ["ShardSums", "joined_sums", "row_gradients", "shard_sums"]
+
+_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
+
+
+class ShardSums(NamedTuple):
+    """Sums of rows over the shards of a node each, and how often each row occurs there."""
+
+    sums: RowSums
+    counts: Tensor  # [n] int64
+
+
+def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags, which: Tensor, grad: Tensor) -> Tensor:
+    """Sum the gradient of each distinct row [U, D] float32, in order of occurrence, by the back end's own kernel.
+
+    ``which``, in the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
+    """
+    sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
+    backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))
+    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
+
+
+def shard_sums(
+    backend: Backend, lookups: Lookups, grad: Tensor, bounds: Sequence[int], *, first: int = 0
+) -> ShardSums:  # fmt: skip
+    """Sum the gradients of each row over consecutive shards, as far as these hold whole nodes of the tree.
+
+    Args:
+        backend: of the group; its kernel sums within a shard.
+        lookups: of the examples, whose ids are in their tables.
+        grad: [B, P, D].
+        bounds: where each shard begins among the examples, and the end of the last (:func:`shard_bounds`).
+        first: the number of the first shard.
+
+    Returns:
+        The sums of addresses in the space of the lookups, sorted by row, then by first shard.
+    """
+    bags, space = lookups
+    shards, device = len(bounds) - 1, bags.ids.device
+    sizes = torch.tensor(bounds, device=device).diff()
+    shard = torch.repeat_interleave(torch.arange(shards, device=device), sizes, output_size=len(grad))
+    features = len(space.features)
+    if bags.offsets is None:
+        shard = shard.repeat_interleave(features, output_size=bags.ids.numel())
+    else:
+        shard = shard[bag_of(bags.offsets, bags.ids.numel()) // features]
+    keys = addresses(bags.ids, space.on(device).bases, bags.offsets) * shards + shard
+    if device.type == "cpu":
+        found, which = distinct_rows(Bags(keys.view(-1, 1)), _pairs(space.num_rows * shards))
+        distinct = torch.from_numpy(found)
+    else:
+        distinct, which = torch.unique(keys, return_inverse=True)
+    which = which.to(torch.int32).view(bags.ids.shape)
+    start = distinct % shards + first
+    values = row_gradients(backend, len(distinct), space, bags, which, grad)
+    parts = RowSums(distinct // shards, start, torch.ones_like(start), values)
+    return joined_sums(
+        ShardSums(parts, torch.bincount(which.view(-1), minlength=len(distinct))), range(first, first + shards)
+    )
+
+
+@lru_cache(maxsize=64)
+def _pairs(count: int) -> AddressSpace:
+    """Return a space in which each of ``count`` pairs of row and shard is a row."""
+    return make_space(["pairs"], [count], [["pair"]], ["pair"])
+
+
+def joined_sums(parts: ShardSums, shards: range) -> ShardSums:
+    """Sum the parts of each row, as far as ``shards`` hold whole nodes; sorted by row, then by first shard.
+
+    With all shards, one sum remains of each row, and the count of the whole batch.
+    """
+    nodes = torch.tensor([node.start for node in nodes_of(shards)], device=parts.counts.device)
+    inside = torch.searchsorted(nodes, parts.sums.start, right=True) - 1
+    keys, at = torch.unique(parts.sums.rows * len(nodes) + inside, return_inverse=True)
+    counts = torch.zeros_like(keys).index_add_(0, at, parts.counts)
+    return ShardSums(sum_rows(parts.sums, shards), counts)

@@ -1,0 +1,171 @@
+"""Rows step by sums over logical shards: one shard is an ordinary update, several are summed by a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from campaigns import scaled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stoker import Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, TensorTrain, optim
+from stoker.ops import Bags
+from stoker.ops.tree import nodes_of, shard_bounds, shards_of
+from stoker.tables.lookups import Lookups
+from stoker.tables.shards import ShardSums, joined_sums, shard_sums
+
+RULES = [
+    optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
+    optim.Adagrad(lr=0.1, clip_norm=0.5), optim.RowWiseAdagrad(lr=0.1, weight_decay=0.1), optim.Adam(lr=0.05),
+    optim.Adam(lr=0.05, cow_clip=(0.1, 1e-3)), optim.AdamW(lr=0.05, weight_decay=0.1), optim.FTRL(lr=0.1, l1=0.01),
+    optim.LAMB(lr=0.05, weight_decay=0.01), optim.LAMB(lr=0.05, cow_clip=(0.5, 1e-3)),
+]  # fmt: skip
+PLACES = {
+    "device": Device(), "cached": Cached(slots=90), "few slots": Cached(slots=7), "pipelined": HostPipelined(slots=9),
+    "hot": HotCold(hot={"a": 9, "b": 3}, slots=21),
+}  # fmt: skip
+
+
+def make(optimizer: optim.RowOptimizer, **given: Any) -> EmbeddingTables:
+    kinds: dict[str, Any] = {"embedding_dim": 4, "pooling": given.pop("pooling", "sum")}
+    kinds["dtype"] = given.pop("dtype", "float32")
+    tables = [
+        TableConfig(name="a", num_embeddings=40, features=("f", "g"), **kinds),
+        TableConfig(name="b", num_embeddings=13, features=("h",), **kinds),
+    ]
+    return EmbeddingTables(tables, optimizer=optimizer, features=("f", "h", "g"), **given)
+
+
+def draw(seed: int, batch: int, bags: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Ids, offsets and weights of a batch for the features f, h and g."""
+    random, limits = np.random.default_rng(seed), np.tile([40, 13, 40], batch)
+    lengths = np.ones(3 * batch, np.int64) if bags == "single" else random.integers(0, 4, 3 * batch)
+    most = np.repeat(limits, lengths)
+    ids = torch.from_numpy(np.minimum(random.zipf(1.3, len(most)) - 1, most - 1))
+    if bags == "single":
+        return ids.view(batch, 3), None, None
+    weights = torch.from_numpy(random.standard_normal(len(ids)).astype(np.float32)) if bags == "weighted" else None
+    return ids, torch.from_numpy(np.concatenate([[0], lengths.cumsum()])), weights
+
+
+def drawn_gradient(seed: int, batch: int) -> Tensor:
+    return torch.randn(batch, 3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def contents(tables: EmbeddingTables) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tables.state_dict().items() if name != "handle"}
+
+
+def check_same(one: EmbeddingTables, other: EmbeddingTables) -> None:
+    for (name, first), second in zip(contents(one).items(), contents(other).values(), strict=True):
+        assert torch.equal(first, second), name
+
+
+@settings(deadline=None, max_examples=scaled(400))
+@given(
+    seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
+    backend=st.sampled_from(["reference", "auto"]), dtype=st.sampled_from(["float32", "bfloat16"]),
+    bags=st.sampled_from(["single", "jagged", "weighted", "mean"]), batch=st.sampled_from([0, 1, 5, 300]),
+)  # fmt: skip
+def test_a_step_from_sums_of_one_shard_is_an_update(seed, rule, place, backend, dtype, bags, batch):
+    pooling = "mean" if bags == "mean" else "sum"
+    given: dict[str, Any] = {"backend": backend, "dtype": dtype, "pooling": pooling, "placement": PLACES[place]}
+    updated, stepped = make(rule, **given), make(rule, **given)
+    for step in range(2):
+        ids, offsets, weights = draw(seed + step, batch, bags)
+        grad = drawn_gradient(seed + step, batch)
+        [group], [other] = updated.groups, stepped.groups
+        lookups = Lookups(Bags(ids, offsets, weights, bags == "mean"), group.space)
+        group.update(lookups, grad, group.acquire(lookups))
+        sums, counts = shard_sums(other.backend, lookups._replace(space=other.space), grad, [0, batch])
+        other.step(sums.rows, sums.values, counts)
+    check_same(updated, stepped)
+    assert updated.groups[0].tick == stepped.groups[0].tick == 2
+
+
+@pytest.mark.parametrize("rule", [optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1), optim.LAMB(lr=0.1)])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_tensor_train_steps_from_sums_of_rows(rule, backend):
+    def one() -> EmbeddingTables:
+        table = TableConfig(name="t", num_embeddings=60, embedding_dim=8)
+        return EmbeddingTables([table], optimizer=rule, backend=backend, placement=TensorTrain(rank=4))
+
+    updated, stepped = one(), one()
+    for seed in range(3):
+        ids = torch.randint(0, 60, (20, 1), generator=torch.Generator().manual_seed(seed))
+        grad = torch.randn(20, 1, 8, generator=torch.Generator().manual_seed(seed))
+        [group], [other] = updated.groups, stepped.groups
+        lookups = Lookups(Bags(ids), group.space)
+        group.update(lookups, grad, group.acquire(lookups))
+        sums, counts = shard_sums(other.backend, lookups, grad, [0, 20])
+        other.step(sums.rows, sums.values, counts)
+    check_same(updated, stepped)
+
+
+def plain_sums(
+    ids: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool, grad: Tensor, bounds: list[int]
+) -> dict[int, tuple[np.ndarray, int]]:
+    """The sum of each row over all shards, occurrence by occurrence, and how often it occurs."""
+    ends = range(3 * len(grad) + 1) if offsets is None else offsets.tolist()
+    flat, shards = ids.reshape(-1).tolist(), len(bounds) - 1
+    parts: dict[int, list[list[np.ndarray]]] = {}
+    for example in range(len(grad)):
+        shard = next(v for v in range(shards) if bounds[v] <= example < bounds[v + 1])
+        for feature, base in enumerate([0, 40, 0]):
+            begin, end = ends[3 * example + feature], ends[3 * example + feature + 1]
+            for k in range(begin, end):
+                value = grad[example, feature].numpy()
+                if weights is not None or mean:
+                    value = value * (np.float32(1) / np.float32(end - begin) if weights is None else weights[k].numpy())
+                parts.setdefault(base + flat[k], [[] for _ in range(shards)])[shard].append(value)
+
+    def chunked(values: list[np.ndarray]) -> np.ndarray:
+        return sum(values, np.zeros(4, np.float32))
+
+    def of(shard: list[np.ndarray]) -> np.ndarray | None:
+        chunks = [chunked(shard[at : at + 64]) for at in range(0, len(shard), 64)]
+        return sum(chunks[1:], chunks[0]) if chunks else None
+
+    def tree(sums: list[np.ndarray | None]) -> np.ndarray | None:
+        if len(sums) == 1:
+            return sums[0]
+        there = [x for x in (tree(sums[: len(sums) // 2]), tree(sums[len(sums) // 2 :])) if x is not None]
+        return there[0] + there[1] if len(there) == 2 else there[0] if there else None
+
+    return {row: (tree([of(each) for each in found]), sum(map(len, found))) for row, found in parts.items()}
+
+
+@settings(deadline=None, max_examples=scaled(200))
+@given(
+    seed=st.integers(0, 2**20), shards=st.sampled_from([1, 2, 8, 16]), ranks=st.integers(1, 4),
+    batch=st.sampled_from([0, 1, 5, 40, 300]), bags=st.sampled_from(["single", "jagged", "weighted", "mean"]),
+    backend=st.sampled_from(["reference", "auto"]),
+)  # fmt: skip
+def test_sums_over_shards_are_those_of_the_definition_on_any_number_of_ranks(seed, shards, ranks, batch, bags, backend):
+    [group] = make(RULES[0], backend=backend).groups
+    ids, offsets, weights = draw(seed, batch, bags)
+    grad, bounds, mean = drawn_gradient(seed, batch), shard_bounds(batch, shards), bags == "mean"
+    parts = []
+    for rank in range(min(ranks, shards)):
+        mine = shards_of(rank, min(ranks, shards), shards)
+        begin, end = bounds[mine.start], bounds[mine.stop]
+        own = [bound - begin for bound in bounds[mine.start : mine.stop + 1]]
+        local = Bags(ids[begin:end], None, None, mean)
+        if offsets is not None:
+            first, last = int(offsets[3 * begin]), int(offsets[3 * end])
+            some = None if weights is None else weights[first:last]
+            local = Bags(ids[first:last], offsets[3 * begin : 3 * end + 1] - first, some, mean)
+        parts.append(shard_sums(group.backend, Lookups(local, group.space), grad[begin:end], own, first=mine.start))
+        nodes = {(node.start, node.size) for node in nodes_of(mine)}
+        assert set(zip(parts[-1].sums.start.tolist(), parts[-1].sums.size.tolist(), strict=True)) <= nodes
+    sums = type(parts[0].sums)(*(torch.cat(each) for each in zip(*(part.sums for part in parts), strict=True)))
+    found = joined_sums(ShardSums(sums, torch.cat([part.counts for part in parts])), range(shards))
+    wanted = plain_sums(ids, offsets, weights, mean, grad, bounds)
+    assert found.sums.rows.tolist() == sorted(wanted)
+    for row, value, count in zip(found.sums.rows.tolist(), found.sums.values, found.counts.tolist(), strict=True):
+        assert np.array_equal(value.numpy(), wanted[row][0]), row
+        assert count == wanted[row][1]
