@@ -289,8 +289,12 @@ def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("repeats", [63, 64, 65, 128, 129, 2200])
-@pytest.mark.parametrize("dim", [1, 17, 64])
+@pytest.mark.parametrize(
+    ("repeats", "dim"),
+    # 2200: more chunks than are summed in one turn of a loop, which is slow to interpret.
+    [*((repeats, 17) for repeats in (63, 64, 65, 128, 129, 2200)), (65, 1), (129, 64),
+     *(() if INTERPRETED else ((2200, 1), (2200, 64)))],
+)  # fmt: skip
 def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
     """Rows above and below the length of a chunk, with a long row next to them; the order of addition shows."""
     g = torch.Generator().manual_seed(repeats)
@@ -303,9 +307,10 @@ def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
     rule = RowRule("sgd", 1.0)
     weight = torch.zeros(9, dim, device=DEVICE)
     both_update(weight, {}, space, Bags(ids), grad, rule)
-    backwards = torch.zeros(9, dim, device=DEVICE)
-    make_backend().update(backwards, {}, space, Bags(ids.flip(0)), grad.flip(0), rule, Rounding(()))
-    assert dim == 1 or not torch.equal(weight[3], backwards[3])
+    if repeats == 129:
+        backwards = torch.zeros(9, dim, device=DEVICE)
+        make_backend().update(backwards, {}, space, Bags(ids.flip(0)), grad.flip(0), rule, Rounding(()))
+        assert not torch.equal(weight[3], backwards[3])
 
 
 @on_device

@@ -1,7 +1,7 @@
 """Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
 
 Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
-``--few`` for one width and type (others for each GPU), and prints one JSON object: kernels compiled, and what in their
+``--few`` for one width and type and half of the rules (others for each GPU), and prints one JSON object: kernels compiled, and what in their
 PTX would make results differ from the reference, and what each costs.
 """
 
@@ -47,10 +47,10 @@ def _cost(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = [subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
-                for what in ("-res-usage", "-sass")]  # fmt: skip
-    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", said[0])
-    return {"registers": int(registers), "stack": int(stack), "wide loads": said[1].count("LDG.E.128")}
+        command = [tool, "-res-usage", "-sass", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return {"registers": int(registers), "stack": int(stack), "wide loads": said.count("LDG.E.128")}
 
 
 class Compiler:
@@ -91,8 +91,8 @@ class Compiler:
             self.cost[kernel.fn.__name__, *options.items()] = _cost(built.asm["cubin"])
 
 
-def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -> None:
-    """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
+def launches(dims: Sequence[int], types: Sequence[torch.dtype], kinds: Sequence[str], *, full: bool) -> None:
+    """Call the back end in every way that selects another kernel, with these rules. Nothing runs."""
     from stoker.ops.gpu.backend import TritonBackend
 
     backend = TritonBackend(lazy=True)
@@ -117,9 +117,9 @@ def launches(dims: Sequence[int], types: Sequence[torch.dtype], *, full: bool) -
                     backend.weight_gradient(weight, space, bags, grad)
                     if bags.offsets is not None:
                         backend.check_offsets(bags.offsets, 96, (9, 9, 9), lambda: None)
-                    _updates(backend, weight, space, bags, grad, full=full and bags is one)
+                    _updates(backend, weight, space, bags, grad, kinds, full=full and bags is one)
                 few = Bags(one.ids[:4])  # no row can have more than 64
-                _updates(backend, weight, space, few, torch.zeros(4, 3, dim), full=False)
+                _updates(backend, weight, space, few, torch.zeros(4, 3, dim), kinds, full=False)
                 for bags in (one, jagged[1]):
                     _parts(backend, weight, space, bags)
 
@@ -151,15 +151,14 @@ def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:
         dense.relu_gradient(grad[:, :1].to(dtype), grad.to(dtype), grad[:1].to(dtype))
 
 
-def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
+def _updates(
+    backend: Any, weight: Any, space: Any, bags: Any, grad: Any, kinds: Sequence[str], *, full: bool
+) -> None:
     extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
     # The step comes after the sums: every rule with one layout, and with the others only those that differ in shape.
-    kinds = (
-        [kind for kind, rule in RULES.items() if rule.scope == "row"]
-        if full or bags.offsets is None
-        else ("sgd", "rowwise_adagrad", "adam")
-    )
     for kind in kinds:
+        if not full and bags.offsets is not None and kind not in ("sgd", "rowwise_adagrad", "adam"):
+            continue
         names = RULES[kind].state
         state = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
         for extra in [*extras, {}] if full else extras:
@@ -173,11 +172,13 @@ def main(capability: int, *, full: bool, few: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     types: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     dims: tuple[int, ...] = (16, 100)
+    rules = [kind for kind, rule in RULES.items() if rule.scope == "row"]
     if full:
         dims = (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024)
     elif few:
         dims, types = ((100,), types[:1]) if capability < 90 else ((16,), types[1:])
-    launches(dims, types, full=full)
+        rules = rules[capability < 90 :: 2]
+    launches(dims, types, rules, full=full)
     kinds = [("highest", torch.float32), ("high", torch.float32), ("high", torch.bfloat16)]
     dense_launches(kinds[:1] if few and capability < 90 else kinds[1:2] if few else kinds)
     names = sorted({label.split(" ")[0] for label in compiler.seen})
