@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +64,10 @@ if not INTERPRETED:
 
     @pytest.mark.slow
     def test_interpreter() -> None:
-        """All the tests below, and those of a whole step, on CPU tensors."""
+        """All the tests below, and those of copies of rows and of a whole step, on CPU tensors."""
         options = ["-x", "-p", "no:cacheprovider"]
-        step = str(Path(__file__).with_name("test_gpu_step.py"))
-        done = process("-m", "pytest", *options, __file__, step, TRITON_INTERPRET="1")
+        others = [str(Path(__file__).with_name(name)) for name in ("test_triton_row_copy.py", "test_gpu_step.py")]
+        done = process("-m", "pytest", *options, __file__, *others, TRITON_INTERPRET="1")
         assert done.returncode == 0, done.stdout + done.stderr
 
     @pytest.mark.slow
@@ -78,12 +79,13 @@ if not INTERPRETED:
         done = process(str(script), capability, "--few", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
         assert done.returncode == 0, done.stderr[-4000:]
         found = json.loads(done.stdout.splitlines()[-1])
-        assert len(found["kernels"]) == 15
+        assert len(found["kernels"]) == 16
         assert found["variants"] >= 30
         assert found["inexact"] == {}
         assert {name: cost for name, cost in found["cost"].items() if cost["stack"]} == {}, "spilled registers"
         wide = {name for name, cost in found["cost"].items() if cost["wide loads"]}
-        assert {name for name in found["cost"] if "interaction" in name or "lookup" in name} <= wide
+        read = re.compile("interaction|lookup|copy_rows")
+        assert {name for name in found["cost"] if read.search(name)} <= wide
 
     def test_cpu_is_refused_without_interpreter() -> None:
         with pytest.raises(ConfigError, match="TRITON_INTERPRET"):

@@ -1,8 +1,8 @@
 """Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
 
 Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
-``--few`` for one width and type and half of the rules (others for each GPU), and prints one JSON object: kernels compiled, and what in their
-PTX would make results differ from the reference, and what each costs.
+``--few`` for one width and type and half of the rules (others for each GPU), and prints one JSON object: kernels
+compiled, and what in their PTX would make results differ from the reference, and what each costs.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Compiler:
 def launches(dims: Sequence[int], types: Sequence[torch.dtype], kinds: Sequence[str], *, full: bool) -> None:
     """Call the back end in every way that selects another kernel, with these rules. Nothing runs."""
     from stoker.ops.gpu.backend import TritonBackend
+    from stoker.ops.gpu.kernels import copy_rows
 
     backend = TritonBackend(lazy=True)
     for dim in dims:
@@ -103,6 +104,9 @@ def launches(dims: Sequence[int], types: Sequence[torch.dtype], kinds: Sequence[
                 space = make_space(["a", "b"], [7, rows], [["x", "z"], ["y"]], ["x", "y", "z"])
                 weight = torch.zeros(64, dim, dtype=dtype)
                 backend.init_rows(weight, 2**62 + 1, 3, 0.5)
+                places = torch.arange(5)
+                for rows_of in (weight, weight[:, 0].contiguous()):
+                    copy_rows(rows_of, places, rows_of.clone(), places)
                 one = Bags(torch.zeros(30, 3, dtype=index))
                 flat = torch.zeros(96, dtype=index)
                 offsets = torch.arange(0, 97, 16)
@@ -151,9 +155,7 @@ def dense_launches(kinds: Sequence[tuple[str, torch.dtype]]) -> None:
         dense.relu_gradient(grad[:, :1].to(dtype), grad.to(dtype), grad[:1].to(dtype))
 
 
-def _updates(
-    backend: Any, weight: Any, space: Any, bags: Any, grad: Any, kinds: Sequence[str], *, full: bool
-) -> None:
+def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, kinds: Sequence[str], *, full: bool) -> None:
     extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
     # The step comes after the sums: every rule with one layout, and with the others only those that differ in shape.
     for kind in kinds:
