@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Table
+from benchmarks.harness import Table, current_name
 
 __all__ = ["RESULTS", "figures", "page"]
 
@@ -72,7 +72,7 @@ def page(folder: Path = RESULTS) -> str:
     newest: dict[tuple[str, str], str] = {}
     for each in made.values():
         for bar in each["bars"]:
-            key = (each["machine"]["slug"], bar["name"])
+            key = (each["machine"]["slug"], current_name(bar))
             newest[key] = max(newest.get(key, ""), each.get("time", each["date"]))
     for path, each in made.items():
         text = path.with_suffix(".md").read_text()
@@ -83,10 +83,10 @@ def page(folder: Path = RESULTS) -> str:
             title = re.search(rf"^## {name}: (.*)$", text, re.MULTILINE)
             when = each.get("time", each["date"])
             status = bar["status"]
-            if path.name in gone or when < newest[machine["slug"], bar["name"]]:
+            if path.name in gone or when < newest[machine["slug"], current_name(bar)]:
                 status += ", superseded"
             cells = [
-                f"`{bar['name']}`: {title.group(1) if title else bar.get('title', '')}",
+                f"`{current_name(bar)}`: {title.group(1) if title else bar.get('title', '')}",
                 line.group(1) if line else "",
                 line.group(2) if line else f"{bar['must']:g}",
                 status + (", quick" if each["quick"] else ""),
@@ -95,7 +95,7 @@ def page(folder: Path = RESULTS) -> str:
                 f"[file]({path.with_suffix('.md').name})",
             ]
             title_of = (machine["slug"], f"{machine['CPU']}, {machine['cores']} cores, {machine['memory']}")
-            rows.setdefault(title_of, []).append((bar["name"], when, cells))
+            rows.setdefault(title_of, []).append((current_name(bar), when, cells))
     tables = [
         Table(
             title=f"{slug}: {about}",

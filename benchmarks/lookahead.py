@@ -3,7 +3,7 @@
 ``stoker.replay`` counts, and counts do not depend on the machine. Before they are believed, the fast simulation must
 equal the plain-Python one on the first batches of each trace, and the planner itself, on the batches that
 :func:`stoker.stage` hands out, must come to the same number with the window that adapts, and to Belady's number with
-foresight. What is timed is the recording of next uses.
+an epoch lookahead. What is timed is the recording of next uses.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BATCH = 2048
 FRACTION = 0.1  # of the rows lie in fast memory
 OURS = "adaptive"
 MEMORY = "256MiB"  # of the window that adapts
-WINDOW = 64  # batches, fixed, with foresight
-FORESEEN = f"lookahead {WINDOW} + foresight"
+WINDOW = 64  # batches, fixed, with an epoch lookahead
+FORESEEN = f"lookahead {WINDOW} + epoch lookahead"
 DIM = 64  # of the training step that recording is compared with
 STRATEGIES = (
     "lru", "lfu", "lookahead-8", "lookahead-64", "lookahead-256", "lookahead-512", OURS, "pinned", "host-pipelined",
@@ -149,7 +149,7 @@ def planned(data: Dataset, found: Replay, seed: int | None, as_in: str, **option
             f"{options}: {misses:,} misses in {storage.num_slots:,} slots, {as_in} {said:,} in {found.slots:,}"
         )
     tables.close()
-    return misses, totals.seconds()["foresight"]
+    return misses, totals.seconds()["epoch_lookahead"]
 
 
 def percent_above(found: Replay, misses: int) -> float:
@@ -160,7 +160,7 @@ def percent_above(found: Replay, misses: int) -> float:
 
 
 def _table(title: str, found: Replay, known: Foreseen) -> Table:
-    """All strategies; ours with foresight stands behind Belady's."""
+    """All strategies; ours with an epoch lookahead stands behind Belady's."""
     rows = [
         [
             figures.strategy,
@@ -201,9 +201,9 @@ def _measured(trace: Trace, seed: int | None, run: Run) -> tuple[Replay, Foresee
     found = replay(
         dataset, fraction=FRACTION, batch_size=BATCH, seed=seed, steps=steps, strategies=STRATEGIES, window=MEMORY
     )
-    run.log(f"staging {trace.title}, {_ORDER_OF[seed]}, and with foresight")
+    run.log(f"staging {trace.title}, {_ORDER_OF[seed]}, and with an epoch lookahead")
     planned(dataset, found, seed, OURS)
-    misses, seconds = planned(dataset, found, seed, "belady", lookahead=WINDOW, foresight=True)
+    misses, seconds = planned(dataset, found, seed, "belady", lookahead=WINDOW, epoch_lookahead=True)
     step = measure_step(TrainConfig(batch_size=BATCH, embedding_dim=DIM), dataset).resident
     return found, Foreseen(misses=misses, seconds=seconds, step=step)
 
@@ -228,7 +228,7 @@ def measure(traces: Sequence[Trace], run: Run) -> Outcome:
     return Outcome(value=max(values), tables=tables, notes=_quick(notes, run), data=data)
 
 
-def measure_foresight(traces: Sequence[Trace], run: Run) -> Outcome:
+def measure_epoch_lookahead(traces: Sequence[Trace], run: Run) -> Outcome:
     """The same with the next uses of the epoch recorded, and what recording costs."""
     rows, notes, values, data = [], [], [], {}
     for trace in traces:
@@ -243,7 +243,7 @@ def measure_foresight(traces: Sequence[Trace], run: Run) -> Outcome:
     columns = [
         "trace",
         f"misses, lookahead {WINDOW}",
-        "with foresight",
+        "with epoch lookahead",
         "recording s",
         "s/M lookups",
         "step ms",
@@ -276,6 +276,6 @@ def bars() -> list[Bar]:
         )
         for name, how, must, measured in (
             ("lookahead-vs-belady", f"a window that adapts within {MEMORY}", 2.0, measure),
-            ("foresight-vs-belady", "lookahead 64 and foresight", 5.0, measure_foresight),
+            ("epoch-lookahead-vs-belady", "lookahead 64 and an epoch lookahead", 5.0, measure_epoch_lookahead),
         )
     ]

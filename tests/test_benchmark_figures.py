@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.__main__ import all_bars
 from benchmarks.gpu import PARTS
-from benchmarks.harness import known_short
+from benchmarks.harness import current_name, known_short
 from benchmarks.index import RESULTS, figures, page
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def result(cell: str) -> dict[str, Any]:
     found = re.fullmatch(r"\[`([\w-]+)`\]\((benchmarks/results/[^)]+)\.md\)", cell)
     assert found, f"a row names its bar and file: {cell}"
     made = json.loads((ROOT / f"{found[2]}.json").read_text())
-    (bar,) = (bar for bar in made["bars"] if bar["name"] == found[1])
+    (bar,) = (bar for bar in made["bars"] if current_name(bar) == found[1])
     return dict(bar)
 
 

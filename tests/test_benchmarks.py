@@ -31,6 +31,7 @@ from benchmarks.harness import (
     Run,
     Table,
     WrongResult,
+    current_name,
     data_files,
     exit_code,
     judge,
@@ -143,7 +144,8 @@ def test_bars_known_to_be_short_are_those_whose_newest_result_is() -> None:
     assert all(len(reason) > 20 for reason in reasons.values())
     newest: dict[str, tuple[str, str]] = {}
     for _, made, bar in latest(ROOT / "benchmarks" / "results").values():
-        newest[bar["name"]] = max(newest.get(bar["name"], ("", "")), (made.get("time", made["date"]), bar["status"]))
+        name = current_name(bar)
+        newest[name] = max(newest.get(name, ("", "")), (made.get("time", made["date"]), bar["status"]))
     failed = {name for name, (_, status) in newest.items() if status in ("short", "wrong", "crashed")}
     assert failed & bars <= set(reasons), "list what is short with its reason, or measure again"
     assert not [name for name in reasons if newest.get(name, ("", "short"))[1] == "ok"], "delete what is ok"

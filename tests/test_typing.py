@@ -15,12 +15,14 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from campaigns import in_ci
 
 import stoker
 import stoker.dataset.split
 from stoker.base import settings
 from stoker.models.base import ModelArguments, ModelSettings
+from stoker.testing import make_dataset
 from stoker.training.settings import MACHINE, PARTS, RESUMABLE
 
 ROOT = Path(stoker.__file__).parent
@@ -69,6 +71,19 @@ def test_arguments_of_a_class_are_those_of_the_function(tmp_path: Path) -> None:
         stoker.find_lr(tmp_path, lr_step=5)
     with pytest.raises(stoker.ConfigError, match=r"train takes no argument 'epoch'. Did you mean 'epochs'?"):
         stoker.train(tmp_path, out=tmp_path / "run", epoch=5)
+    with pytest.raises(stoker.ConfigError, match=r"stage takes no argument 'look_ahead'. Did you mean 'lookahead'?"):
+        stoker.stage([], torch.nn.Identity(), look_ahead=5)  # type: ignore[call-arg]
+
+
+def test_names_that_settings_had_before_still_work(tmp_path: Path) -> None:
+    before = {"foresight": True, "dense_dtype": "bfloat16"}
+    config = stoker.TrainConfig.from_dict(before)
+    assert (config.epoch_lookahead, config.matmul) == (True, "bf16")
+    assert stoker.TrainConfig().replace(**before) == config
+    with pytest.warns(FutureWarning, match="explain: 'foresight' is now called 'epoch_lookahead'"):
+        stoker.explain(make_dataset(tmp_path / "data", rows=100), foresight=True)
+    with pytest.raises(stoker.ConfigError, match="explain takes no argument 'foresight'"):
+        stoker.explain(tmp_path, foresight=True, epoch_lookahead=True)
 
 
 # A line that ends in "# wrong: CODE" must be reported with that code, every other line must not.

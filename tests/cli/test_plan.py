@@ -118,7 +118,7 @@ def test_a_table_over_the_host_memory_gets_a_ram_tier_and_trains_to_the_same_byt
 
 
 def test_strategies_are_weighed_and_can_be_chosen(
-    data: Dataset, capsys: pytest.CaptureFixture[str], quick: None
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
 ) -> None:
     asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
     _, out, _ = output(capsys, *asked)
@@ -146,11 +146,11 @@ def test_this_machine_and_model_are_measured(data: Dataset, capsys: pytest.Captu
     assert found["step_seconds"]["train"] > 0
 
 
-@pytest.mark.parametrize("foresight", [False, True])
+@pytest.mark.parametrize("epoch_lookahead", [False, True])
 def test_what_is_planned_is_what_is_trained(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None, foresight: bool
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None, epoch_lookahead: bool
 ) -> None:
-    window = ["--foresight", "--lookahead", "2"] if foresight else ["--lookahead", "16"]
+    window = ["--epoch-lookahead", "--lookahead", "2"] if epoch_lookahead else ["--lookahead", "16"]
     budget = ["--device-memory", "20KiB", *window, "--in-flight", "2"]
     _, out, _ = output(capsys, "plan", data.path, *SIZES, "--batch-size", "64", *budget, "--json")
     expected = next(group for group in json.loads(out)["groups"] if group["home"])
@@ -164,8 +164,25 @@ def test_what_is_planned_is_what_is_trained(
     assert record["fetched_mib_per_step"] == pytest.approx(expected["fetched_mib"], rel=0.2)
     settings = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
     assert (settings["device_memory"], settings["in_flight"]) == ("20KiB", 2)
-    assert (settings["lookahead"], settings["foresight"]) == ((2, True) if foresight else (16, False))
+    assert (settings["lookahead"], settings["epoch_lookahead"]) == ((2, True) if epoch_lookahead else (16, False))
     assert call("train", "--resume", tmp_path / "a", "--epochs", "2", "--device-memory", "all") == 0
+
+
+def test_an_option_works_by_the_name_it_had_before(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
+) -> None:
+    budget = ["--device-memory", "20KiB", "--batch-size", "64", "--json"]
+    _, now, _ = output(capsys, "plan", data.path, *SIZES, *budget, "--epoch-lookahead")
+    code, before, err = output(capsys, "plan", data.path, *SIZES, *budget, "--foresight")
+    assert (code, json.loads(before)["groups"]) == (0, json.loads(now)["groups"])
+    assert "warning: --foresight is now called --epoch-lookahead." in err
+    code, _, err = output(
+        capsys, "train", data.path, "--out", tmp_path / "a", "--no-foresight", "--dense-dtype=bfloat16"
+    )
+    assert code == 2
+    assert "--no-foresight is now called --no-epoch-lookahead" in err
+    assert "--dense-dtype is now called --matmul" in err
+    assert "Choose one of 'fp32', 'tf32', 'bf16'" in err
 
 
 def test_a_model_larger_than_memory_is_scored(

@@ -38,7 +38,17 @@ def test_verify_says_identical_and_what_it_compared(run: Path, capsys: pytest.Ca
     assert "940 rows at the end" in out
     assert out.splitlines()[-1] == "identical"
     code, out, _ = output(
-        capsys, "verify", run, "--from", "start", "--device-memory", "2KiB", "--lookahead", 2, "--foresight", "--json"
+        capsys,
+        "verify",
+        run,
+        "--from",
+        "start",
+        "--device-memory",
+        "2KiB",
+        "--lookahead",
+        2,
+        "--epoch-lookahead",
+        "--json",
     )
     found = json.loads(out)
     assert code == 0

@@ -29,9 +29,9 @@ def tables_of(*rows: int) -> list[TableConfig]:
 
 
 def of(
-    uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False, foresight: bool = False
+    uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False, epoch_lookahead: bool = False
 ) -> Footprint:
-    budget = MemoryBudget(lookahead=lookahead, in_flight=2, foresight=foresight)
+    budget = MemoryBudget(lookahead=lookahead, in_flight=2, epoch_lookahead=epoch_lookahead)
     return Footprint(uses, ROW, budget, on_cpu=on_cpu, rounded=rounded)
 
 
@@ -43,19 +43,19 @@ class Stream(list[Batch]):
 
 
 @pytest.mark.skipif(not HAVE_NUMBA, reason="counts what Numba's planner holds, and numba is not installed here")
-@pytest.mark.parametrize(("lookahead", "foresight"), [(4, False), (48, False), (4, True)])
+@pytest.mark.parametrize(("lookahead", "epoch_lookahead"), [(4, False), (48, False), (4, True)])
 @pytest.mark.parametrize("share", [0.05, 0.4])
-def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, foresight: bool):
+def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, epoch_lookahead: bool):
     sizes, random = (60_000, 20_000), np.random.default_rng(0)
     uses = [uses_of(size, None, BATCH) for size in sizes]
     slots = int(share * sum(sizes))
-    planned = of(uses, lookahead=lookahead, foresight=foresight)
+    planned = of(uses, lookahead=lookahead, epoch_lookahead=epoch_lookahead)
     placement = Cached(slots=slots, window=planned.window(slots))
     tables = EmbeddingTables(tables_of(*sizes), optimizer=OPTIMIZER, placement=placement)
     storage = tables.groups[0].storage
     assert isinstance(storage, SlottedRows)
     residency = storage.residency
-    most, ordered = {"page_table": 0, "window": 0}, foresight
+    most, ordered = {"page_table": 0, "window": 0}, epoch_lookahead
 
     def batches():
         for step in range(150):
@@ -64,7 +64,7 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, fore
             ids = np.stack([np.minimum(d, n - 1) for d, n in zip(drawn, sizes, strict=True)], 1).astype(np.int64)
             yield Batch(dense=torch.zeros(BATCH, 0), ids=torch.from_numpy(ids), step=step)
 
-    for batch in stage(Stream(list(batches())), tables, lookahead=lookahead, foresight=foresight):
+    for batch in stage(Stream(list(batches())), tables, lookahead=lookahead, epoch_lookahead=epoch_lookahead):
         tables(batch.ids).sum().backward()
         held = (residency._slots, residency._empty, residency._directory, residency._tree)
         waiting = [(r.wanted.rows, r.wanted.which.numpy(), r.bags.ids.numpy()) for r in storage._queues[-1]._waiting]

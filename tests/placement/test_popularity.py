@@ -23,7 +23,7 @@ from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.models import MODELS
 from stoker.rewrite import popularity
-from stoker.rewrite.hot_profile import CurvePoint, HotProfile, draw_profile
+from stoker.rewrite.hot_profile import CurvePoint, HotProfile
 from stoker.rewrite.popularity import true_hot_rows
 from stoker.testing import make_dataset
 
@@ -454,7 +454,7 @@ def test_labels_of_the_picture_do_not_run_into_each_other(data: Dataset, sizes: 
     ]
     row = int(sizes[0] * 2**20 / sum(found.hot_rows.values()))  # bytes, so that the hot rows lie on the axis too
     tables = tuple(replace(table, row_bytes=row) for table in found.tables)
-    figure = draw_profile(replace(found, curve=tuple(curve), tables=tables))
+    figure = replace(found, curve=tuple(curve), tables=tables).figure()
     figure.canvas.draw()
     axis = figure.axes[1].xaxis
     low, high = figure.axes[1].get_xlim()

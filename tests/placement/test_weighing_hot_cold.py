@@ -183,7 +183,7 @@ def test_planning_that_costs_nothing_pins_no_row_and_dear_planning_pins_many() -
     tables.close()
 
 
-@pytest.mark.parametrize("given", [{"foresight": True}, {"counts": None}], ids=["foresight", "no counts"])
+@pytest.mark.parametrize("given", [{"epoch_lookahead": True}, {"counts": None}], ids=["epoch lookahead", "no counts"])
 def test_no_row_is_pinned_where_a_cache_knows_better(given: dict[str, Any]) -> None:
     placement = planned("200KiB", profile=quick(plan_row=1e-5), **given)
     assert isinstance(placement["t0"], Cached)

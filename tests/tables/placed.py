@@ -122,7 +122,7 @@ class Case:
     device: str = "cpu"
     peeks: set[int] = field(default_factory=set)  # steps in which another batch is looked up without training
     steps: dict[str, int] = field(default_factory=dict)  # features that are not pooled
-    foresight: bool = False
+    epoch_lookahead: bool = False
     include_last_offset: bool = True
     mode: str = "backward"  # when rows step; or "optimizer", or "scaler": when step() says so
     scale: float = 1.0  # of gradients
@@ -237,7 +237,7 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
         strategy=kind(**options), staged=staged, lookahead=None if "window" in options else lookahead,
         in_flight=int(random.integers(1, 5)), background=random.random() < 0.3, slow=random.random() < 0.6,
         integers=integers, backend=backend, peeks={s for s in range(14) if random.random() < 0.15},
-        steps=steps, foresight=random.random() < 0.3, include_last_offset=last,
+        steps=steps, epoch_lookahead=random.random() < 0.3, include_last_offset=last,
         mode=str(random.choice(["backward", "optimizer", "scaler"], p=[0.7, 0.15, 0.15])),
         scale=0.25 if random.random() < 0.1 else 1.0, autocast=random.random() < 0.1,
     )  # fmt: skip

@@ -191,7 +191,12 @@ class Run:
         feed: Iterator[Batch] = iter(Rereadable(case.batches))
         if case.staged:
             feed = iter(
-                self.stage(Rereadable(case.batches), case.lookahead, in_flight=case.in_flight, foresight=case.foresight)
+                self.stage(
+                    Rereadable(case.batches),
+                    case.lookahead,
+                    in_flight=case.in_flight,
+                    epoch_lookahead=case.epoch_lookahead,
+                )
             )
         for each in case.rounds:
             try:

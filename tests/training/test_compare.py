@@ -17,7 +17,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.cli import app
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
-from stoker.training.tools.compare import curves, draw_comparison, text_plot
+from stoker.training.tools.compare import curves, text_plot
 
 RUN: dict[str, Any] = {**SMALL, "epochs": 2, "eval_every": 25}
 
@@ -188,7 +188,7 @@ def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, asked, env={"COLUMNS": "140"})
     assert "no curves: no run has mrr of validation rows" in shown.output
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
-    losses, metric = draw_comparison(stoker.compare(tmp_path / "a", tmp_path / "b")).axes
+    losses, metric = stoker.compare(tmp_path / "a", tmp_path / "b").figure().axes
     assert "no records" in losses.texts[0].get_text()
     assert not metric.texts
 

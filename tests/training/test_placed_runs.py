@@ -21,7 +21,7 @@ import stoker
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import Recorder, Span
 from stoker.dataset.dataset import Dataset
-from stoker.tables.slots.foresight import Recording
+from stoker.tables.slots.epoch_lookahead import Recording
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, TrainResult
@@ -85,12 +85,12 @@ def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     data: Dataset, resident: Path, tmp_path: Path, home: dict[str, Any]
 ) -> None:
     settings = {**SETTINGS, **home, "device_memory": HALF, "in_flight": 1, "lookahead": 2}
-    stoker.train(data, out=tmp_path / "a", **settings, foresight=True).model.embeddings.close()
+    stoker.train(data, out=tmp_path / "a", **settings, epoch_lookahead=True).model.embeddings.close()
     stoker.train(data, out=tmp_path / "b", **settings).model.embeddings.close()
     assert_same_run(tmp_path / "a", resident)
     ours, theirs = (records(tmp_path / name, "train") for name in "ab")
-    assert all("foresight" in line["stage_seconds"] for line in ours)
-    assert not any("foresight" in line["stage_seconds"] for line in theirs)
+    assert all("epoch_lookahead" in line["stage_seconds"] for line in ours)
+    assert not any("epoch_lookahead" in line["stage_seconds"] for line in theirs)
     moved = [sum(line["fetched_mib_per_step"] for line in lines) for lines in (ours, theirs)]
     assert moved[0] < 0.97 * moved[1]
 
@@ -107,21 +107,21 @@ def test_a_ram_tier_over_a_file_ends_with_the_files_of_a_resident_run(tmp_path: 
     assert homes[0].num_frames < len(homes[0]._frame_of), "blocks came and went"
     assert (homes[0]._frame_of > 0).any()
     result.model.embeddings.close()
-    other = {"host_memory": "500KiB", "in_flight": 3, "lookahead": 5, "foresight": True}
+    other = {"host_memory": "500KiB", "in_flight": 3, "lookahead": 5, "epoch_lookahead": True}
     stoker.train(resume=tmp_path / "nested", steps=100, display="quiet", **other).model.embeddings.close()
     assert checkpoint_files(tmp_path / "nested", 100) == checkpoint_files(tmp_path / "resident", 100)
     assert not list((tmp_path / "home").glob("*"))
 
 
-def test_a_run_stopped_in_an_epoch_goes_on_with_foresight(data: Dataset, resident: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_in_an_epoch_goes_on_with_epoch_lookahead(data: Dataset, resident: Path, tmp_path: Path) -> None:
     """And back: it is a setting that may change."""
     out = tmp_path / "run"
     short = {**SHORT, "device_memory": TENTH}
-    for steps, foresight in ((37, False), (90, True), (130, False), (200, True)):
+    for steps, known in ((37, False), (90, True), (130, False), (200, True)):
         to = {"out": out} if steps == 37 else {"resume": out}
         first = data if steps == 37 else None
         given = short if steps == 37 else {"display": "quiet"}
-        stoker.train(first, **to, **{**given, "steps": steps, "foresight": foresight}).model.embeddings.close()
+        stoker.train(first, **to, **{**given, "steps": steps, "epoch_lookahead": known}).model.embeddings.close()
     reference, last = checkpoint_files(resident, 200), checkpoint_files(out, 200)
     assert last
     assert all(reference[name] == content for name, content in last.items() if "manifest" not in name)
@@ -136,7 +136,7 @@ def test_progress_of_a_recording_is_shown(data: Dataset, tmp_path: Path) -> None
             self.seen.append((what, done, total, unit))
 
     shown = Watching()
-    settings = {**SHORT, "steps": 103, "device_memory": TENTH, "foresight": True, "display": shown}
+    settings = {**SHORT, "steps": 103, "device_memory": TENTH, "epoch_lookahead": True, "display": shown}
     stoker.train(data, out=tmp_path / "run", **settings).model.embeddings.close()
     done = [(what, total) for what, done, total, unit in shown.seen if unit == "batches" and done == total]
     assert done == [("reading ids of the epoch", 100), ("linking next uses", 100), ("reading ids of the epoch", 3),
@@ -156,7 +156,7 @@ def test_a_stop_does_not_wait_for_a_recording(data: Dataset, tmp_path: Path, mon
 
     monkeypatch.setattr(Recording, "add", add)
     with pytest.raises(Interrupted):
-        stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=TENTH, foresight=True)
+        stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=TENTH, epoch_lookahead=True)
     assert RunDirectory(tmp_path / "run").steps() == [1]
     assert len(read) <= 4
 
@@ -301,8 +301,8 @@ def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pyt
     assert "910 rows, 17.8 KiB with optimizer state" in err
     assert "placement: 10.0% of 910 rows in fast memory" in err
     assert "all rows in a file" in err
-    stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB", foresight=True)
-    assert "host memory and foresight are ignored: without a limit on device memory" in capsys.readouterr().err
+    stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB", epoch_lookahead=True)
+    assert "host memory and epoch lookahead are ignored: without a limit on device memory" in capsys.readouterr().err
 
 
 def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ SETTINGS: dict[str, Any] = {
     **SMALL, "epochs": 2, "save_every": 30, "log_every": 10, "schedule_rows": 1, "keep_last": 3,
 }  # fmt: skip
 PLACED: list[dict[str, Any]] = [
-    {}, {"foresight": True}, FILE, {"strategy": "hot-cold", "device_memory": HALF},
+    {}, {"epoch_lookahead": True}, FILE, {"strategy": "hot-cold", "device_memory": HALF},
     {"strategy": "host-pipelined"},
 ]  # fmt: skip
-IDS = ["memory", "foresight", "file", "hot rows stay", "transit only"]
+IDS = ["memory", "epoch lookahead", "file", "hot rows stay", "transit only"]
 
 
 @pytest.fixture(scope="module")

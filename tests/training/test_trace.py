@@ -32,7 +32,9 @@ def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> Non
     if home == "file":
         settings = {**FILE, "home_path": str(tmp_path), "device_memory": "9KiB"}
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    found = stoker.trace(run, steps=12, out=tmp_path / "t.json", begin="start", foresight=home == "memory", **settings)
+    found = stoker.trace(
+        run, steps=12, out=tmp_path / "t.json", begin="start", epoch_lookahead=home == "memory", **settings
+    )
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert (found.begin, found.steps, found.examples) == (5, 12, 12 * 32)
 
@@ -40,7 +42,7 @@ def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> Non
     wanted = {"read", "forward", "lookup", "backward", "update", "dense", "step"}
     assert wanted <= set(stages)
     assert ({"plan", "fetch", "writeback"} <= set(stages)) == (home is not None)
-    assert ("foresight" in stages) == (home == "memory")
+    assert ("epoch_lookahead" in stages) == (home == "memory")
     for name in ("forward", "backward", "dense", "step"):
         assert stages[name].count == 12
     assert list(stages) == [name for name in STAGES if name in stages]

@@ -46,11 +46,11 @@ def contents(path: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.parametrize("foresight", [False, True])
+@pytest.mark.parametrize("epoch_lookahead", [False, True])
 @pytest.mark.parametrize("home", ["memory", "file"])
-def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str, foresight: bool) -> None:
+def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str, epoch_lookahead: bool) -> None:
     before, drawn = contents(run), torch.get_rng_state()
-    settings: dict[str, Any] = {"in_flight": 2, "foresight": foresight}
+    settings: dict[str, Any] = {"in_flight": 2, "epoch_lookahead": epoch_lookahead}
     if home == "file":
         settings |= {**small_runs.FILE, "home_path": str(tmp_path)}
     found: Verification = stoker.verify(run, steps=12, **settings)

@@ -84,7 +84,7 @@ class Shown:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that :func:`write_png` cannot write, before anything is measured.
+    """Refuse a picture that :class:`Plotted` cannot write, before anything is measured.
 
     Raises:
         ConfigError: its name does not end in .png.
@@ -105,11 +105,21 @@ def blank(width: float, height: float) -> Figure:
     return figure
 
 
-def write_png(figure: Figure, path: Path) -> None:
-    """Write a picture.
+class Plotted(Shown):
+    """Base of results that can be drawn; a subclass defines :meth:`figure`."""
 
-    Raises:
-        DataError: the disk has no room.
-    """
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    def figure(self) -> Figure:
+        """Return the picture, as Matplotlib's figure."""
+        raise NotImplementedError
+
+    def plot(self, path: str | Path) -> None:
+        """Write :meth:`figure` as a PNG.
+
+        Raises:
+            ConfigError: the name does not end in .png.
+            DependencyError: matplotlib is not installed.
+            DataError: the disk has no room.
+        """
+        check_plot(Path(path))
+        with atomic_file(path) as file:
+            self.figure().savefig(file, format="png", dpi=120)

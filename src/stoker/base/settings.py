@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache, partial, wraps
@@ -31,6 +32,8 @@ from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
 _LARGEST = 2**63 - 1  # kernels count in 64 bits
+#: names that settings had before, which files and scripts may still have, and their names now
+RENAMED = {"dense_dtype": "matmul", "foresight": "epoch_lookahead"}
 #: names of settings, and why they have no effect
 Useless = Iterator[tuple[tuple[str, ...], str]]
 
@@ -92,6 +95,11 @@ def with_arguments_of(kind: Callable[_P, object]) -> Callable[[Callable[..., _R]
     return partial(_with_signature, kind, [*inspect.signature(kind).parameters.values()])
 
 
+def checked_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Name the nearest argument where a call names an unknown one; accept a name of before, with a warning."""
+    return with_arguments_of(function)(function)
+
+
 def method_with_arguments_of(
     kind: Callable[_P, object],
 ) -> Callable[[Callable[Concatenate[_S, ...], _R]], Callable[Concatenate[_S, _P], _R]]:
@@ -108,9 +116,13 @@ def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Ca
     @wraps(function)
     def call(*values: Any, **given: Any) -> Any:
         for argument in given:
-            if argument not in known:
+            now = RENAMED.get(argument)
+            if argument not in known and now in known and now not in given:
+                warnings.warn(f"{name}: {argument!r} is now called {now!r}.", FutureWarning, stacklevel=2)
+            elif argument not in known:
                 hint = getattr(kind, "INSTEAD", {}).get(argument) or near(argument, known)
                 raise ArgumentError(f"{name} takes no argument {argument!r}.{hint}")
+        given = renamed(given)
         try:
             signature.bind(*values, **given)
         except TypeError as error:
@@ -145,9 +157,13 @@ def choices_of(kind: Any, name: str) -> tuple[str, ...]:
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a run or a model from a file, where ``matmul`` may be ``dense_dtype``."""
-    found = dict(values)
-    if (old := found.pop("dense_dtype", None)) is not None:
+    """Return settings of a run or a model from a file, or of a call, by the names that they have now.
+
+    >>> renamed({"dense_dtype": "bfloat16", "seed": 0})
+    {'matmul': 'bf16', 'seed': 0}
+    """
+    found = {RENAMED.get(name, name): value for name, value in values.items()}
+    if (old := values.get("dense_dtype")) is not None:
         found["matmul"] = {"float32": "fp32", "bfloat16": "bf16"}.get(old, old)
     return found
 
@@ -212,12 +228,12 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings with these values.
+        """Return the settings with these values, which may have names of before.
 
         Raises:
             ConfigError: a setting that does not exist, with the nearest one; or a value out of its range.
         """
-        known = [item.name for item in fields(cls)]
+        known, values = [item.name for item in fields(cls)], renamed(values)
         if unknown := sorted(set(values) - set(known)):
             hint = near(unknown[0], known)
             raise ConfigError(f"settings {unknown} do not exist.{hint} Known are: {', '.join(sorted(known))}.")
@@ -235,4 +251,4 @@ class Settings:
             ConfigError: as for :meth:`from_dict`.
         """
         self.from_dict(changes)
-        return replace(self, **changes)
+        return replace(self, **renamed(changes))

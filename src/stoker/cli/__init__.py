@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from stoker.base.errors import ConfigError, DependencyError, StokerError
 from stoker.base.progress import listening
+from stoker.base.settings import RENAMED
 from stoker.cli.options import interruption, message_of, say
 
 #: Command -> its function, in the order of the help.
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    arguments = [_current(argument) for argument in arguments if argument != "--debug"]
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
     with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
@@ -157,6 +158,18 @@ def main(arguments: list[str] | None = None) -> None:
             if debug:
                 raise
             _explain(error, _options(arguments))
+
+
+def _current(argument: str) -> str:
+    """Return an argument, with the name that its option has now; say so if it had another one before."""
+    typed, equals, value = argument.partition("=")
+    for old, new in RENAMED.items():
+        for prefix in ("--", "--no-"):
+            if typed == prefix + old.replace("_", "-"):
+                now = prefix + new.replace("_", "-")
+                say(f"warning: {typed} is now called {now}.", "yellow", error=True)
+                return now + equals + value
+    return argument
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def plan(
     stoker plan data/criteo --device-memory 1GiB
     stoker plan data/criteo --dim 64 --device-memory 4GiB --batch-size 8192
     stoker plan data/criteo --device-memory 4GiB --host-memory 16GiB --home /fast
-    stoker plan data/criteo --device-memory 1GiB --foresight
+    stoker plan data/criteo --device-memory 1GiB --epoch-lookahead
     stoker plan data/criteo-hot --device-memory 1GiB --strategy hot-cold
     stoker plan data/criteo --device-memory 1GiB --allow-compression
     stoker plan data/criteo --device-memory 1GiB --json
@@ -166,7 +166,7 @@ def replay(
     one that adapts as in training (adaptive), and the same with most slots
     pinned (pinned), the most used rows pinned and no other kept (hot-cold),
     no cache (host-pipelined), and the optimum that knows all batches (belady,
-    as stoker train --foresight).
+    as stoker train --epoch-lookahead).
 
     \b
     stoker replay data/criteo
@@ -209,5 +209,5 @@ def _show_replay(dataset: Path, order: str, found: Replay) -> None:
     say(
         "Hit rate: the share of the distinct rows of each batch that are in a slot already. Every miss fetches a row "
         f"and its state. {first:,} misses are first uses, which no strategy avoids. belady knows all batches, as "
-        "training with --foresight does, and has the fewest misses."
+        "training with --epoch-lookahead does, and has the fewest misses."
     )

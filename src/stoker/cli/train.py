@@ -64,7 +64,7 @@ def train(
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
     stoker train data/criteo --out runs/f --tt-rank 32 --tt-own C7=2
     stoker train data/criteo-hot --out runs/d --swap-rate 25
-    stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
+    stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --epoch-lookahead
     """
     if batch_size is not None:
         settings["batch_size"] = _size(batch_size)

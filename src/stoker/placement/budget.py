@@ -55,7 +55,7 @@ class MemoryBudget(Settings, panel="Memory"):
     lookahead: int | None = setting(
         None, "Batches whose ids are read ahead, beyond those in flight.", unset="adapts", least=0
     )
-    foresight: bool = setting(
+    epoch_lookahead: bool = setting(
         False, "Read the ids of an epoch first. Every next use is then known, and the fewest rows move."
     )
     in_flight: int | None = setting(
@@ -80,7 +80,7 @@ class MemoryBudget(Settings, panel="Memory"):
     def useless(self) -> Useless:
         yield from super().useless()
         if self.device_memory is None:
-            names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
+            names = ("host_memory", "home_path", "strategy", "lookahead", "epoch_lookahead", "in_flight", "spill")
             yield names, "without a limit on device memory all rows are on the device"
 
 

@@ -19,7 +19,7 @@ Legend: N rows of the tables, C slots, U distinct rows of a batch, W batches who
   twice the size.
 
 The page cache of the system is not counted, because the system frees it when memory is needed. The same is true of the
-next uses of an epoch (``tables/slots/foresight``), which take 8 bytes of memory per batch.
+next uses of an epoch (``tables/slots/epoch_lookahead``), which take 8 bytes of memory per batch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Footprint:
     Args:
         uses: use of the rows, for each table.
         row_bytes: bytes of a row with its optimizer state.
-        budget: ``lookahead``, ``in_flight`` and ``foresight``.
+        budget: ``lookahead``, ``in_flight`` and ``epoch_lookahead``.
         on_cpu: the slots are in main memory, too.
         rounded: the weights are bfloat16.
     """
@@ -124,7 +124,7 @@ class Footprint:
         self.row_bytes = row_bytes
         self.in_flight = budget.in_flight or 2
         self.on_cpu = on_cpu
-        self.foresight = budget.foresight
+        self.epoch_lookahead = budget.epoch_lookahead
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
         self._window = Window(uses, budget, on_cpu=on_cpu)
         # Rows by falling frequency, and how many of them a batch uses.
@@ -149,7 +149,7 @@ class Footprint:
         load = FULL if self.on_cpu else ROOMY
         directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / load))))
         leaving = float(self._used[-1] - np.interp(slots, self._first, self._used))
-        slot = _ORDERED_SLOT if self.foresight or wanted > slots else _SLOT
+        slot = _ORDERED_SLOT if self.epoch_lookahead or wanted > slots else _SLOT
         return Beside(
             page_table=slot * slots + _RECORD * directory + self.rows // 8,
             window=self.window(slots) + math.ceil(self._window.batch_bytes),

@@ -149,7 +149,7 @@ class Workload:
         while depth > 1 and sum(use.distinct_of(depth) for use in moving) > room:
             depth -= 1  # too few slots: the next batch is staged later
         window = Window(moving, self.budget, on_cpu=self.device.type == "cpu")
-        known = None if self.budget.foresight else min(window.lookahead, window.batches(room))
+        known = None if self.budget.epoch_lookahead else min(window.lookahead, window.batches(room))
         found = expect_pinned(
             uses, stay, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
         )

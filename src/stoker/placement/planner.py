@@ -105,8 +105,8 @@ def plan(
             ``strategy`` of tables that do not fit: "cached", "hot-cold", "host-pipelined", "mapped" (on a CPU), or
             "auto", the one that is expected to take the least time: "mapped" if rows go to a file that the page cache
             can hold; behind another file, the one that moves the fewest bytes. ``lookahead``, ``in_flight`` and
-            ``foresight`` as for :func:`stoker.stage`. ``spill``: "parts" splits a batch with more rows than slots,
-            "refuse" refuses it.
+            ``epoch_lookahead`` as for :func:`stoker.stage`. ``spill``: "parts" splits a batch with more rows than
+            slots, "refuse" refuses it.
 
     Raises:
         ConfigError: a budget that cannot work, with the smallest one that does; or a setting out of its range.
@@ -631,8 +631,10 @@ def weigh(
     if in_memory and profile is None:
         most = max(cached.rest, key=lambda table: table.num_embeddings)
         profile = measure_profile(dim=most.embedding_dim, dtype=most.dtype, state=work.state, device=work.device)
-    # Without counts, the first ids may not be those that are used most; and with foresight, a cache knows better.
-    known = all(math.isfinite(work.uses[table.name].batches) for table in cached.rest) and not work.budget.foresight
+    # Without counts, the first ids may not be those that are used most. A cache that knows the epoch does better.
+    known = (
+        all(math.isfinite(work.uses[table.name].batches) for table in cached.rest) and not work.budget.epoch_lookahead
+    )
     if known and work.hot_batches is None:
         found["cached"] += [each for share in _PINNED if (each := _pinned(cached, work, share)) is not None]
     best: dict[str, tuple[Division, float, float | None]] = {}  # with its bytes and seconds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
-from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
+from stoker.base.picture import Grid, Plotted, blank
 from stoker.base.settings import Settings, setting
 from stoker.base.units import format_size, parse_share, parse_size, quoted
 from stoker.dataset.manifest import canonical_json
@@ -124,7 +124,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class HotProfile(Shown):
+class HotProfile(Plotted):
     """The hot rows of the tables of a dataset within a budget. :func:`stoker.profile` makes it.
 
     Source: FAE (VLDB 2022), section 4.1.
@@ -234,16 +234,33 @@ class HotProfile(Shown):
         with atomic_file(path) as file:
             file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the curve as a PNG: hot bytes by threshold, and what they serve.
+    def figure(self) -> Figure:
+        """Draw the curve: hot bytes by threshold, and what they serve."""
+        from matplotlib.ticker import LogLocator, NullFormatter
 
-        Raises:
-            ConfigError: the name does not end in .png.
-            DependencyError: matplotlib is not installed.
-            DataError: the disk has no room.
-        """
-        check_plot(Path(path))
-        write_png(draw_profile(self), Path(path))
+        figure = blank(9, 3.6)
+        sizes, shares = figure.subplots(1, 2)
+        thresholds = [point.threshold for point in self.curve]
+        mib = [point.hot_bytes / 2**20 for point in self.curve]
+        sizes.plot(thresholds, mib, marker="o", markersize=3)
+        sizes.axhline(self.settings.budget / 2**20, linestyle="--", linewidth=1, color="gray")
+        sizes.annotate(
+            f"budget {format_size(self.settings.budget)}", (1, self.settings.budget / 2**20),
+            xycoords=("axes fraction", "data"), ha="right", va="bottom", color="gray",
+        )  # fmt: skip
+        sizes.set(xscale="log", yscale="log", xlabel="threshold (share of a table's accesses)", ylabel="hot rows (MiB)")
+        sizes.invert_xaxis()
+        shares.plot(mib, [100 * point.access_share for point in self.curve], marker="o", markersize=3, label="accesses")
+        shares.plot(mib, [100 * point.input_share for point in self.curve], marker="s", markersize=3, label="inputs")
+        shares.axvline(self.hot_bytes / 2**20, linestyle="--", linewidth=1, color="gray")
+        shares.set(xscale="log", xlabel="hot rows (MiB)", ylabel="served by hot rows (%)", ylim=(0, 101))
+        shares.legend()
+        for axis in (sizes.yaxis, shares.xaxis):  # if an axis spans about a decade, default labels overlap
+            low, high = axis.get_view_interval()
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=9))
+            axis.set_major_formatter(lambda mib, _: f"{mib:g}")
+            axis.set_minor_formatter(NullFormatter())
+        return figure
 
     @classmethod
     def load(cls, path: str | Path) -> HotProfile:
@@ -281,32 +298,3 @@ class HotProfile(Shown):
 
 def _hash(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(values).encode()).hexdigest()
-
-
-def draw_profile(profile: HotProfile) -> Figure:
-    """Draw the curve: hot bytes by threshold, and the shares that they serve."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure = blank(9, 3.6)
-    sizes, shares = figure.subplots(1, 2)
-    thresholds = [point.threshold for point in profile.curve]
-    mib = [point.hot_bytes / 2**20 for point in profile.curve]
-    sizes.plot(thresholds, mib, marker="o", markersize=3)
-    sizes.axhline(profile.settings.budget / 2**20, linestyle="--", linewidth=1, color="gray")
-    sizes.annotate(
-        f"budget {format_size(profile.settings.budget)}", (1, profile.settings.budget / 2**20),
-        xycoords=("axes fraction", "data"), ha="right", va="bottom", color="gray",
-    )  # fmt: skip
-    sizes.set(xscale="log", yscale="log", xlabel="threshold (share of a table's accesses)", ylabel="hot rows (MiB)")
-    sizes.invert_xaxis()
-    shares.plot(mib, [100 * point.access_share for point in profile.curve], marker="o", markersize=3, label="accesses")
-    shares.plot(mib, [100 * point.input_share for point in profile.curve], marker="s", markersize=3, label="inputs")
-    shares.axvline(profile.hot_bytes / 2**20, linestyle="--", linewidth=1, color="gray")
-    shares.set(xscale="log", xlabel="hot rows (MiB)", ylabel="served by hot rows (%)", ylim=(0, 101))
-    shares.legend()
-    for axis in (sizes.yaxis, shares.xaxis):  # if an axis spans about a decade, default labels overlap
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=9))
-        axis.set_major_formatter(lambda mib, _: f"{mib:g}")
-        axis.set_minor_formatter(NullFormatter())
-    return figure

@@ -1,8 +1,8 @@
 """Read ahead, and bring the rows of coming batches into fast memory. It changes no result.
 
 ``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
-are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` also tells
-when rows are used after that window (:mod:`stoker.tables.slots.foresight`).
+are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3).
+``epoch_lookahead`` also tells when rows are used after that window (:mod:`stoker.tables.slots.epoch_lookahead`).
 
 Both adapt. A longer window buys fewer misses only while a plan has to guess who leaves, because rows without a known
 use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans know
@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
+from stoker.base.settings import checked_arguments
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.ops import Bags
 from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
-from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
+from stoker.tables.slots.epoch_lookahead import EpochLookahead, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
 from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
@@ -80,7 +81,7 @@ class Stage(Generic[Item]):
 
     def __init__(
         self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int | None, in_flight: int | None,
-        background: bool, *, foresight: bool = False, progress: Progress | None = None,
+        background: bool, *, epoch_lookahead: bool = False, progress: Progress | None = None,
         lookups: Callable[[Item], Lookup] | None = None,
     ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
@@ -102,14 +103,14 @@ class Stage(Generic[Item]):
         blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
         self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)
         self._leaving = False  # the loop was left: stop recording
-        self._foresight = self._watch(stream, progress) if foresight else None
+        self._epoch_lookahead = self._watch(stream, progress) if epoch_lookahead else None
 
-    def _watch(self, stream: Iterable[Any], progress: Progress | None) -> Foresight:
+    def _watch(self, stream: Iterable[Any], progress: Progress | None) -> EpochLookahead:
         if not isinstance(stream, Rereadable):
             raise ConfigError(
-                f"foresight=True reads the ids of an epoch before its first step, but a {type(stream).__name__} "
-                "cannot be read twice (it has no rest_of_epoch). Give dataset.train.batches(...), or leave foresight "
-                "out."
+                f"epoch_lookahead=True reads the ids of an epoch before its first step, but a {type(stream).__name__} "
+                "cannot be read twice (it has no rest_of_epoch). Give dataset.train.batches(...), or leave "
+                "epoch_lookahead out."
             )
 
         def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
@@ -120,7 +121,7 @@ class Stage(Generic[Item]):
             for index, storage in self._groups
             if _keeps(storage)
         ]
-        return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
+        return EpochLookahead(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
         """Return the lookups of each group in a batch."""
@@ -193,7 +194,7 @@ class Stage(Generic[Item]):
     @property
     def _recorded(self) -> float:
         """Seconds spent on recording next uses so far."""
-        return 0.0 if self._foresight is None else self._foresight.seconds
+        return 0.0 if self._epoch_lookahead is None else self._epoch_lookahead.seconds
 
 
 class _Run:
@@ -220,8 +221,8 @@ class _Run:
     def close(self) -> None:
         """Drop the staged batches that were not yielded."""
         self.stage._leaving = True
-        if self.stage._foresight is not None:
-            self.stage._foresight.close()
+        if self.stage._epoch_lookahead is not None:
+            self.stage._epoch_lookahead.close()
         if self._finder is not None:
             self._finder.shutdown(cancel_futures=True)
         if sys.is_finalizing():  # a script that ends within its loop: nothing needs to be dropped
@@ -292,11 +293,11 @@ class _Run:
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""
-        groups, foresight = self.stage._groups, self.stage._foresight
-        if foresight is None:
+        groups, epoch_lookahead = self.stage._groups, self.stage._epoch_lookahead
+        if epoch_lookahead is None:
             return [None] * len(groups)
-        with span("foresight"):
-            found = iter(foresight.upcoming(item))
+        with span("epoch_lookahead"):
+            found = iter(epoch_lookahead.upcoming(item))
         return [next(found) if _keeps(storage) else None for _, storage in groups]
 
     def _next(self, *, busy: bool) -> _Staged | None:
@@ -443,6 +444,7 @@ def _keeps(storage: SlottedRows) -> bool:
     return not storage.residency.transient
 
 
+@checked_arguments
 def stage(
     stream: Iterable[Item],
     tables: EmbeddingTables | nn.Module,
@@ -450,7 +452,7 @@ def stage(
     lookahead: int | None = None,
     in_flight: int | None = None,
     background: bool | None = None,
-    foresight: bool = False,
+    epoch_lookahead: bool = False,
     progress: Progress | None = None,
     lookups: Callable[[Item], Lookup] | None = None,
 ) -> Stage[Item]:
@@ -473,16 +475,17 @@ def stage(
             shrinks when it has not for some time.
         background: plan and move rows in a thread next to training. None: only if that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would compete for the same cores.
-        foresight: know the next use of every row to the end of the epoch, so that as few rows as possible are fetched.
-            The ids of each epoch are read once before its first step, and next uses are in a temporary file, 4 bytes
-            for every distinct row of every batch. For streams that can be read twice: ``dataset.train.batches(...)``.
+        epoch_lookahead: know the next use of every row to the end of the epoch, so that as few rows as possible are
+            fetched. The ids of each epoch are read once before its first step, and next uses are in a temporary file, 4
+            bytes for every distinct row of every batch. For streams that can be read twice:
+            ``dataset.train.batches(...)``.
         progress: called with (name of the work, batches done, batches in all) meanwhile, from any thread.
         lookups: returns the lookups of an item of ``stream``: ids, or (ids, offsets), or (ids, offsets, weights).
             None: the items have these attributes, as :class:`stoker.Batch`.
 
     Raises:
-        ConfigError: a number is out of its range, ``foresight`` is set but the stream cannot be read twice, the stream
-            overwrites its batches, or the module has no tables or several.
+        ConfigError: a number is out of its range, ``epoch_lookahead`` is set but the stream cannot be read twice, the
+            stream overwrites its batches, or the module has no tables or several.
         ValueError: (in the loop) the tables refuse a lookup.
         HomeError: (in the loop) the disk of the temporary file is full or fails.
 
@@ -511,7 +514,14 @@ def stage(
         background = any(storage.home.is_blocking or tables.device.type == "cuda" for storage in slotted)
         background = background or any(storage.reads_ids for storage in storages)
     return Stage(
-        stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress, lookups=lookups
+        stream,
+        tables,
+        lookahead,
+        in_flight,
+        background,
+        epoch_lookahead=epoch_lookahead,
+        progress=progress,
+        lookups=lookups,
     )
 
 

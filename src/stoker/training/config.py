@@ -13,7 +13,7 @@ import torch
 from stoker.base.checks import near
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
-from stoker.base.settings import Useless, renamed
+from stoker.base.settings import Useless
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.models.options import check_options, own_options
@@ -111,7 +111,7 @@ class TrainConfig(  # the fields of the last base come first
         """
         if "placement" in values:
             raise ConfigError(f"train has no setting 'placement'.{_NO_PLACEMENT}")
-        return super().from_dict(renamed(values))
+        return super().from_dict(values)
 
     def total_steps(self, epoch: int) -> int:
         """Return the steps of the whole run; ``epoch``: steps of one epoch."""

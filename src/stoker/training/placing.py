@@ -31,7 +31,7 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
 from stoker.tables import Device, Stage, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.slots.foresight import Progress
+from stoker.tables.slots.epoch_lookahead import Progress
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.scores.evaluation import SCORED
@@ -40,7 +40,7 @@ Batches = TypeVar("Batches", bound=Iterable[Batch])
 
 #: The stages of a step, in the order in which a batch goes through them.
 STAGES = {
-    "foresight": "find next uses",
+    "epoch_lookahead": "find next uses",
     "read": "make the batch",
     "plan": "choose slots",
     "fence": "wait for writebacks",
@@ -199,7 +199,7 @@ def staged(
     if not slotted(model) and not any(group.storage.reads_ids for group in model.embeddings.groups):
         return batches
     return stage(
-        batches, model, lookahead=config.lookahead, in_flight=config.in_flight, foresight=config.foresight,
+        batches, model, lookahead=config.lookahead, in_flight=config.in_flight, epoch_lookahead=config.epoch_lookahead,
         progress=progress,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
 from stoker.tables import Stage
-from stoker.tables.slots.foresight import Progress
+from stoker.tables.slots.epoch_lookahead import Progress
 from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged

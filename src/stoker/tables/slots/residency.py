@@ -128,7 +128,7 @@ class Residency:
             if len(upcoming) != len(rows):
                 raise ConfigError(
                     f"next uses of {len(upcoming):,} rows are known for a batch that has {len(rows):,}: the stream did "
-                    "not give the same batches twice. Leave foresight out, or give a stream that repeats itself."
+                    "not give the same batches twice. Leave epoch_lookahead out, or give a stream that repeats itself."
                 )
             self._hinted = True
         if self._hinted:

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DataError
-from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
+from stoker.base.picture import Grid, Plotted, Shown, blank
 from stoker.base.remote import local_run
+from stoker.base.settings import renamed
 from stoker.base.units import format_count, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
@@ -72,7 +73,7 @@ class RunFacts(Shown):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Comparison(Shown):
+class Comparison(Plotted):
     """The comparison of several runs; :func:`compare` makes it."""
 
     runs: tuple[RunFacts, ...]
@@ -109,16 +110,27 @@ class Comparison(Shown):
             "data": list(self.data), "notes": list(self.notes),
         }  # fmt: skip
 
-    def plot(self, path: str | Path) -> None:
-        """Write the curves as a PNG: training loss and the metric on the validation rows, by epoch.
-
-        Raises:
-            ConfigError: the name does not end in .png.
-            DependencyError: matplotlib is not installed.
-            DataError: the disk has no room.
-        """
-        check_plot(Path(path))
-        write_png(draw_comparison(self), Path(path))
+    def figure(self) -> Figure:
+        """Draw the training loss and the metric on the validation rows, by epoch."""
+        figure = blank(9, 3.6)
+        losses, metric = figure.subplots(1, 2)
+        measured = curves(self)
+        for number, run in enumerate(self.runs):
+            color = f"C{number % 10}"
+            if train := _curve(run.losses, "loss"):
+                losses.plot(*zip(*train, strict=True), color=color, linewidth=1, label=run.name)
+            if run.name in measured:
+                curve = zip(*measured[run.name], strict=True)
+                metric.plot(*curve, color=color, marker="o", markersize=3, label=run.name)
+        losses.set(xlabel="epoch", ylabel="training loss")
+        metric.set(xlabel="epoch", ylabel=f"{self.metric} on validation rows")
+        for axes in (losses, metric):
+            if axes.get_lines():
+                axes.legend()
+            else:
+                axes.set(xticks=[], yticks=[])
+                axes.text(0.5, 0.5, "no records", ha="center", va="center", transform=axes.transAxes)
+        return figure
 
 
 def _figures(runs: Sequence[RunFacts], which: Literal["valid", "test"]) -> list[list[str]]:
@@ -199,7 +211,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     directory = RunDirectory(local_run(path))
     config = directory.read("config.json")
-    settings = TrainConfig().to_dict() | config["settings"]
+    settings = TrainConfig().to_dict() | renamed(config["settings"])
     options = settings.pop("model_options") or {}
     settings |= {f"model_options.{key}": value for key, value in options.items()}
     records = _records(directory)
@@ -421,26 +433,3 @@ def _cells(values: npt.NDArray[np.float64], low: float, high: float, cells: int,
     """Return the cell of each value; ``flat`` if the lowest value is the highest."""
     places = np.rint((values - low) / (high - low) * (cells - 1)) if high > low else np.full(len(values), flat)
     return [int(place) for place in places]
-
-
-def draw_comparison(comparison: Comparison) -> Figure:
-    """Draw the training loss and the metric on the validation rows by epoch."""
-    figure = blank(9, 3.6)
-    losses, metric = figure.subplots(1, 2)
-    measured = curves(comparison)
-    for number, run in enumerate(comparison.runs):
-        color = f"C{number % 10}"
-        if train := _curve(run.losses, "loss"):
-            losses.plot(*zip(*train, strict=True), color=color, linewidth=1, label=run.name)
-        if run.name in measured:
-            curve = zip(*measured[run.name], strict=True)
-            metric.plot(*curve, color=color, marker="o", markersize=3, label=run.name)
-    losses.set(xlabel="epoch", ylabel="training loss")
-    metric.set(xlabel="epoch", ylabel=f"{comparison.metric} on validation rows")
-    for axes in (losses, metric):
-        if axes.get_lines():
-            axes.legend()
-        else:
-            axes.set(xticks=[], yticks=[])
-            axes.text(0.5, 0.5, "no records", ha="center", va="center", transform=axes.transAxes)
-    return figure

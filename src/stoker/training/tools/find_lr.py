@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from stoker.base.errors import ConfigError
-from stoker.base.picture import Grid, Shown, blank, check_plot, write_png
+from stoker.base.picture import Grid, Plotted, blank
 from stoker.base.settings import with_arguments_of
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Schedule
@@ -75,7 +75,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Finding(Shown):
+class Finding(Plotted):
     """The result of :func:`find_lr`. Varied rates are ``factors`` times those of the settings."""
 
     which: Which
@@ -176,16 +176,25 @@ class Finding(Shown):
         lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed", "warnings")}
         return {**vars(self), **lists, "trials": trials, "suggestions": self.suggestions}
 
-    def plot(self, path: str | Path) -> None:
-        """Write loss and smoothed loss by rate as a PNG.
-
-        Raises:
-            ConfigError: the name does not end in .png.
-            DependencyError: matplotlib is not installed.
-            DataError: the disk has no room.
-        """
-        check_plot(Path(path))
-        write_png(_draw(self), Path(path))
+    def figure(self) -> Figure:
+        """Draw loss and smoothed loss by rate."""
+        figure = blank(7, 4)
+        axes = figure.subplots()
+        name = "row_lr" if self.which == "rows" else "dense_lr"
+        base = self.row_lr if self.which == "rows" else self.dense_lr
+        rates = [base * factor for factor in self.factors]
+        axes.plot(rates, self.losses, linewidth=0.6, color="lightgray", label="loss")
+        axes.plot(rates, self.smoothed, label="smoothed")
+        for (rule, factor), style in zip(self.candidates.items(), ("-", "--"), strict=False):
+            found = self.rates(factor)
+            words = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
+            axes.axvline(found[name], linestyle=style, linewidth=1, color="gray", label=f"{rule}: {words}")
+        low, high = min(self.smoothed), max(self.smoothed[: max(1, len(self.smoothed) // 4)])
+        axes.set(
+            xscale="log", xlabel=name, ylabel="loss", ylim=(low - 0.1 * (high - low + 1e-9), high + high - low + 1e-9)
+        )
+        axes.legend()
+        return figure
 
 
 @dataclass(frozen=True)
@@ -324,21 +333,3 @@ def _try(
             labels, scores = (torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True))  # [n] each
     right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
     return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # a model that diverged is wrong on all rows
-
-
-def _draw(finding: Finding) -> Figure:
-    figure = blank(7, 4)
-    axes = figure.subplots()
-    name = "row_lr" if finding.which == "rows" else "dense_lr"
-    base = finding.row_lr if finding.which == "rows" else finding.dense_lr
-    rates = [base * factor for factor in finding.factors]
-    axes.plot(rates, finding.losses, linewidth=0.6, color="lightgray", label="loss")
-    axes.plot(rates, finding.smoothed, label="smoothed")
-    for (rule, factor), style in zip(finding.candidates.items(), ("-", "--"), strict=False):
-        found = finding.rates(factor)
-        words = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
-        axes.axvline(found[name], linestyle=style, linewidth=1, color="gray", label=f"{rule}: {words}")
-    low, high = min(finding.smoothed), max(finding.smoothed[: max(1, len(finding.smoothed) // 4)])
-    axes.set(xscale="log", xlabel=name, ylabel="loss", ylim=(low - 0.1 * (high - low + 1e-9), high + high - low + 1e-9))
-    axes.legend()
-    return figure

@@ -109,7 +109,7 @@ def trace(run: str | Path, **given: Any) -> Trace:
             it, else the start.
         data: the dataset; None means that of the run.
         progress: called with (what, done, total).
-        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
+        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``epoch_lookahead``,
             ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` in place of those of the run.
 
     Raises:

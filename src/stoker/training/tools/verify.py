@@ -127,7 +127,7 @@ def verify(run: str | Path, **given: Any) -> Verification:
             it, else the start.
         data: the dataset; None means that of the run.
         progress: called with (what, done, total).
-        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
+        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``epoch_lookahead``,
             ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` in place of those of the run. A run without
             a budget gets 10 % of the bytes of its rows, without the cores of tensor trains.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -29,7 +29,7 @@ from stoker.base.spool import Spool
 from stoker.dataset.batch import Batch
 from stoker.tables.slots.residency import Ints
 
-__all__ = ["EpochBatches", "Foresight", "Recording", "Rereadable"]
+__all__ = ["EpochBatches", "EpochLookahead", "Recording", "Rereadable"]
 
 Progress = Callable[[str, int, int], None]  # (name of the work, batches done, batches in all)
 _OFTEN = 0.1  # seconds between two reports
@@ -65,7 +65,7 @@ def _disk(directory: Path | None) -> Iterator[None]:
         raise HomeError(
             f"next uses cannot be recorded in {directory or 'the temporary directory'}: {error.strerror or error}. "
             "Free space there, name another directory (the environment's TMPDIR; for a spill file: home_path), or "
-            "leave foresight out."
+            "leave epoch_lookahead out."
         ) from error
 
 
@@ -108,15 +108,14 @@ class Recording:
     def take(self, number: int) -> npt.NDArray[np.int32]:
         """Return batches [U] from batch ``number`` (counted from 0) until the next use of its rows; 0: none known."""
         with _disk(self._directory):
-            values = self._spool.read(self._begins[number], self._begins[number + 1])
-        return values.astype(np.int32, copy=False)
+            return self._spool.read(self._begins[number], self._begins[number + 1]).astype(np.int32, copy=False)
 
     def close(self) -> None:
         """Delete the file."""
         self._spool.close()
 
 
-class Foresight:
+class EpochLookahead:
     """The next uses of the rows of each batch of a stream, recorded one epoch at a time, up to its end.
 
     Args:
@@ -158,10 +157,7 @@ class Foresight:
         if not total:
             return
         with ExitStack() as unfinished:
-            made = []
-            for _, num_rows, directory in self._groups:
-                made.append(Recording(num_rows, directory))
-                unfinished.callback(made[-1].close)
+            made = [unfinished.enter_context(closing(Recording(rows, where))) for _, rows, where in self._groups]
             for batch in self._reported("reading ids of the epoch", batches, total):
                 if self._hurry():
                     return

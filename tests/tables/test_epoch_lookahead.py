@@ -28,8 +28,8 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import NumpyGather
 from stoker.placement.replay import dataset_space, dataset_steps, record, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
-from stoker.tables.slots import foresight as foresight_module
-from stoker.tables.slots.foresight import Foresight, Recording
+from stoker.tables.slots import epoch_lookahead as module
+from stoker.tables.slots.epoch_lookahead import EpochLookahead, Recording
 from stoker.tables.slots.slotted import SlottedRows, make_residency
 from stoker.testing import make_dataset
 
@@ -53,7 +53,7 @@ def test_next_uses_are_exact(batches: list[list[int]], chunk: int, wide: bool) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spool, "CHUNK", chunk)
         if wide:
-            patch.setattr(foresight_module, "_NARROW", 8)
+            patch.setattr(module, "_NARROW", 8)
         recording = Recording(31)
         for rows in batches:
             recording.add(np.array(rows, np.int64))
@@ -89,7 +89,7 @@ def test_training_fetches_no_more_than_belady(
     storage = slotted(model)
     assert storage.space.names == space.names, "ties go by the table's position"
     stream = data.train.batches(64, seed=seed)
-    staged = stoker.stage(stream, model, lookahead=lookahead, in_flight=1, background=background, foresight=True)
+    staged = stoker.stage(stream, model, lookahead=lookahead, in_flight=1, background=background, epoch_lookahead=True)
     train(model, staged)
     best = simulate(trace, CacheStrategy.parse("belady"), 190, 1)
     assert storage.stats.fetched == best.misses
@@ -124,7 +124,7 @@ def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:
     )  # fmt: skip
     stream = Rereadable(batches)
     stream.rest_of_epoch = lambda step, *, ids_only: batches[step:]
-    for batch in stoker.stage(stream, tables, lookahead=lookahead, in_flight=1, foresight=True):
+    for batch in stoker.stage(stream, tables, lookahead=lookahead, in_flight=1, epoch_lookahead=True):
         tables(batch.ids).sum().backward()
     counts = [Counter((row, 0) for row in one.tolist()) for one in ids]
     best = replay_reference(counts, min(slots, 40), CacheStrategy.parse("belady"))
@@ -135,16 +135,16 @@ def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:
 def test_wrong_hints_change_no_number(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
 
-    def lie(self: Foresight, batch: stoker.Batch) -> list[Any]:
+    def lie(self: EpochLookahead, batch: stoker.Batch) -> list[Any]:
         return [
             None if hints is None else random.integers(-3, 30, len(hints)).astype(np.int32)
             for hints in honest(self, batch)
         ]
 
-    honest = Foresight.upcoming
-    monkeypatch.setattr(Foresight, "upcoming", lie)
+    honest = EpochLookahead.upcoming
+    monkeypatch.setattr(EpochLookahead, "upcoming", lie)
     case = draw(seed, backend="auto" if seed % 20 == 0 else "reference")  # rules of the compiled one take seconds
-    case.foresight = case.staged = True
+    case.epoch_lookahead = case.staged = True
     assert same(resident_run(case), placed_run(case))
 
 
@@ -197,7 +197,12 @@ def test_each_epoch_is_recorded_once_and_its_file_goes(background: bool, monkeyp
     stream, tables = Counted(some_batches(10)), one_table()
     seen: list[tuple[str, int, int]] = []
     staged = stoker.stage(
-        stream, tables, lookahead=2, background=background, foresight=True, progress=lambda *what: seen.append(what)
+        stream,
+        tables,
+        lookahead=2,
+        background=background,
+        epoch_lookahead=True,
+        progress=lambda *what: seen.append(what),
     )
     for batch in staged:
         tables(batch.ids).sum().backward()
@@ -210,7 +215,7 @@ def test_each_epoch_is_recorded_once_and_its_file_goes(background: bool, monkeyp
 
 def test_a_recording_can_be_given_up() -> None:
     stream, tables = Counted(some_batches(10)), one_table()
-    staged = stoker.stage(stream, tables, lookahead=2, foresight=True)
+    staged = stoker.stage(stream, tables, lookahead=2, epoch_lookahead=True)
     staged.hurry = lambda: True
     steps = []
     for batch in staged:
@@ -237,7 +242,7 @@ def test_leaving_a_loop_does_not_wait_for_a_recording() -> None:
 
     stream, tables = Rereadable(some_batches(10)), one_table(home="file")
     stream.rest_of_epoch = lambda step, *, ids_only: stream.batches[step:4] if step < 4 else Endless(stream.batches)
-    for batch in stoker.stage(stream, tables, lookahead=1, in_flight=1, foresight=True):
+    for batch in stoker.stage(stream, tables, lookahead=1, in_flight=1, epoch_lookahead=True):
         tables(batch.ids).sum().backward()
         if batch.step == 2:
             assert begun.wait(10)
@@ -250,15 +255,16 @@ def test_rows_that_leave_anyway_are_not_recorded() -> None:
         [stoker.TableConfig(name="t", num_embeddings=40, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1),
         placement=stoker.HostPipelined(slots=20),
     )  # fmt: skip
-    staged = stoker.stage(Rereadable(some_batches(4)), tables, foresight=True)
+    with pytest.warns(FutureWarning, match="stage: 'foresight' is now called 'epoch_lookahead'"):
+        staged = stoker.stage(Rereadable(some_batches(4)), tables, foresight=True)  # type: ignore[call-arg]
     assert len(list(staged)) == 4
-    assert staged._foresight is not None
-    assert staged._foresight._groups == []
+    assert staged._epoch_lookahead is not None
+    assert staged._epoch_lookahead._groups == []
 
 
 def test_a_stream_that_cannot_be_read_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="a list cannot be read twice"):
-        stoker.stage(some_batches(2), one_table(), foresight=True)
+        stoker.stage(some_batches(2), one_table(), epoch_lookahead=True)
 
 
 def test_a_stream_that_is_another_the_second_time_is_found_out() -> None:
@@ -267,7 +273,7 @@ def test_a_stream_that_is_another_the_second_time_is_found_out() -> None:
         [stoker.Batch(dense=torch.zeros(1, 0), ids=torch.zeros(1, 1, dtype=torch.int64), step=step)] * 3
     )
     with pytest.raises(ConfigError, match="did not give the same batches twice"):
-        list(stoker.stage(stream, tables, foresight=True))
+        list(stoker.stage(stream, tables, epoch_lookahead=True))
 
 
 @pytest.mark.parametrize("method", ["add", "reserve", "read", "write"])
@@ -278,5 +284,5 @@ def test_a_full_disk_is_explained(method: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Spool, method, full)
     tables = one_table(home="file", path=str(tmp_path))
     with pytest.raises(HomeError, match=rf"recorded in {tmp_path}: No space left on device. Free space"):
-        list(stoker.stage(Rereadable(some_batches(3)), tables, foresight=True))
+        list(stoker.stage(Rereadable(some_batches(3)), tables, epoch_lookahead=True))
     tables.close()
