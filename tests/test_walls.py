@@ -139,6 +139,64 @@ def test_the_house_keeps_its_budget() -> None:
     assert sum(map(lines, FILES + STUBS)) <= ALL_LINES
 
 
+#: Module -> names that only it may use: it replaces and locks files, or counts cores and memory, for all others.
+ONE_WAY = {
+    "base/files.py": {"os.replace", "os.rename", "os.renames", "shutil.move", "fcntl.flock", "fcntl.lockf", "msvcrt"},
+    "base/device.py": {
+        "os.cpu_count",
+        "os.sched_getaffinity",
+        "resource.getrusage",
+        "VmHWM",
+        "os.process_cpu_count",
+    },
+}
+
+
+def other_ways(path: Path, text: str) -> list[str]:
+    """Uses of what another module does for all, calls of Path.replace and Path.rename, and translations of OSError.
+
+    An error of the operating system that becomes an error of ours, and nothing else, goes through ``errors_as``.
+    """
+    banned = set().union(*(names for owner, names in ONE_WAY.items() if owner != path.as_posix()))
+    moves = {"replace"} if room(path) == "prep" else {"replace", "rename"}  # frames of Polars have a rename(), too
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        else:
+            names = {ast.unparse(node)} if isinstance(node, ast.Attribute) else set()
+            names |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+        found += [f"{path}: {name}" for name in sorted(map(str, names & banned))]
+        plain = isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords
+        if plain and isinstance(node.func, ast.Attribute) and node.func.attr in moves:
+            found.append(f"{path}: {ast.unparse(node)}")
+        if isinstance(node, ast.Try) and len(node.handlers) == 1 and not node.finalbody and not node.orelse:
+            (handler,) = node.handlers
+            translated = len(handler.body) == 1 and isinstance(handler.body[0], ast.Raise) and handler.body[0].exc
+            if translated and "OSError" in ast.unparse(handler.type or node) and ".errno" not in ast.unparse(handler):
+                found.append(f"{path}: {ast.unparse(handler.body[0])}")
+    return found
+
+
+def test_there_is_one_way_each() -> None:
+    assert [each for path in FILES for each in other_ways(path, (ROOT / path).read_text())] == []
+
+
+def test_other_ways_are_found() -> None:
+    used = [
+        "os.replace(a, b)", "from os import rename", "shutil.move(a, b)", "path.rename(other)", "path.replace(other)",
+        "import fcntl\nfcntl.flock(file, 2)", "len(os.sched_getaffinity(0))", "os.cpu_count()", "field('VmHWM')",
+        "try:\n    f()\nexcept (OSError, ValueError) as error:\n    raise DataError('x') from error",
+    ]  # fmt: skip
+    for text in used:
+        assert len(other_ways(Path("cli/x.py"), text)) == 1, text
+    assert other_ways(Path("base/files.py"), "os.replace(a, b)") == []
+    fine = "text.replace('a', 'b')\nwhen.replace(hour=0)\ntry:\n    f()\nexcept OSError:\n    pass"
+    assert other_ways(Path("cli/x.py"), fine) == []
+
+
 def test_the_quick_tests_are_of_every_room() -> None:
     tests = Path(__file__).parent
     named = {Path(line).relative_to("tests") for line in (tests / "quick.txt").read_text().splitlines()}

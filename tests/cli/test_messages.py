@@ -380,7 +380,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     assert "is not a writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
-    assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
+    assert f"{tmp_path}/no/t.json cannot be written (No such file or directory). Choose another file with --out" in err
     monkeypatch.setattr("stoker.rewrite.popularity.profile", late)
     monkeypatch.setattr("stoker.cli.runs._open", late)
     inside = tmp_path / "file" / "x"
@@ -445,7 +445,7 @@ def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Pa
     (copy / ".lock").mkdir()
     code, _, err = say("train", "--resume", copy, "--epochs", 3)
     assert code == 2
-    assert f"{copy} cannot be written to (Is a directory), but training puts its checkpoints there" in err
+    assert f"{copy} cannot be written to (Is a directory). Training puts its checkpoints there: make it writable" in err
 
 
 def test_a_second_ctrl_c_says_what_is_kept(

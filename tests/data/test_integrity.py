@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_named(path: Path, monkeypatch: pytest.Mon
     split = Dataset(path).train
     assert split.shards
     monkeypatch.setattr("hashlib.file_digest", failing)
-    with pytest.raises(DataError, match=r"train/00000\.safetensors cannot be read: Input/output error"):
+    with pytest.raises(DataError, match=r"train/00000\.safetensors cannot be read \(Input/output error\)"):
         next(iter(split.batches(64)))
 
 

@@ -283,6 +283,6 @@ def test_a_full_disk_is_explained(method: str, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Spool, method, full)
     tables = one_table(home="file", path=str(tmp_path))
-    with pytest.raises(HomeError, match=rf"recorded in {tmp_path}: No space left on device. Free space"):
+    with pytest.raises(HomeError, match=rf"recorded in {tmp_path} \(No space left on device\). Free space"):
         list(stoker.stage(Rereadable(some_batches(3)), tables, epoch_lookahead=True))
     tables.close()

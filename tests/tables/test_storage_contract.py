@@ -209,7 +209,7 @@ def test_mapped_rows_are_in_files_without_a_name(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(HomeError, match=r"file of 160 B for rows cannot be made in .*: No space left on device\. Name"):
+    with pytest.raises(HomeError, match=r"160 B for rows cannot be made in .* \(No space left on device\)\. Name"):
         MappedRows(10, 4, torch.float32, {}, cpu, folder)
     with pytest.raises(ConfigError, match=r"stoker\.Mapped is for training on a CPU, not on cuda"):
         MappedRows(10, 4, torch.float32, {}, torch.device("cuda"), folder)

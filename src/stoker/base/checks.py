@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stoker.base.errors import DependencyError, SchemaError, install, require
+from stoker.base.errors import SchemaError, errors_as, install, require
 
 __all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
 
@@ -47,33 +47,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read the top-level table of a TOML or YAML file."""
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise SchemaError(f"{path}: a schema file ends in .toml, .yaml or .yml.")
-    try:
+    with errors_as(SchemaError, f"{path}: cannot be read as UTF-8 text", caught=(OSError, UnicodeDecodeError)):
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SchemaError(f"{path}: cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise SchemaError(f"{path}: is not UTF-8 text (byte {error.start}).") from error
-    try:
-        values = _parsed(path.suffix, text)
-    except DependencyError:
-        raise
-    except ValueError as error:
-        raise SchemaError(f"{path}: is not well-formed: {error}") from error
+    parse, error = tomllib.loads, ValueError
+    if path.suffix != ".toml":
+        yaml = require("yaml", "a schema in YAML needs", f"{install('yaml')}, or write TOML.")
+        parse, error = yaml.safe_load, yaml.YAMLError
+    with errors_as(SchemaError, f"{path}: is not well-formed", caught=(ValueError, error)):
+        values = parse(text)
     if values is None or values == {}:
         raise SchemaError(f"{path}: is empty. A schema names at least the label and one column of features.")
     if not isinstance(values, dict):
         raise SchemaError(f"{path}: must be a table of keys, found {type(values).__name__}.")
     return values
-
-
-def _parsed(suffix: str, text: str) -> Any:
-    if suffix == ".toml":
-        return tomllib.loads(text)
-    yaml = require("yaml", "a schema in YAML needs", f"{install('yaml')}, or write TOML.")
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
 
 
 def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Build] | None = None) -> Any:

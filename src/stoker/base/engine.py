@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.files import NO_ROOM
 
 if TYPE_CHECKING:
     import polars as pl
@@ -50,7 +50,7 @@ def full_disk() -> Iterator[None]:
     try:
         yield
     except pl.exceptions.PolarsError as error:
-        for number in (errno.ENOSPC, errno.EDQUOT):
+        for number in NO_ROOM:
             if f"(os error {number})" in str(error):
                 raise OSError(number, os.strerror(number)) from error
         raise

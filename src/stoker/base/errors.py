@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -72,6 +74,24 @@ class HomeError(StokerError):
 
 class DependencyError(StokerError, ImportError):
     """An optional package is missing; the message says which and how to install it."""
+
+
+@contextmanager
+def errors_as(
+    kind: type[StokerError], what: str, remedy: str = "", caught: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
+    """Raise ``kind`` for an error of the block, with what failed, the reason that the error gives, and the remedy.
+
+    >>> with errors_as(DataError, "a.tsv cannot be read", "Check its path."):
+    ...     open("nowhere/a.tsv")
+    Traceback (most recent call last):
+    stoker.base.errors.DataError: a.tsv cannot be read (No such file or directory). Check its path.
+    """
+    try:
+        yield
+    except caught as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise kind(f"{what} ({reason}). {remedy}".rstrip()) from error
 
 
 #: module -> the extra of this package that installs it

@@ -7,13 +7,14 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
 PASSING: set[Path] = set()  # directories that are deleted when this process ends
 
@@ -29,16 +30,11 @@ def url_of(path: object) -> str | None:
 
     ``pathlib`` shortens ``s3://bucket/key`` to ``s3:/bucket/key``, which counts as a URL, too.
     """
-    if not isinstance(path, str | os.PathLike):
-        return None
-    text = os.fspath(path)
-    if not isinstance(text, str):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or (found := _SCHEME.match(text)) is None:
         return None
     if isinstance(path, str):
-        return text if "://" in text and _SCHEME.match(text) else None
-    found = _SCHEME.match(text)
-    if found is None:
-        return None
+        return path if "://" in path else None
     slashes = ":///" if found[1] in ("file", "local") else "://"
     return found[1] + slashes + text[found.end() :].lstrip("/")
 
@@ -65,19 +61,54 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             if not passes(path):
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        move(beside, path, sync=True)
     except BaseException as error:
         with suppress(OSError):
             beside.unlink()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"no room left on the disk of {path.parent} while writing {path.name}. "
-                "Free some space or choose another directory; nothing half-written was kept."
-            ) from error
+        refuse_full_disk(error, f"{path.parent} while writing {path.name}")
         if isinstance(error, OSError) and error.filename == str(beside):
             error.filename = str(path)  # the name that the caller gave
         raise
-    sync_folder(path.parent)
+
+
+def refuse_full_disk(error: BaseException, place: object) -> None:
+    """Raise DataError if an error, of a writer that removes its files, says that the disk of ``place`` is full."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        raise DataError(
+            f"no room left on the disk of {place}. Free some space or choose another directory; nothing half-written "
+            "was kept."
+        ) from error
+
+
+def move(source: Path, target: Path, *, sync: bool = False) -> None:
+    """Rename a file or a directory at once, in place of a file of that name; ``sync`` lets it survive a power loss."""
+    os.replace(source, target)
+    if sync:
+        sync_folder(target.absolute().parent)
+
+
+def clear(folder: Path, *, keep: str) -> None:
+    """Delete everything in a directory but the entry that is called ``keep``."""
+    for entry in folder.iterdir():
+        if entry.name != keep:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def exchange(made: Path, target: Path, old: Path, remove: Callable[[Path], None]) -> None:
+    """Put a whole new directory in the place of another, which is ``old`` meanwhile and then removed.
+
+    A kill between the two renames leaves ``old`` and no ``target``, so the owner must look for ``old``.
+    """
+    remove(old)
+    try:
+        if target.exists():
+            move(target, old)
+        move(made, target, sync=True)
+    except BaseException:  # Ctrl-C between the renames
+        if old.exists() and not target.exists():
+            move(old, target)
+        raise
+    remove(old)
 
 
 def check_target(path: str | Path) -> None:

@@ -174,12 +174,10 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
     """Note that a kernel is compiled, or loaded, within the block."""
-    listener = _listener
-    if listener is None:
-        yield
-        return
-    listener.start(name)
+    if (listener := _listener) is not None:
+        listener.start(name)
     try:
         yield
     finally:
-        listener.stop()
+        if listener is not None:
+            listener.stop()

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stoker.base.errors import DataError, DependencyError, StokerError, require
-from stoker.base.files import hash_file, lock_file
+from stoker.base.errors import DataError, DependencyError, StokerError, errors_as, require
+from stoker.base.files import hash_file, lock_file, move
 from stoker.base.files import url_of as url_of
 from stoker.base.progress import Bars
 
@@ -112,7 +112,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
                 (beside / ".request").write_bytes(request)
             (beside / _MANIFEST).write_bytes(text)
             shutil.rmtree(folder, ignore_errors=True)
-            os.replace(beside, folder)
+            move(beside, folder)
     return folder
 
 
@@ -196,7 +196,7 @@ def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterat
     if kept != local:  # so that a reader here needs no download
         shutil.rmtree(kept, ignore_errors=True)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(local, kept)
+        move(local, kept)
 
 
 def _kept(url: str, manifest: bytes) -> Path:
@@ -334,7 +334,7 @@ class _Files:
                         f"{self.url}{name and '/'}{name} arrived incomplete or damaged: its size or "
                         "checksum is wrong. Try again; if that does not help, upload it again."
                     )
-                os.replace(beside, target)
+                move(beside, target)
             except OSError as error:
                 if error.filename is None or str(beside) not in str(error.filename):
                     raise
@@ -449,14 +449,10 @@ def _line(error: BaseException) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time fill a folder; the lock of a killed process ends with it."""
-    try:
+    with errors_as(DataError, f"{folder.parent} cannot be written to", "Let STOKER_CACHE name a folder for copies."):
         for parent in (locks := cache_folder() / "locks", folder.parent):
             parent.mkdir(parents=True, exist_ok=True)
         file = (locks / _short(str(folder))).open("w")
-    except OSError as error:
-        raise DataError(
-            f"{folder.parent} cannot be written to ({error.strerror}). Let STOKER_CACHE name a folder for copies."
-        ) from error
     with file:
         lock_file(file, wait=True)
         yield

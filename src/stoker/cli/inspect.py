@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.base.errors import CheckpointError, DataError
+from stoker.base.errors import CheckpointError, DataError, errors_as
 from stoker.base.remote import local_run
 from stoker.base.units import format_size, plural
 from stoker.cli.options import OneObject, say, show_rows, show_table
@@ -72,12 +72,9 @@ def doctor(
 def _kind(path: Path) -> str:
     manifest = path / "manifest.json"
     if manifest.is_file():
-        try:
+        remedy = "Restore it from a copy, or make it again."
+        with errors_as(DataError, f"{manifest} cannot be read", remedy, (OSError, ValueError)):
             values = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{manifest} cannot be read ({error}). Restore it from a copy, or make it again."
-            ) from error
         kind = values.get("kind", "dataset") if isinstance(values, dict) else None
         if kind in ("dataset", "checkpoint"):
             return str(kind)

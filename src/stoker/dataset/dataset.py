@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stoker.base import remote
-from stoker.base.errors import DataError, SchemaError
+from stoker.base.errors import DataError, SchemaError, errors_as
 from stoker.base.files import hash_file
 from stoker.base.units import quoted
 from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
@@ -285,10 +285,8 @@ class Dataset:
             int(entry["bytes"]),
             f"Restore it from a copy, or {made_by(self.manifest)} the dataset again.",
         )
-        try:
+        with errors_as(DataError, f"{path} is missing; the manifest lists it with {expected:,} bytes", remedy):
             size, digest = hash_file(path) if whole else (path.stat().st_size, digest)
-        except OSError as error:
-            raise DataError(f"{path} is missing; the manifest lists it with {expected:,} bytes. {remedy}") from error
         if size != expected:
             raise DataError(
                 f"{path} has {size:,} bytes, the manifest says {expected:,}: it was truncated or altered. {remedy}"
@@ -300,10 +298,10 @@ class Dataset:
     def _load(self, file: str, command: str) -> tuple[Path, dict[str, Tensor]]:
         """Return the path of a file of tensors, and the tensors; ``command`` makes it again."""
         path = self.path / file
-        try:
+        with errors_as(
+            DataError, f"{path} cannot be read", f"{command} the dataset again.", (OSError, SafetensorError)
+        ):
             return path, load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be read ({error}). {command} the dataset again.") from error
 
 
 def rebuilt_from(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, hash_file
 from stoker.base.units import quoted
 
@@ -88,17 +88,15 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
             remedy = f"Make one of a log with: stoker prepare auto {quoted(directory)} --out DATASET"
         what = "is a file, not a dataset" if directory.is_file() else "does not exist"
         raise DataError(f"there is no dataset at {directory}: it {what}. {remedy}")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.exists():
         if is_left_over(directory):
-            raise DataError(f"{directory} is not a dataset, but what {LEFT_OVER}") from error
+            raise DataError(f"{directory} is not a dataset, but what {LEFT_OVER}")
         raise DataError(
             f"{directory} has no manifest.json: it is not a dataset, or preparing it was interrupted. "
             "Run the same stoker prepare command again; finished parts are kept."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+        )
+    with errors_as(DataError, f"{path} cannot be read", "Prepare the dataset again.", (OSError, ValueError)):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("kind", "dataset") != "dataset":
         kind = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
         raise DataError(f"{path} describes a {kind}, not a dataset.")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.files import PASSING, lock_file
 
 __all__ = ["Home", "home_of"]
@@ -37,14 +37,10 @@ class Home:
     """
 
     def __init__(self, room: int = 0) -> None:
-        try:
+        remedy = "Let TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
+        with errors_as(DataError, "a dataset in memory needs a temporary directory, and none can be made", remedy):
             _sweep()
             self.path, self._lock = _make(room)
-        except OSError as error:
-            raise DataError(
-                f"a dataset in memory needs a temporary directory, and none can be made ({error.strerror}). Let "
-                "TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
-            ) from error
         _homes[self.path] = self
         PASSING.add(self.path)
         weakref.finalize(self, _remove, self.path, self._lock, os.getpid())

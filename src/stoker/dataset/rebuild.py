@@ -6,15 +6,13 @@ A process killed at any moment leaves a whole dataset, old or new, and leftovers
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from stoker.base.errors import DataError
-from stoker.base.files import link_or_copy, lock_file, refuse_url, sync_folder
+from stoker.base.errors import DataError, errors_as
+from stoker.base.files import clear, exchange, link_or_copy, lock_file, move, refuse_full_disk, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
@@ -58,25 +56,17 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
 
 
-def exchange(made: Path, target: Path) -> None:
+def replace_dataset(made: Path, target: Path) -> None:
     """Replace the old directory by a whole new one; :func:`recover` repairs it after a kill."""
-    old = _old(target)
-    remove_dataset(old)
-    try:
-        os.replace(target, old)
-        os.replace(made, target)
-    except BaseException:  # Ctrl-C between the renames
-        recover(target)
-        raise
-    remove_dataset(old)
+    exchange(made, target, _old(target), remove_dataset)
 
 
 def recover(target: Path) -> None:
-    """Restore the old directory if :func:`exchange` was killed between its two renames."""
+    """Restore the old directory if :func:`replace_dataset` was killed between its two renames."""
     old = _old(target)
     if old.is_dir() and not target.exists():
         if (old / MANIFEST).exists():
-            os.replace(old, target)
+            move(old, target)
         else:  # the killed process was deleting it
             shutil.rmtree(old, ignore_errors=True)
 
@@ -92,9 +82,7 @@ def remove_dataset(folder: Path) -> None:
             work.mkdir(exist_ok=True)
             (work / "journal.jsonl").touch()
             (folder / MANIFEST).unlink(missing_ok=True)
-            for entry in folder.iterdir():
-                if entry != work:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            clear(folder, keep=work.name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -134,9 +122,7 @@ def rebuilt(
         if lock_file(lock) is False:
             raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.")
         try:
-            for path in folder.iterdir():
-                if path.name != LOCK:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            clear(folder, keep=LOCK)
             if copy or source.stat().st_dev != folder.stat().st_dev:
                 size += sum(shared.values())
             free = shutil.disk_usage(folder).free
@@ -152,11 +138,7 @@ def rebuilt(
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             remove_empty(made)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DataError(
-                    f"no room left on the disk of {out}. Free some space or choose another directory; nothing "
-                    "half-written was kept."
-                ) from error
+            refuse_full_disk(error, out)
             raise
 
 
@@ -176,12 +158,8 @@ def _folder(source: Path, out: Path, names: set[str], *, overwrite: bool) -> tup
             f"{out} is made in {folder} next to it, which has other files. Move them, or choose another directory."
         )
     made = absent_folders(folder.parent)
-    try:
+    with errors_as(DataError, f"{out} cannot be made", "Choose a directory that you may write to."):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
-        ) from error
     return folder, made
 
 
@@ -190,11 +168,11 @@ def _put_in_place(folder: Path, out: Path, places: set[Path]) -> None:
     for place in places | {folder}:
         sync_folder(place)
     if out.exists() and any(out.iterdir()):
-        exchange(folder, out)
+        replace_dataset(folder, out)
     else:
         if out.exists():
             out.rmdir()
-        os.replace(folder, out)
+        move(folder, out)
     # Last: before the rename, a whole dataset without the lock would count as somebody else's.
     (out / LOCK).unlink(missing_ok=True)
     sync_folder(out.absolute().parent)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, hash_file
 from stoker.dataset.shards import tensor_views, write_tensors
 
@@ -73,12 +73,10 @@ def map_groups(path: Path, expected: Mapping[str, Any], rows: int) -> Int32:
     Raises:
         DataError: the file is missing, damaged or of another number of rows.
     """
-    try:
+    with errors_as(DataError, f"{path} cannot be read", _AGAIN):
         _check_file(path, expected)
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. {_AGAIN}") from error
     groups: Int32 = tensor_views(mapped)[0]["group"]
     if groups.shape != (rows,) or groups.dtype != np.int32:
         raise DataError(f"{path} holds groups of {list(groups.shape)} rows, the split has {rows:,}. {_AGAIN}")
@@ -145,11 +143,9 @@ class KeptColumns:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        with errors_as(DataError, f"{path} cannot be read", _AGAIN, (OSError, pa.ArrowException)):
             _check_file(path, expected)
             self._file = pq.ParquetFile(path)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}. {_AGAIN}") from error
         if self._file.metadata.num_rows < first + rows:
             raise DataError(
                 f"{path} holds {self._file.metadata.num_rows:,} rows, needed are {first + rows:,}. {_AGAIN}"

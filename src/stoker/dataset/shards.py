@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, file_identity
 from stoker.base.units import format_size
 
@@ -183,20 +183,15 @@ class Shard:
         Raises:
             DataError: the file cannot be read, or is no longer the one that was mapped.
         """
-        try:
-            with self.path.open("rb") as file:
-                if file_identity(file) != self.identity:
-                    raise DataError(
-                        f"{self.path} was changed or replaced since it was opened. Let what writes to it finish, then "
-                        "open the dataset again."
-                    )
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                return file.tell(), digest
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be read: {error.strerror}. Look at the disk, and restore the file from a copy, or "
-                "prepare the dataset again."
-            ) from error
+        remedy = "Look at the disk, and restore the file from a copy, or prepare the dataset again."
+        with errors_as(DataError, f"{self.path} cannot be read", remedy), self.path.open("rb") as file:
+            if file_identity(file) != self.identity:
+                raise DataError(
+                    f"{self.path} was changed or replaced since it was opened. Let what writes to it finish, then "
+                    "open the dataset again."
+                )
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return file.tell(), digest
 
     def release(self) -> None:
         """Unmap the pages touched so far; they remain in the page cache and return when touched again."""

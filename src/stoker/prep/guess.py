@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.units import plural
 from stoker.prep.parse.delimited import MAX_QUOTED_LINES
 from stoker.prep.parse.ingest import file_columns
@@ -106,10 +106,8 @@ def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
 
 def _parquet(path: Path, rows: int) -> Sample:
     source = SourceFormat() if source_kind(path) == "parquet" else SourceFormat(kind="parquet")
-    try:
+    with errors_as(DataError, f"{path} cannot be read as Parquet", caught=(pl.exceptions.PolarsError, OSError)):
         frame = pl.scan_parquet(path).head(rows + 1).collect(engine="streaming")
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}.") from error
     sample = Sample(frame=frame.head(rows), source=source, whole=frame.height <= rows)
     if "" in frame.columns:
         sample.frame = sample.frame.drop("")

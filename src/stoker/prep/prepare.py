@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.base import remote
 from stoker.base.device import check_threads, give_back_memory, peak_memory, return_freed_memory
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import NO_ROOM
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
@@ -31,10 +32,10 @@ from stoker.dataset.rebuild import (
     absent_folders,
     check_out,
     check_replaceable,
-    exchange,
     recover,
     remove_dataset,
     remove_empty,
+    replace_dataset,
 )
 from stoker.prep.draft import AUTO, Draft, draft_inputs
 from stoker.prep.fit.fitting import Fitting
@@ -51,7 +52,7 @@ from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
-from stoker.prep.stages.task import NO_ROOM, Progress, Task
+from stoker.prep.stages.task import Progress, Task
 from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
@@ -419,7 +420,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     finally:
         remove_empty(made)
     if task.out != target:
-        exchange(task.out, target)
+        replace_dataset(task.out, target)
     _remove(target / task.work.name)  # last: until the dataset is in its place, it marks the directory as ours
     give_back_memory()
     report = _report(target, manifest, started)

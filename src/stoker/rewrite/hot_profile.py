@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, errors_as
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Plotted, blank
 from stoker.base.settings import Settings, setting
@@ -271,12 +271,10 @@ class HotProfile(Plotted):
         """
         path = Path(path)
         again = f"Make it again with: stoker profile DATASET --out {quoted(path)}"
-        try:
+        if not path.exists():
+            raise DataError(f"there is no profile at {path}. {again}")
+        with errors_as(DataError, f"{path} cannot be read as a profile", again, (OSError, ValueError, RecursionError)):
             values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise DataError(f"there is no profile at {path}. {again}") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read as a profile ({error}). {again}") from error
         if not isinstance(values, dict) or values.get("kind") != _KIND:
             raise DataError(f"{path} is JSON, but not a profile of hot rows. {again}")
         version = values.get("format_version")

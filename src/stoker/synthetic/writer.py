@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.base.device import cpu_count
-from stoker.base.errors import ConfigError, DataError, require
+from stoker.base.errors import ConfigError, DataError, errors_as, require
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.settings import with_arguments_of
@@ -127,8 +127,9 @@ def write(
         raise ConfigError(f"rows is {rows}, but {format_size(free)} of disk are free at {out}. Give fewer rows.")
     made = [folder for path in paths.values() for folder in absent_folders(path.parent)]
     meter, spoiled = TruthMeter(), 0
+    unwritable = errors_as(ConfigError, f"{out} cannot be written", "Choose a place that you may write to.")
     try:
-        with ExitStack() as stack:  # the files of a log appear together, once the last one is whole
+        with unwritable, ExitStack() as stack:  # the files of a log appear together, once the last one is whole
             for name, (count, render) in files.items():
                 spoil = partial(_spoil, kinds={} if name else source.spoil, share=share, seed=options.seed)
                 header = source.header.get(name, "")
@@ -136,9 +137,6 @@ def write(
     except KeyboardInterrupt as stop:
         message = f"interrupted; nothing was written to {out}. Give the same command again to start over."
         raise KeyboardInterrupt(message) from stop
-    except OSError as error:
-        message = f"{out} cannot be written ({error.strerror}). Choose a place that you may write to."
-        raise ConfigError(message) from error
     finally:
         remove_empty(made)
     truth = meter.truth(
@@ -299,11 +297,9 @@ class SyntheticTruth:
         Raises:
             DataError: the file is missing, or is not a truth.
         """
-        try:
+        what, remedy = f"{path} is not the truth of a synthetic log", "stoker.synthetic.write makes one."
+        with errors_as(DataError, what, remedy, (OSError, TypeError, json.JSONDecodeError)):
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, TypeError, json.JSONDecodeError) as error:
-            message = f"{path} is not the truth of a synthetic log ({error}). stoker.synthetic.write makes one."
-            raise DataError(message) from error
 
 
 class TruthMeter:

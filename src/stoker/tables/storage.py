@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.device import device_memory
-from stoker.base.errors import ConfigError, HomeError
+from stoker.base.errors import ConfigError, HomeError, errors_as
 from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags, Rounding
 from stoker.tables.lookups import version_of
@@ -327,7 +327,9 @@ class MappedRows(DeviceRows):
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        try:
+        what = f"a file of {format_size(size)} for rows cannot be made in {self._folder}"
+        remedy = "Name a directory on a disk with room for all rows, or choose stoker.Cached(home='file')."
+        with errors_as(HomeError, what, remedy):
             os.makedirs(self._folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 if hasattr(os, "posix_fallocate"):  # writing to a map of a full disk would kill the process
@@ -335,11 +337,6 @@ class MappedRows(DeviceRows):
                 else:
                     file.truncate(size)
                 memory = mmap.mmap(file.fileno(), size)
-        except OSError as error:
-            raise HomeError(
-                f"a file of {format_size(size)} for rows cannot be made in {self._folder}: {error.strerror}. Name a "
-                "directory on a disk with room for all rows, or choose stoker.Cached(home='file')."
-            ) from error
         if hasattr(mmap, "MADV_RANDOM"):
             memory.madvise(mmap.MADV_RANDOM)  # a missing page brings no others
         return torch.frombuffer(memory, dtype=dtype).view(shape)

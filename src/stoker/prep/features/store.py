@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.base.engine import full_disk
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, link_or_copy
 from stoker.dataset.manifest import describe_file
 from stoker.prep.features.base import Derivation, feature_from_dict, pl
@@ -78,14 +78,13 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
         DataError: a file is missing or altered.
     """
     path = directory / _INDEX
-    try:
+    if not path.exists():
+        raise DataError(f"{path} is missing: there are no fitted features at {directory}.")
+    remedy = "Restore it from a copy, or fit the features again."
+    with errors_as(DataError, f"{path} is damaged", remedy, (OSError, ValueError, KeyError, TypeError)):
         index = json.loads(path.read_text(encoding="utf-8"))
         features = tuple(feature_from_dict(item, f"{path}: features[{i}]") for i, item in enumerate(index["features"]))
         files, facts = dict(index["files"]), dict(index["facts"])
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing: there are no fitted features at {directory}.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}). Restore it from a copy, or fit the features again.") from error
     learned = {}
     for feature in features:
         file = f"{feature.name}.parquet"
@@ -98,12 +97,8 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
 def _read_table(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
     """Read a table. Raise :class:`DataError` if its bytes are not those that were written."""
     remedy = "Restore it from a copy, or prepare or fit again: the same input gives the same bytes."
-    try:
+    with errors_as(DataError, f"{path} is missing; {expected.get('bytes', 0):,} bytes were written to it", remedy):
         found = describe_file(path)
-    except OSError as error:
-        raise DataError(
-            f"{path} is missing; {expected.get('bytes', 0):,} bytes were written to it. {remedy}"
-        ) from error
     for key in ("bytes", "sha256"):
         if found[key] != expected.get(key):
             raise DataError(

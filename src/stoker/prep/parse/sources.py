@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stoker.base.errors import DataError, require
+from stoker.base.errors import DataError, errors_as, require
 from stoker.base.units import format_size, quoted
 
 __all__ = [
@@ -77,13 +77,11 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
 
 def _check_regular(path: Path) -> None:
     """Raise :class:`DataError` unless ``path`` is a regular file that this process may read."""
-    try:
+    with errors_as(DataError, f"{path} cannot be read", "Check its path and its permissions."):
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):
             path.open("rb").close()
             return
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). Check its path and its permissions.") from error
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     raise DataError(
         f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, and Stoker needs a regular file: it reads parts of it "

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -26,7 +24,7 @@ import polars as pl
 
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
-from stoker.base.files import lock_file, sync_folder
+from stoker.base.files import clear, lock_file, move
 
 __all__ = [
     "Arrays", "Journal", "Part", "atomic_path", "checksum", "is_whole", "open_part", "sibling", "write_part",
@@ -82,13 +80,11 @@ def atomic_path(path: Path, work: Path | None = None) -> Iterator[Path]:
     try:
         yield temporary
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(temporary, path)
+        move(temporary, path, sync=work is not None)  # with it the file belongs to the dataset
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    if work is not None:  # the file belongs to the dataset
-        sync_folder(path.parent)
 
 
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
@@ -168,9 +164,7 @@ class Journal:
         self._lock = _lock(directory)
         kept = self._load(path, fingerprint) if resume and path.exists() else 0
         if not kept:
-            for entry in directory.iterdir():
-                if entry.name != "lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            clear(directory, keep="lock")
         self._file = path.open("r+b" if kept else "wb")
         self._file.seek(kept)
         self._file.truncate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stoker.base.errors import DataError
-from stoker.base.files import hash_file
+from stoker.base.files import NO_ROOM, hash_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
@@ -30,12 +29,11 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Step", "Task"]
+__all__ = ["KEPT", "SPLITS", "Progress", "Step", "Task"]
 
 WORK_VERSION = 12  # raise it when the content of parts changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # prefix of kept columns while features are computed
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base import spool
-from stoker.base.errors import HomeError
+from stoker.base.errors import HomeError, errors_as
 from stoker.base.spool import Spool
 from stoker.dataset.batch import Batch
 from stoker.tables.slots.residency import Ints
@@ -56,17 +56,13 @@ class Rereadable(Protocol):
         ...
 
 
-@contextmanager
-def _disk(directory: Path | None) -> Iterator[None]:
+def _disk(directory: Path | None) -> AbstractContextManager[None]:
     """Raise an error with a remedy if temporary files fail."""
-    try:
-        yield
-    except OSError as error:
-        raise HomeError(
-            f"next uses cannot be recorded in {directory or 'the temporary directory'}: {error.strerror or error}. "
-            "Free space there, name another directory (the environment's TMPDIR; for a spill file: home_path), or "
-            "leave epoch_lookahead out."
-        ) from error
+    return errors_as(
+        HomeError, f"next uses cannot be recorded in {directory or 'the temporary directory'}",
+        "Free space there, name another directory (the environment's TMPDIR; for a spill file: home_path), or leave "
+        "epoch_lookahead out.",
+    )  # fmt: skip
 
 
 class Recording:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.base.errors import ConfigError, HomeError
+from stoker.base.errors import ConfigError, HomeError, errors_as
 from stoker.base.files import lock_file
 from stoker.base.units import format_size
 from stoker.ops.cpu.arena import flat
@@ -451,7 +451,7 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
     folder = Path(tempfile.gettempdir() if directory is None else directory)
     if direct and not hasattr(os, "O_DIRECT"):
         raise _no_direct(folder)
-    try:
+    with errors_as(HomeError, f"a spill file cannot be made in {folder}", "Name a directory that you may write to."):
         if directory is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _sweep(folder)
@@ -461,10 +461,6 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
             if path.exists():
                 return path, fd
             os.close(fd)  # another process in this directory removed it before it was locked
-    except OSError as error:
-        raise HomeError(
-            f"a spill file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
-        ) from error
 
 
 def _open(folder: Path, direct: bool) -> tuple[Path, int]:

@@ -33,8 +33,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.base.errors import CheckpointError
-from stoker.base.files import hash_file, refuse_url, sync_folder
+from stoker.base.errors import CheckpointError, errors_as
+from stoker.base.files import exchange, hash_file, move, refuse_url, sync_folder
 from stoker.base.picture import Shown
 from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
@@ -151,13 +151,12 @@ def save(*given: Any, **settings: Any) -> Path:
     optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
     temporary = target.with_name(target.name + ".tmp")
-    replaced = target.with_name(target.name + ".tmp-old")
     try:
         if overwrite and not target.exists() and (kept := left_by_a_kill(target)) is not None:
-            os.replace(kept, target)  # so that a checkpoint can be loaded while the new one is written
+            move(kept, target)  # so that a checkpoint can be loaded while the new one is written
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         (temporary / "tables").mkdir(parents=True)
         writer = _Writer(temporary, require_finite=asked.require_finite)
         manifest = _write_files(writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes)
@@ -171,22 +170,21 @@ def save(*given: Any, **settings: Any) -> Path:
             os.fsync(file.fileno())
         for folder in (temporary / "tables", temporary):
             sync_folder(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        exchange(temporary, target, target.with_name(target.name + ".tmp-old"), _remove)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error.strerror or error}. Its files were deleted; earlier "
             "checkpoints are untouched. Free some space, or lower keep_last."
         ) from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         raise
     return target
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def left_by_a_kill(target: Path) -> Path | None:
@@ -201,9 +199,9 @@ def left_by_a_kill(target: Path) -> Path | None:
 def discard(path: Path) -> None:
     """Delete a checkpoint; if the process is killed here, no incomplete directory has its name."""
     gone = path.with_name(path.name + ".tmp-old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.replace(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _remove(gone)
+    move(path, gone)
+    _remove(gone)
 
 
 def set_aside(path: Path) -> Path:
@@ -212,8 +210,8 @@ def set_aside(path: Path) -> Path:
     Its owner may still want files of it. An earlier directory of that name is deleted.
     """
     aside = path.with_name(path.name + ".damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(path, aside)
+    _remove(aside)
+    move(path, aside)
     return aside
 
 
@@ -224,12 +222,10 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         CheckpointError: the directory is not a checkpoint, the manifest is damaged, or its format is newer.
     """
     path = Path(directory) / _MANIFEST
-    try:
+    if not path.exists():
+        raise CheckpointError(f"{directory} is not a checkpoint: it has no {_MANIFEST}.")
+    with errors_as(CheckpointError, f"{path} is damaged", "Use an earlier checkpoint.", (OSError, ValueError)):
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no {_MANIFEST}.") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}). Use an earlier checkpoint.") from error
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
         raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
     if int(manifest.get("format_version", 0)) > FORMAT_VERSION:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stoker.base import remote
-from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
 from stoker.base.files import atomic_file, lock_file
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
@@ -97,13 +97,9 @@ class RunDirectory:
         Raises:
             ConfigError: another process trains here, or the directory cannot be written.
         """
-        try:
+        remedy = "Training puts its checkpoints there: make it writable, or continue a copy of the directory."
+        with errors_as(ConfigError, f"{self.path} cannot be written to", remedy):
             file = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written to ({error.strerror}), but training puts its checkpoints there. Make "
-                "it writable, or continue a copy of the directory."
-            ) from error
         with file:
             if lock_file(file) is False:
                 raise ConfigError(f"another process is training in {self.path}. Wait for it, or stop it first.")

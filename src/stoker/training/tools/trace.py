@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, errors_as
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown
 from stoker.base.settings import with_arguments_of
@@ -169,15 +169,11 @@ def trace(run: str | Path, **given: Any) -> Trace:
 def _check_writable(out: Path) -> None:
     """Check, before the steps, that the timeline can be written."""
     there = out.exists()
-    try:
+    with errors_as(ConfigError, f"{out} cannot be written", "Choose another file with --out."):
         with out.open("ab"):
             pass
         if not there:
             out.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written: {error.strerror or error}. Choose another file with --out."
-        ) from error
 
 
 def _waited_for(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
