@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stoker import Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, TensorTrain, optim
 from stoker.ops import Bags
-from stoker.ops.tree import nodes_of, shard_bounds, shards_of
+from stoker.ops.tree import Shards, nodes_of, shard_bounds, shards_of
 from stoker.tables.lookups import Lookups
 from stoker.tables.shards import ShardSums, joined_sums, shard_sums
 
@@ -81,7 +81,7 @@ def test_a_step_from_sums_of_one_shard_is_an_update(seed, rule, place, backend, 
         [group], [other] = updated.groups, stepped.groups
         lookups = Lookups(Bags(ids, offsets, weights, bags == "mean"), group.space)
         group.update(lookups, grad, group.acquire(lookups))
-        sums, counts = shard_sums(other.backend, lookups._replace(space=other.space), grad, [0, batch])
+        sums, counts = shard_sums(other.backend, lookups._replace(space=other.space), grad, Shards((0, batch)))
         other.step(sums.rows, sums.values, counts)
     check_same(updated, stepped)
     assert updated.groups[0].tick == stepped.groups[0].tick == 2
@@ -101,7 +101,7 @@ def test_a_tensor_train_steps_from_sums_of_rows(rule, backend):
         [group], [other] = updated.groups, stepped.groups
         lookups = Lookups(Bags(ids), group.space)
         group.update(lookups, grad, group.acquire(lookups))
-        sums, counts = shard_sums(other.backend, lookups, grad, [0, 20])
+        sums, counts = shard_sums(other.backend, lookups, grad, Shards((0, 20)))
         other.step(sums.rows, sums.values, counts)
     check_same(updated, stepped)
 
@@ -159,7 +159,9 @@ def test_sums_over_shards_are_those_of_the_definition_on_any_number_of_ranks(see
             first, last = int(offsets[3 * begin]), int(offsets[3 * end])
             some = None if weights is None else weights[first:last]
             local = Bags(ids[first:last], offsets[3 * begin : 3 * end + 1] - first, some, mean)
-        parts.append(shard_sums(group.backend, Lookups(local, group.space), grad[begin:end], own, first=mine.start))
+        parts.append(
+            shard_sums(group.backend, Lookups(local, group.space), grad[begin:end], Shards(tuple(own), mine.start))
+        )
         nodes = {(node.start, node.size) for node in nodes_of(mine)}
         assert set(zip(parts[-1].sums.start.tolist(), parts[-1].sums.size.tolist(), strict=True)) <= nodes
     sums = type(parts[0].sums)(*(torch.cat(each) for each in zip(*(part.sums for part in parts), strict=True)))

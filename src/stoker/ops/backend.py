@@ -42,11 +42,14 @@ class Backend:
         self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
-        """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place."""
+        """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place.
+
+        With ``bags.shards``, the sums of shards are added by their tree (:mod:`stoker.ops.tree`).
+        """
         dim = weight.shape[1]
         rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)
         distinct, total = reference.distinct_gradients(
-            rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
+            rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean, shards=bags.shards
         )
         bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
         counts = torch.unique(rows, return_counts=True)[1] if rule.counts else None
@@ -78,8 +81,11 @@ class Backend:
         """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         raise NotImplementedError
 
-    def steps(self, rule: RowRule) -> bool:
-        """Return True if :meth:`update_parts` knows ``rule``, of which a row's step depends on no other row."""
+    def steps(self, rule: RowRule, *, sharded: bool = False) -> bool:
+        """Return True if :meth:`update_parts` knows ``rule``, of which a row's step depends on no other row.
+
+        ``sharded``: with sums over logical shards.
+        """
         return True
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stoker.ops.rule import RowRule, condition
+from stoker.ops.tree import RowSums, Shards, sum_rows
 
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -152,19 +153,26 @@ def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | N
 
 
 def distinct_gradients(
-    rows: Tensor, offsets: Tensor | None, weights: Tensor | None, grad: Tensor, *, mean: bool = False
-) -> tuple[Tensor, Tensor]:
+    rows: Tensor, offsets: Tensor | None, weights: Tensor | None, grad: Tensor, *, mean: bool = False,
+    shards: Shards | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the distinct rows of a batch [U] (ascending) and the gradient of each [U, D] float32.
 
     Duplicates are summed in order of occurrence, in chunks (:func:`add_in_chunks`), starting from +0.0: this fixes the
-    result to the bit.
+    result to the bit. With ``shards`` of the bags, this is done in each shard, and the sums are added by their tree.
     """
-    grads = grad.to(torch.float32)
+    grads, shard = grad.to(torch.float32), None if shards is None else shards.of_bags(grad)
     if offsets is not None:
-        grads = grads[bag_of(offsets, len(rows))]
+        bag = bag_of(offsets, len(rows))
+        grads, shard = grads[bag], None if shard is None else shard[bag]
     scales = factors(len(rows), offsets, weights, mean)
     grads = grads if scales is None else grads * scales.unsqueeze(1)
     distinct, inverse = torch.unique(rows, return_inverse=True)
+    if shards is not None and shard is not None:
+        pairs, inverse = torch.unique(inverse * 2**20 + shard, return_inverse=True)
+        start = pairs % 2**20
+        parts = add_in_chunks(grads.new_zeros(len(pairs), grad.shape[1]), inverse, grads)
+        return distinct, sum_rows(RowSums(pairs >> 20, start, torch.ones_like(start), parts), shards.numbers).values
     total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
     return distinct, add_in_chunks(total, inverse, grads)
 

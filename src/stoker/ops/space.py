@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stoker.ops import reference
+from stoker.ops.tree import Shards
 
 T = TypeVar("T")
 HAVE_NUMBA = find_spec("numba") is not None
@@ -177,6 +178,7 @@ class Bags:
     weights: Tensor | None = None  # [L] float32 per-sample weights, or None
     mean: bool = False  # mean pooling instead of sum
     distinct: bool = False  # whether no id occurs twice, so that an update need not search
+    shards: Shards | None = None  # for an update: the logical shards of its examples
 
     def batch_size(self, num_features: int) -> int:
         """Return B."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["Node", "RowSums", "check_shards", "nodes_of", "shard_bounds", "shards_of", "sum_rows", "tree_sum"]
+__all__ = ["Node", "RowSums", "Shards", "check_shards", "nodes_of", "shard_bounds", "shards_of", "sum_rows", "tree_sum"]
 
 
 class Node(NamedTuple):
@@ -27,6 +27,36 @@ class Node(NamedTuple):
 
     start: int
     size: int
+
+
+class Shards(NamedTuple):
+    """Consecutive shards, and their examples.
+
+    >>> shards = Shards.of(10, 4)
+    >>> shards
+    Shards(bounds=(0, 2, 5, 7, 10), first=0)
+    >>> shards.of_bags(torch.zeros(10, 3)).tolist()
+    [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    """
+
+    bounds: tuple[int, ...]  # where each shard begins among the examples, and the end of the last
+    first: int = 0  # number of the first shard
+
+    @classmethod
+    def of(cls, batch: int, shards: int) -> Shards:
+        """Return all shards of a batch."""
+        return cls(tuple(shard_bounds(batch, shards)))
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the shards."""
+        return range(self.first, self.first + len(self.bounds) - 1)
+
+    def of_bags(self, grad: Tensor) -> Tensor:
+        """Return the shard of each bag [bags] int64; ``grad`` [bags, ...] has equally many bags an example."""
+        sizes = torch.tensor(self.bounds, device=grad.device).diff() * (len(grad) // max(1, self.bounds[-1]))
+        numbers = torch.arange(self.first, self.numbers.stop, device=grad.device)
+        return torch.repeat_interleave(numbers, sizes, output_size=len(grad))
 
 
 class RowSums(NamedTuple):

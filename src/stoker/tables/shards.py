@@ -8,7 +8,6 @@ Legend: B examples, P positions of a group's features, L ids, U distinct rows, D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_of
 from stoker.ops.space import make_space, slot_space
-from stoker.ops.tree import RowSums, nodes_of, sum_rows
+from stoker.ops.tree import RowSums, Shards, nodes_of, sum_rows
 from stoker.tables.lookups import Lookups
 
 __all__ = ["ShardSums", "joined_sums", "row_gradients", "shard_sums"]
@@ -45,48 +44,42 @@ def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags,
     return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
 
 
-def shard_sums(
-    backend: Backend, lookups: Lookups, grad: Tensor, bounds: Sequence[int], *, first: int = 0
-) -> ShardSums:  # fmt: skip
+def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards) -> ShardSums:
     """Sum the gradients of each row over consecutive shards, as far as these hold whole nodes of the tree.
 
     Args:
-        backend: of the group; its kernel sums within a shard.
-        lookups: of the examples, whose ids are in their tables.
+        backend: of the group.
+        lookups: of the examples of these shards; their ids are in their tables.
         grad: [B, P, D].
-        bounds: where each shard begins among the examples, and the end of the last (:func:`shard_bounds`).
-        first: the number of the first shard.
+        shards: of the examples.
 
     Returns:
         The sums of addresses in the space of the lookups, sorted by row, then by first shard.
     """
     bags, space = lookups
-    shards, device = len(bounds) - 1, bags.ids.device
-    sizes = torch.tensor(bounds, device=device).diff()
-    shard = torch.repeat_interleave(torch.arange(shards, device=device), sizes, output_size=len(grad))
-    features = len(space.features)
-    if bags.offsets is None:
-        shard = shard.repeat_interleave(features, output_size=bags.ids.numel())
-    else:
-        shard = shard[bag_of(bags.offsets, bags.ids.numel()) // features]
-    keys = addresses(bags.ids, space.on(device).bases, bags.offsets) * shards + shard
+    nodes, device = nodes_of(shards.numbers), bags.ids.device
+    starts, sizes = (torch.tensor(each, device=device) for each in zip(*nodes, strict=True))
+    keys = addresses(bags.ids, space.on(device).bases, bags.offsets)
+    if len(nodes) > 1:
+        node = torch.repeat_interleave(sizes)[shards.of_bags(grad.flatten(0, 1)) - shards.first]
+        node = node if bags.offsets is None else node[bag_of(bags.offsets, bags.ids.numel())]
+        keys = keys * len(nodes) + node
     if device.type == "cpu":
-        found, which = distinct_rows(Bags(keys.view(-1, 1)), _pairs(space.num_rows * shards))
+        found, which = distinct_rows(Bags(keys.view(-1, 1)), _pairs(space.num_rows * len(nodes)))
         distinct = torch.from_numpy(found)
     else:
         distinct, which = torch.unique(keys, return_inverse=True)
     which = which.to(torch.int32).view(bags.ids.shape)
-    start = distinct % shards + first
-    values = row_gradients(backend, len(distinct), space, bags, which, grad)
-    parts = RowSums(distinct // shards, start, torch.ones_like(start), values)
-    return joined_sums(
-        ShardSums(parts, torch.bincount(which.view(-1), minlength=len(distinct))), range(first, first + shards)
-    )
+    values = row_gradients(backend, len(distinct), space, replace(bags, shards=shards), which, grad)
+    counts = torch.bincount(which.view(-1), minlength=len(distinct))
+    distinct, order = distinct.sort()
+    node = distinct % len(nodes)
+    return ShardSums(RowSums(distinct // len(nodes), starts[node], sizes[node], values[order]), counts[order])
 
 
 @lru_cache(maxsize=64)
 def _pairs(count: int) -> AddressSpace:
-    """Return a space in which each of ``count`` pairs of row and shard is a row."""
+    """Return a space in which each of ``count`` pairs of row and node is a row."""
     return make_space(["pairs"], [count], [["pair"]], ["pair"])
 
 

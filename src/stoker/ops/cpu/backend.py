@@ -24,6 +24,7 @@ from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace, Bags, Part, Parts, Rounding
 
+_SUMS = 2 + 11  # rows of sums of a thread: see apply_kernel()
 _BLOCKS = 8  # blocks of rows that a thread steps
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -209,11 +210,11 @@ class _Scratch:
                 np.empty((threads, lookups), np.int64),  # where the gradient of a lookup begins
                 np.empty((threads, lookups), np.float32),  # its factor
             )
-            self.sums = np.empty((threads, 2 * dim), np.float32)
+            self.sums = np.empty((threads, _SUMS * dim), np.float32)
 
 
 class CpuBackend(Backend):
-    """Numba kernels. Scratch memory is one hash table and two gradients a thread."""
+    """Numba kernels. Scratch memory is one hash table and a few gradients a thread."""
 
     name, joins = "cpu", True
 
@@ -285,7 +286,8 @@ class CpuBackend(Backend):
         self, parts: Parts, bags: Bags, features: int, grad: np.ndarray, example_stride: int, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
-        jagged, weighted = bags.offsets is not None, bags.weights is not None
+        jagged, weighted, sharded = bags.offsets is not None, bags.weights is not None, bags.shards is not None
+        ends = _NO_ROWS if bags.shards is None else np.array((bags.shards.first, *bags.shards.bounds[1:]), np.int64)
         error, threads, definition = np.zeros(1, dtype=np.int64), torch.get_num_threads(), rule.definition
         layout = parts.know(
             ("state", threads, definition.code), lambda: _layout(_groups(parts, definition.state), threads)
@@ -293,10 +295,10 @@ class CpuBackend(Backend):
         mean = jagged and not weighted and bool(layout.means.any())
         scaled, flags = weighted or mean, rule.flags
         applies = parts.know(
-            ("update", definition.code, flags, scaled),
-            lambda: tuple([kernels.apply_kernel(dim, definition.code, flags, scaled) for dim in layout.dims]),
+            ("update", definition.code, flags, scaled, sharded),
+            lambda: tuple([kernels.apply_kernel(dim, definition.code, flags, scaled, sharded) for dim in layout.dims]),
         )
-        find = kernels.find_kernel(jagged, weighted, mean)
+        find = kernels.find_kernel(jagged, weighted, mean, sharded)
         ids, offsets, scale = _ids(bags)
         if jagged:
             occurrences = _bag_occurrences(layout, offsets, features)
@@ -315,7 +317,7 @@ class CpuBackend(Backend):
             )  # fmt: skip
             finding = (
                 ids, offsets, scale, features, example_stride, *layout.tables, layout.partitions, occurrences.counts,
-                occurrences.lines, layout.means, grad, slots, *lists, error,
+                occurrences.lines, layout.means, ends, grad, slots, *lists, error,
                 Kernel.entries(applies, updating)[layout.part_of],
             )  # fmt: skip
             _run(Kernel.entries((find,) * len(layout.part_of), finding), layout.items, 1, finding, updating)

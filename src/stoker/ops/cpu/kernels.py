@@ -36,6 +36,10 @@ _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAO
 _POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none equals the mark of a free place
 _AHEAD = 24  # rows to prefetch ahead: the work of about one DRAM latency
 _LOW = np.int64(2**32 - 1)
+_PLACE_BITS = 48  # of the place of a gradient; the number of its shard is above
+_PLACE = np.int64(2**_PLACE_BITS - 1)
+_LEVEL_BITS = 4  # of the level of a sum in the tree over shards
+_LEVEL = np.int64(2**_LEVEL_BITS - 1)
 EXAMPLES = 16  # whose lookups in one feature follow each other
 
 
@@ -162,7 +166,7 @@ def weight_gradient_kernel(dim: int) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
+def find_kernel(jagged: bool, weighted: bool, mean: bool, sharded: bool = False) -> Kernel:
     """Make the first half of the fused backward, which finds the distinct rows of a table and calls the second half.
 
     An item is one table, or one partition of its rows. Its thread walks the batch and numbers the lookups n in order.
@@ -170,12 +174,15 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
     ``following[n]`` is the next lookup of the same row; the gradient of lookup n begins at ``sources[n]``. Ids and
     offsets are those of the lookup, but memory may have been written since: a bad one sets ``error[0]``, and the rows
     of that item and of others not yet done do not change.
+
+    ``limits`` has the number of the first logical shard, then the example after the last of each. If ``sharded``, the
+    number of its shard is added to the place of each gradient, from bit 48 on.
     """
 
     def find(p, me, table, part):
         (
             ids, offsets, scale, features, example_stride, table_start, columns, places, table_rows, parts, occurrences,
-            lines, means, grad, all_slots, all_rows, all_following, all_sources, all_scales, error, entries,
+            lines, means, limits, grad, all_slots, all_rows, all_following, all_sources, all_scales, error, entries,
         ) = arguments(p)  # fmt: skip
         slots, rows, following = all_slots[me], all_rows[me], all_following[me]
         sources, scales = all_sources[me], all_scales[me]
@@ -193,7 +200,13 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
         count, n = np.int64(0), np.int64(0)
         ahead = EXAMPLES * example_stride
         bad = False  # checked when a row is first met: a check of every id takes a twentieth longer
+        mark, ended = np.int64(0), np.int64(0)
+        if sharded:
+            mark = limits[0] << _PLACE_BITS
         for b in range(batch):
+            if sharded:
+                while b >= limits[np.uint64(ended + 1)]:
+                    ended, mark = ended + 1, mark + (1 << _PLACE_BITS)
             for f in range(begin_f, end_f):
                 bag = b * features + columns[np.uint64(f)]
                 source = b * example_stride + places[np.uint64(f)]
@@ -228,7 +241,7 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
                         ends = rows[np.uint64(2 * u + 1)]
                         following[np.uint64(ends >> 32)] = n
                         rows[np.uint64(2 * u + 1)] = n << 32 | ends & _LOW
-                    sources[np.uint64(n)] = source
+                    sources[np.uint64(n)] = source + mark
                     if weighted:
                         scales[np.uint64(n)] = scale[np.uint64(k)]
                     elif mean:
@@ -243,10 +256,12 @@ def find_kernel(jagged: bool, weighted: bool, mean: bool) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
+def apply_kernel(dim: int, rule: int, flags: int, scaled: bool, sharded: bool = False) -> Kernel:
     """Make the second half: sum the gradients of each of ``count`` rows in order of occurrence, and update the row.
 
     ``all_sums`` has room for two rows a thread: the sum, and that of a chunk after the first (reference.add_in_chunks).
+    If ``sharded``, sums of shards that wait for others follow. Each has a level in the tree: it is the left half of a
+    node with 2^level shards. When the next shard is known, the sum of this one is added to those of lower levels.
     """
     times = 1 if scaled else 0
     definition = next(each for each in RULES.values() if each.code == rule)
@@ -265,7 +280,8 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
             if u + ahead < count:
                 v = np.uint64(2 * (u + ahead))
                 prefetch_row(dim, weight, first + rows[v] * dim)
-                prefetch_row(dim, grad, sources[np.uint64(rows[v + np.uint64(1)] & _LOW)])
+                source = sources[np.uint64(rows[v + np.uint64(1)] & _LOW)]
+                prefetch_row(dim, grad, source & _PLACE if sharded else source)
                 if states > 0:
                     prefetch_row(state_dim, state, first_state + rows[v] * state_dim)
                 if states > 1:
@@ -274,28 +290,56 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool) -> Kernel:
                 continue
             local, ends = rows[np.uint64(2 * u)], rows[np.uint64(2 * u + 1)]
             n, last = np.uint64(ends & _LOW), np.uint64(ends >> 32)
-            row_accumulate(dim, times, 1, total, 0, grad, sources[n], scales[n])
-            occurs, to = np.int64(1), np.int64(0)
+            source = sources[n]
+            shard, waiting, levels = source >> _PLACE_BITS, np.int64(2 * dim), np.int64(0)
+            row_accumulate(dim, times, 1, total, 0, grad, source & _PLACE if sharded else source, scales[n])
+            occurs, to, before = np.int64(1), np.int64(0), np.int64(0)
             while n != last:
                 n = np.uint64(following[n])
-                if occurs % CHUNK == 0:
+                source = sources[n]
+                if sharded:
+                    other, source = source >> _PLACE_BITS, source & _PLACE
+                    if other != shard:
+                        if to:
+                            row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
+                        level, done = np.int64(1), np.int64(0)
+                        while (shard ^ other) >> level:
+                            level += 1
+                        while levels and levels & _LEVEL < level:
+                            waiting, levels = waiting - dim, levels >> _LEVEL_BITS
+                            row_accumulate(dim, 0, 0, total, waiting, total, done, np.float32(1.0))
+                            done = waiting
+                        if not done:
+                            row_copy(dim, total, waiting, total, 0)
+                        waiting, levels = waiting + dim, levels << _LEVEL_BITS | level
+                        row_accumulate(dim, times, 1, total, 0, grad, source, scales[n])
+                        shard, before, to = other, occurs, np.int64(0)
+                        occurs += 1
+                        continue
+                if (occurs - before) % CHUNK == 0:
                     if to:
                         row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
                     to = dim
                     for d in range(dim):
                         total[dim + d] = 0.0
-                row_accumulate(dim, times, 0, total, to, grad, sources[n], scales[n])
+                row_accumulate(dim, times, 0, total, to, grad, source, scales[n])
                 occurs += 1
             if to:
                 row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
+            done = np.int64(0)
+            if sharded:
+                while waiting > 2 * dim:
+                    waiting -= dim
+                    row_accumulate(dim, 0, 0, total, waiting, total, done, np.float32(1.0))
+                    done = waiting
             at, counter = first + local * dim, local * dim
             if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
                 counter = row_in_slot[local] * dim
             if flags:
-                row_condition(dim, flags, total, 0, weight, at, occurs, own)
+                row_condition(dim, flags, total, done, weight, at, occurs, own)
             row_step(
                 dim, rule, weight, at, state, first_state + local * state_dim, state2,
-                first_state2 + local * state_dim, total, 0, own, salt, counter,
+                first_state2 + local * state_dim, total, done, own, salt, counter,
             )  # fmt: skip
 
     return Kernel(apply, called=True)

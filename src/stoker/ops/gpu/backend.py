@@ -150,7 +150,7 @@ class TritonBackend(Backend):
         self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
     ) -> None:  # fmt: skip
-        if bags.ids.numel() and not self.steps(rule):
+        if bags.ids.numel() and not self.steps(rule, sharded=bags.shards is not None):
             self._watch(weight.device).poll(wait=True)  # ids must lie in their tables
             super().update(weight, state, space, bags, grad, rule, rounding)
             return
@@ -161,8 +161,8 @@ class TritonBackend(Backend):
     ) -> None:
         self._update(parts, space, bags, grad.reshape(len(grad), 1, -1), rule, rounding)
 
-    def steps(self, rule: RowRule) -> bool:
-        return rule.kind in kernels.STEPS
+    def steps(self, rule: RowRule, *, sharded: bool = False) -> bool:
+        return not sharded and rule.kind in kernels.STEPS
 
     def _update(
         self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
