@@ -1,5 +1,5 @@
 """The feature table of the RecSys Challenge 2019 solution, on generated trivago-format rows, against
-pandas and Polars.
+pandas, Polars and DuckDB.
 
 The steps are the rows of Table 1 in "Accelerating Recommender System Training 15x with RAPIDS", where a GPU was 9.7
 times as fast as pandas. The baseline is what notebooks have: vectorised, no apply, no loop over rows; its target
@@ -26,6 +26,7 @@ __all__ = ["bars", "check_same"]
 OURS = Contestant(label="stoker.features", script="stoker_features.py")
 PANDAS = Contestant(label="pandas", script="pandas_features.py", environment="pandas")
 POLARS = Contestant(label="Polars", script="polars_features.py", environment="frames")
+DUCKDB = Contestant(label="DuckDB", script="duckdb_features.py", environment="frames")
 PAIRS_PER_LINE = 3.3  # about, of a generated log
 
 
@@ -144,6 +145,14 @@ def bars() -> list[Bar]:
             must=1.0,
             rounds=3,
             run=partial(versus, POLARS),
+        ),
+        Bar(
+            name="features-vs-duckdb",
+            group="features",
+            title="features of 5 M pairs of a trivago-format log (quick: 200 k), against DuckDB",
+            must=1.0,
+            rounds=3,
+            run=partial(versus, DUCKDB),
         ),
         Bar(
             name="features-memory",

@@ -12,6 +12,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import numpy as np
 import polars as pl
 
 from benchmarks.features import log_folder
-from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
+from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
 from benchmarks.rounds import Contestant, work
 
 __all__ = ["bars", "mean_reciprocal_rank"]
@@ -37,6 +40,7 @@ NUMBERS = (
 OURS = Contestant(label="stoker", script="stoker_sessions.py")
 PANDAS = Contestant(label="pandas", script="pandas_sessions.py", environment="pandas")
 STRONG = Contestant(label="Polars and torch.compile", script="polars_sessions.py")
+DUCKDB = replace(STRONG, label="DuckDB and torch.compile", options={"form": "DuckDB"})
 FASTAI = Contestant(label="fastai", script="fastai_sessions.py", environment="fastai")
 SETTINGS = {
     "batch_size": 32_768, "epochs": 1, "row_optimizer": "rowwise_adagrad", "row_lr": 0.05, "dense_lr": 0.02,
@@ -94,8 +98,10 @@ def _baseline(
     return _seconds(lines), metrics, _extra(lines)["peak"]
 
 
-def _against_strong(run: Run) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
-    """Seconds by phase, a value a round, of ours and of Polars and torch.compile, and what is to be said of both.
+def _against_strong(
+    run: Run, peer: Contestant = STRONG
+) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
+    """Seconds by phase, a value a round, of ours and of a peer with torch.compile, and what is to be said of both.
 
     Raises:
         WrongResult: the mean AUC or MRR over the rounds, each with a seed of its own, differs by more than allowed.
@@ -107,7 +113,7 @@ def _against_strong(run: Run) -> tuple[dict[str, list[float]], dict[str, list[fl
     for seed in range(run.rounds):
         run.log(f"round {seed + 1}/{run.rounds}")
         mine, extra = _stoker(table, small, None, seed)
-        other, metrics, peak = _baseline(STRONG, table, {**config, "seed": seed})
+        other, metrics, peer_peak = _baseline(peer, table, {**config, "seed": seed})
         for side, found in zip(seconds, (mine, other), strict=True):
             for case, value in found.items():
                 side.setdefault(case, []).append(value)
@@ -124,16 +130,17 @@ def _against_strong(run: Run) -> tuple[dict[str, list[float]], dict[str, list[fl
             f"{theirs:.4f}; they may differ by {EQUAL}. By seed, ours and the peer's: {each}"
         )
     notes += [
-        f"peak memory: stoker {extra['peak'] / 2**30:.2f} GiB, peer {peak / 2**30:.2f} GiB",
-        "peer: Polars, codes in memory, batches by index_select, torch.compile, row-wise Adagrad by hand, fused AdamW; "
+        f"peak memory: stoker {extra['peak'] / 2**30:.2f} GiB, peer {peer_peak / 2**30:.2f} GiB",
+        f"peer: {peer.label.split()[0]}, codes in memory, batches by index_select, torch.compile, row-wise Adagrad by "
+        "hand, fused AdamW; "
         "both train in float32",
     ]
     return *seconds, notes
 
 
-def _strong(run: Run, cases: tuple[str, ...]) -> Outcome:
-    """Time of the given phases over that of Polars and torch.compile, rows by hand."""
-    found = _once("strong", run, _against_strong)
+def _strong(run: Run, cases: tuple[str, ...], peer: Contestant = STRONG) -> Outcome:
+    """Time of the given phases over that of a peer with torch.compile, rows by hand."""
+    found = _once(peer.label, run, partial(_against_strong, peer=peer))
     ours, theirs = ({case: side[case] for case in cases} for side in found[:2])
     table = _table(*found[:2], "From a feature table to scores (medians)", whole=False)
     data = {"ours": found[0], "theirs": found[1]}
@@ -143,6 +150,17 @@ def _strong(run: Run, cases: tuple[str, ...]) -> Outcome:
 def strong(run: Run) -> Outcome:
     """Time from the feature table to scored rows over that of Polars and torch.compile, rows by hand."""
     return _strong(run, ("preparation", "training"))
+
+
+def duckdb(run: Run) -> Outcome:
+    """Time from the feature table to scored rows over that of DuckDB and torch.compile, rows by hand.
+
+    Raises:
+        NotRun: DuckDB is not among our packages, where torch is.
+    """
+    if find_spec("duckdb") is None:
+        raise NotRun("needs duckdb beside torch: make check installs both")
+    return _strong(run, ("preparation", "training"), DUCKDB)
 
 
 def strong_training(run: Run) -> Outcome:
@@ -262,6 +280,13 @@ def bars() -> list[Bar]:
             1.3,
             3.0,
             strong,
+        ),
+        _bar(
+            "sessions-vs-duckdb",
+            "from a feature table to a ranking, against DuckDB and torch.compile with rows by hand",
+            1.0,
+            None,
+            duckdb,
         ),
         _bar(
             "sessions-training-vs-strong",

@@ -1,53 +1,22 @@
-"""From a feature table to scored rows as written for speed today: Polars, whole batches, torch.compile.
+"""From a feature table to scored rows as written for speed today: Polars or DuckDB, whole batches, torch.compile.
 
-Codes and statistics in Polars, tensors in memory, batches by ``index_select``, the tabular model compiled, rows looked
-up and updated by hand (row-wise Adagrad), fused AdamW, one cycle.
+Codes and statistics by frames_sessions.py, tensors in memory, batches by ``index_select``, the tabular model compiled,
+rows looked up and updated by hand (row-wise Adagrad), fused AdamW, one cycle.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import torch
+from frames_sessions import by_duckdb, by_polars
 from torch import nn
 from torch.nn import functional as F
 from worker_tools import argument, peak_memory, say, versions
-
-PLAIN = ("rank", "price_rank", "is_last_item")  # as are the means: not counts, so without a logarithm
-
-
-def prepared(source, dims, numbers):
-    """Codes [rows, tables] (0: not among the training rows), numbers [rows, columns], labels, whether a row trains."""
-    frame = pl.read_parquet(source, columns=[*dims, *numbers, "label", "split"])
-    train = (frame["split"] == "train").to_numpy()
-    codes, sizes = [], []
-    for name in dims:
-        column = frame[name]
-        text = column.dtype == pl.String
-        found = column.cast(pl.Categorical).to_physical() if text else column.rank("dense") - 1
-        raw = found.fill_null(found.max() + 1).to_numpy().astype(np.int64)
-        seen = np.zeros(raw.max() + 1, dtype=np.int64)
-        seen[raw[train]] = 1
-        place = np.cumsum(seen) * seen
-        codes.append(place[raw])
-        sizes.append(int(seen.sum()) + 1)
-    wanted, flags = [], []
-    for name in numbers:
-        column = pl.col(name).cast(pl.Float32)
-        if name == "price" or "since" in name:
-            flags.append(column.is_null().cast(pl.Float32).alias(f"{name}_null"))
-            column = column.fill_null(column.filter(pl.col("split") == "train").median())
-        column = column.fill_null(0)
-        if name not in PLAIN and not name.endswith("_mean"):
-            column = column.clip(lower_bound=0).log1p()
-        learned = column.filter(pl.col("split") == "train")
-        wanted.append(((column - learned.mean()) / (learned.std() + 1e-7)).alias(name))
-    values = np.ascontiguousarray(frame.select(*wanted, *flags).to_numpy(), dtype=np.float32)
-    labels = frame["label"].cast(pl.Float32).to_numpy().copy()
-    return torch.from_numpy(np.column_stack(codes)), torch.from_numpy(values), torch.from_numpy(labels), train, sizes
 
 
 class Rows:
@@ -83,10 +52,10 @@ def compiled(dims, columns, batch):
     return model, loss_of
 
 
-def job(config, source, model, loss_of):
+def job(config, prepare, source, model, loss_of):
     """Seconds of preparation, and of training and scoring; scores of the validation rows."""
     start = time.perf_counter()
-    codes, values, labels, train, sizes = prepared(source, config["dims"], config["numbers"])
+    codes, values, labels, train, sizes = prepare(source, config["dims"], config["numbers"])
     middle = time.perf_counter()
     torch.manual_seed(config["seed"])
     for layer in model:
@@ -123,10 +92,12 @@ def job(config, source, model, loss_of):
 
 config = argument()
 torch.set_num_threads(config["threads"])
-versions(torch=torch.__version__, polars=pl.__version__)
-columns = prepared(config["small"], config["dims"], config["numbers"])[1].shape[1]  # starts the pools, too
+form = config.get("form", "Polars")
+prepare = {"Polars": by_polars, "DuckDB": partial(by_duckdb, threads=config["threads"])}[form]
+versions(torch=torch.__version__, **{form.lower(): version(form.lower())})
+columns = prepare(config["small"], config["dims"], config["numbers"])[1].shape[1]  # starts the pools, too
 made = compiled(list(config["dims"].values()), columns, config["settings"]["batch_size"])
-preparation, training, scores = job(config, config["source"], *made)
+preparation, training, scores = job(config, prepare, config["source"], *made)
 np.save(Path(config["results"]) / "scores.npy", scores)
 for name, seconds in (("preparation", preparation), ("training", training)):
     say("checked", case=name)
