@@ -84,8 +84,8 @@ def test_compiled_is_near(logs: dict[str, Dataset], model: str) -> None:
     losses = []
     for compiled in (False, True):
         made = MODELS[model](data.schema, embedding_dim=8, **SIZES[model])
-        if compiled:
-            made.compile_dense()
+        if compiled:  # that both are one graph is ours; the machine code of one is enough
+            made.compile_dense(backend="inductor" if model == "din" else "aot_eager")
         made.loss(batch).backward()
         losses.append([made.loss(batch).item(), *(p.grad.norm().item() for p in made.dense_parameters())])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-5)
