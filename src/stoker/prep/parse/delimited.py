@@ -364,19 +364,15 @@ def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, od
                 at += negative
                 start, point, number = at, np.int64(-1), np.uint64(0)
                 base = np.uint64(16 if kind == _HEX else 10)
-                digit = np.uint64(_DIGITS[data[at]])
-                while digit < base:
-                    number = number * base + digit
-                    at += 1
+                while True:
                     digit = np.uint64(_DIGITS[data[at]])
-                if data[at] == 46 and kind == _FLOAT:
-                    point = at
-                    at += 1
-                    digit = np.uint64(_DIGITS[data[at]])
-                    while digit < base:
+                    if digit < base:
                         number = number * base + digit
-                        at += 1
-                        digit = np.uint64(_DIGITS[data[at]])
+                    elif data[at] == 46 and kind == _FLOAT and point < 0:
+                        point = at
+                    else:
+                        break
+                    at += 1
                 size = at - start - (point >= 0)
                 odd[slot] |= size < 1 or size > _MOST_DIGITS[kind] or point == start or point == at - 1
                 if kind == _FLOAT:
