@@ -156,6 +156,7 @@ def test_the_name_decides_between_labels_and_other_outcomes_are_left_out(tmp_pat
         ([1_600_000_000.5 + i for i in range(ROWS)], {"type": "float"}),
         ([f"2017-03-{i % 28 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
         ([f"2017-03-07T{i % 24:02}:{i % 60:02}:00Z" for i in range(ROWS)], {"type": "datetime"}),
+        ([f"{2000 + i // 12 % 24}-{i % 12 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
         ([f"201703{i % 28 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
         (
             [f"{i % 28 + 1:02}.03.2017 {i % 24:02}:15" for i in range(ROWS)],

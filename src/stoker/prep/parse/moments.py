@@ -21,12 +21,13 @@ UNKNOWN = np.int64(-(2**63))  # instead of a time: the text is missing or cannot
 _DAY = 86_400_000_000  # microseconds
 _FRACTION = r"(?:[.,](?<fraction{0}>[0-9]+))?"
 _ISO = (
-    r"^[ \t]*(?<year>[0-9]{4})(?:-(?<month>[0-9]{2})-(?<day>[0-9]{2})|(?<month2>[0-9]{2})(?<day2>[0-9]{2})"
+    r"^[ \t]*(?<year>[0-9]{4})(?:-(?<month3>[0-9]{2})|-?W(?<week3>[0-9]{2})|(?:"
+    r"-(?<month>[0-9]{2})-(?<day>[0-9]{2})|(?<month2>[0-9]{2})(?<day2>[0-9]{2})"
     r"|-W(?<week>[0-9]{2}-[1-7])|W(?<week2>[0-9]{2})(?<weekday2>[1-7])|-(?<ordinal>[0-9]{3}))"
     r"(?:[Tt ](?<hour>[0-9]{2})(?:"
     rf":(?<minute>[0-9]{{2}})(?::(?<second>[0-9]{{2}}){_FRACTION.format('')})?"
     rf"|(?<minute2>[0-9]{{2}})(?:(?<second2>[0-9]{{2}}){_FRACTION.format('2')})?)?"
-    r"(?:[Zz]|(?<sign>[+-])(?<ahead>[0-9]{2})(?::?(?<more>[0-9]{2}))?)?)?[ \t]*$"
+    r"(?:[Zz]|(?<sign>[+-])(?<ahead>[0-9]{2})(?::?(?<more>[0-9]{2}))?)?)?)[ \t]*$"
 )
 _YEAR_1000 = datetime(1000, 1, 1)
 _PROBE = datetime(2017, 3, 7, 15, 5, 9)  # every field differs from its default
@@ -63,8 +64,11 @@ def _read_iso(texts: pl.Series) -> pl.Series:
     def number(*names: str) -> pl.Expr:
         return pl.coalesce(pl.col(names).cast(pl.Int64), 0)
 
-    date = pl.concat_str("year", pl.coalesce("month", "month2"), pl.coalesce("day", "day2"))
-    week = pl.concat_str("year", pl.lit("-W"), pl.coalesce("week", pl.concat_str("week2", pl.lit("-"), "weekday2")))
+    first = pl.lit("01")  # the day of a month alone
+    date = pl.concat_str("year", pl.coalesce("month", "month2", "month3"), pl.coalesce("day", "day2", first))
+    week = pl.concat_str("week2", pl.lit("-"), "weekday2")
+    monday = pl.concat_str("week3", pl.lit("-1"))  # of a week alone
+    week = pl.concat_str("year", pl.lit("-W"), pl.coalesce("week", week, monday))
     days = pl.coalesce(
         date.str.to_date("%Y%m%d", strict=False), week.str.to_date("%G-W%V-%u", strict=False),
         pl.concat_str("year", "ordinal").str.to_date("%Y%j", strict=False),
