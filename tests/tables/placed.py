@@ -128,6 +128,7 @@ class Case:
     scale: float = 1.0  # of gradients
     autocast: bool = False
     compiled: bool = False  # whether calls are of torch.compile
+    shards: int = 1  # of a batch
     lags: bool = False  # whether kernels run later: what they read may not be changed by the host
     rounds: list[Round] = field(default_factory=list)
 
@@ -240,6 +241,7 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
         steps=steps, epoch_lookahead=random.random() < 0.3, include_last_offset=last,
         mode=str(random.choice(["backward", "optimizer", "scaler"], p=[0.7, 0.15, 0.15])),
         scale=0.25 if random.random() < 0.1 else 1.0, autocast=random.random() < 0.1,
+        shards=(1, 2, 8)[seed // 4 % 3],
     )  # fmt: skip
     case.rounds += draw_rounds(random, len(batches), len(tables), case.mode)
     return reconcile(case)
@@ -286,6 +288,7 @@ def build(case: Case, placement: Any) -> EmbeddingTables:
     tables = EmbeddingTables(
         case.tables, optimizer=case.optimizer, seed=case.seed % 7, placement=placement, device=case.device,
         backend=case.backend, steps=case.steps, include_last_offset=case.include_last_offset,  # type: ignore[arg-type]
+        shards=case.shards,
     )  # fmt: skip
     if case.integers:
         for table in case.tables:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stoker import Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, TensorTrain, optim
+from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 from stoker.ops.tree import Shards, nodes_of, shard_bounds, shards_of
 from stoker.tables.lookups import Lookups
@@ -25,7 +28,7 @@ RULES = [
     optim.LAMB(lr=0.05, weight_decay=0.01), optim.LAMB(lr=0.05, cow_clip=(0.5, 1e-3)),
 ]  # fmt: skip
 PLACES = {
-    "device": Device(), "cached": Cached(slots=90), "few slots": Cached(slots=7), "pipelined": HostPipelined(slots=9),
+    "device": Device(), "cached": Cached(slots=90), "few slots": Cached(slots=9), "pipelined": HostPipelined(slots=9),
     "hot": HotCold(hot={"a": 9, "b": 3}, slots=21),
 }  # fmt: skip
 
@@ -171,3 +174,97 @@ def test_sums_over_shards_are_those_of_the_definition_on_any_number_of_ranks(see
     for row, value, count in zip(found.sums.rows.tolist(), found.sums.values, found.counts.tolist(), strict=True):
         assert np.array_equal(value.numpy(), wanted[row][0]), row
         assert count == wanted[row][1]
+
+
+def train(tables: EmbeddingTables, bags: str, batch: int, micro: int = 1) -> None:
+    """Three steps, each of ``micro`` batches."""
+    for step in range(3):
+        with tables.accumulate():
+            for part in range(micro):
+                ids, offsets, weights = draw(10 * step + part, batch, bags)
+                out = tables(ids, offsets, weights)
+                torch.manual_seed(10 * step + part)
+                (out * torch.randn(out.shape)).sum().backward()
+
+
+@settings(deadline=None, max_examples=scaled(200))
+@given(
+    rule=st.sampled_from([RULES[4], RULES[6], RULES[9]]), place=st.sampled_from(sorted(PLACES)),
+    shards=st.sampled_from([2, 8]),
+    backend=st.sampled_from(["reference", "auto"]), dtype=st.sampled_from(["float32", "bfloat16"]),
+    bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]), batch=st.sampled_from([1, 5, 70]),
+    micro=st.sampled_from([1, 3]), threads=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_rows_step_by_shards_wherever_they_are(rule, place, shards, backend, dtype, bags, batch, micro, threads):
+    given: dict[str, Any] = {"dtype": dtype, "shards": shards, "pooling": bags if bags in ("mean", "max") else "sum"}
+    resident, other = (
+        make(rule, backend="reference", **given),
+        make(rule, backend=backend, placement=PLACES[place], **given),
+    )
+    before = torch.get_num_threads()
+    train(resident, bags, batch, micro)
+    try:
+        torch.set_num_threads(threads)
+        train(other, bags, batch, micro)
+    finally:
+        torch.set_num_threads(before)
+    check_same(resident, other)
+
+
+def wide(shards: int, backend: str) -> EmbeddingTables:
+    tables = [
+        TableConfig(name="a", num_embeddings=40, embedding_dim=8, features=("f", "g")),
+        TableConfig(name="b", num_embeddings=13, embedding_dim=4, features=("h",)),
+    ]
+    return EmbeddingTables(
+        tables, optimizer=optim.Adam(lr=0.1), features=("f", "h", "g"), shards=shards, backend=backend  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bags", ["single", "jagged", "weighted"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_tables_of_several_widths_step_together(bags, micro):
+    one, other = wide(8, "reference"), wide(8, "auto")
+    for tables in (one, other):
+        train(tables, bags, 200, micro)
+    check_same(one, other)
+
+
+@pytest.mark.parametrize("kind", ["rows", "train"])
+def test_shards_change_bits_of_popular_rows_and_ranks_do_not(kind):
+    """The sums of three processes, joined, are those of one."""
+    table = TableConfig(name="t", num_embeddings=60, embedding_dim=8)
+    placement = TensorTrain(rank=4) if kind == "train" else None
+    made = [
+        EmbeddingTables([table], optimizer=optim.Adagrad(lr=0.1), placement=placement, shards=shards)
+        for shards in (1, 8, 8)
+    ]
+    ids = torch.randint(0, 60, (300, 1), generator=torch.Generator().manual_seed(1))
+    grad = torch.randn(300, 1, 8, generator=torch.Generator().manual_seed(2))
+    for tables in made[:2]:
+        (tables(ids) * grad).sum().backward()
+    [group], bounds, found = made[2].groups, shard_bounds(300, 8), []
+    for rank in range(3):
+        mine = shards_of(rank, 3, 8)
+        begin, end = bounds[mine.start], bounds[mine.stop]
+        own = Shards(tuple(bound - begin for bound in bounds[mine.start : mine.stop + 1]), mine.start)
+        found.append(shard_sums(group.backend, Lookups(Bags(ids[begin:end]), group.space), grad[begin:end], own))
+    sums = type(found[0].sums)(*(torch.cat(each) for each in zip(*(part.sums for part in found), strict=True)))
+    whole = joined_sums(ShardSums(sums, torch.cat([part.counts for part in found])), range(8))
+    group.step(whole.sums.rows, whole.sums.values, whole.counts)
+    check_same(made[1], made[2])
+    assert not all(
+        torch.equal(a, b) for a, b in zip(contents(made[0]).values(), contents(made[1]).values(), strict=True)
+    )
+
+
+def test_copies_and_pickles_keep_their_shards():
+    tables = make(optim.SGD(lr=0.1), shards=4)
+    assert copy.deepcopy(tables).shards == pickle.loads(pickle.dumps(tables)).shards == 4
+    tables.shards = 2
+    assert copy.deepcopy(tables).shards == 2
+
+
+def test_a_number_of_shards_that_is_no_power_of_two_is_refused():
+    with pytest.raises(ConfigError, match="shards is 6; it must be a power of two"):
+        make(optim.SGD(lr=0.1), shards=6)

@@ -165,6 +165,7 @@ class RecModel(nn.Module, ABC):
             steps=steps,
         )
         self._compiled: Callable[..., Tensor] | None = None
+        self.by_shards: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # logits, in a run with logical shards
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
@@ -217,6 +218,8 @@ class RecModel(nn.Module, ABC):
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
         inputs = self.inputs(batch)
+        if self.by_shards is not None and not torch.is_grad_enabled():
+            return self.by_shards(inputs)
         # Evaluation is not compiled: each of its batch sizes would compile anew, and its numbers should be those of a
         # model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part

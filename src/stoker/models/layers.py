@@ -15,6 +15,7 @@ from torch.nn import functional
 from stoker.base.errors import ConfigError
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
+from stoker.ops.running import averages, count_batch, move
 
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:
@@ -95,15 +96,14 @@ class BatchNorm(nn.BatchNorm1d):
         batch = self.training and torch.is_grad_enabled() and rows > 1
         assert self.num_batches_tracked is not None
         if batch:
-            self.num_batches_tracked.add_(1)
+            count_batch(self.num_batches_tracked)
         return batch
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if x.dtype == torch.float64 else x.float()
-        own, momentum = self.count(x.shape[0]), self.momentum or 0.1
-        return functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps
-        )
+        own = self.count(x.shape[0])
+        mean, var, momentum = averages(self.running_mean, self.running_var, self.momentum or 0.1, own)
+        return functional.batch_norm(x, mean, var, self.weight, self.bias, own, momentum, self.eps)
 
 
 class Dice(nn.Module):
@@ -142,7 +142,6 @@ class Dice(nn.Module):
             count = weight.sum().clamp(min=1)
             mean = (rows * weight).sum(0) / count
             var = ((rows - mean).square() * weight).sum(0) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
-            self.running_var.lerp_(var.to(self.running_var.dtype), self.momentum)
+        move(self.running_mean, mean, self.momentum)
+        move(self.running_var, var, self.momentum)
         return mean, var

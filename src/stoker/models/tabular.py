@@ -116,13 +116,17 @@ class Tabular(RecModel):
         widths = ((self.embedding_dropout, self.embedded), *zip(self.dropout, self.hidden_sizes, strict=True))
         if not any(share for share, _ in widths):
             return []
+        shards = self.embeddings.shards_of(rows)
+        if shards is None:
+            return self._drawn(rows, widths)
+        pairs = zip(shards.numbers, pairwise(shards.bounds), strict=True)
+        drawn = [self._drawn(stop - start, widths, number) for number, (start, stop) in pairs]
+        return [torch.cat(each) for each in zip(*drawn, strict=True)]
+
+    def _drawn(self, rows: int, widths: Sequence[tuple[float, int]], *shard: int) -> list[Tensor]:
         generator = torch.Generator(self.device)
-        generator.manual_seed(derive_key(self.seed, "dropout", self.embeddings.tick) & (2**63 - 1))
-        drawn = (
-            (share, torch.rand(rows, width, generator=generator, device=self.device))
-            for share, width in widths
-            if share
-        )
+        generator.manual_seed(derive_key(self.seed, "dropout", self.embeddings.tick, *shard) & (2**63 - 1))
+        drawn = ((share, torch.rand(rows, n, generator=generator, device=self.device)) for share, n in widths if share)
         return [(values >= share) / (1 - share) for share, values in drawn]
 
     def dense_part(self, dense: Tensor, embedded: Tensor, *masks: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stoker.ops.running import move
 from stoker.ops.space import HAVE_TRITON
 
 #: Inputs should have a multiple of this many columns: 367 columns take a fifth more time than 368.
@@ -308,8 +309,8 @@ class _Norm(NamedTuple):
             # One pass for the squared deviations, instead of two.
             squares = _column_sums(F.mse_loss(h, found.expand_as(h), reduction="none"))
             momentum = module.momentum or 0.1
-            mean.lerp_(found, momentum)
-            variance.lerp_(squares / (len(h) - 1), momentum)
+            move(mean, found, momentum)
+            move(variance, squares / (len(h) - 1), momentum)
             mean, variance = found, squares / len(h)
         inverse = torch.rsqrt(variance + module.eps)
         a = gain * inverse

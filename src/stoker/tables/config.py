@@ -446,3 +446,20 @@ def feature_order(tables: Sequence[TableConfig], features: Sequence[str] | None)
             f"features {sorted(set(own) ^ set(features))} are in the batch or in the tables, but not in both."
         )
     return tuple(features)
+
+
+def strategies_of(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
+    """Return a strategy for each table."""
+    check_strategies(placement)
+    if placement is None or isinstance(placement, Strategy):
+        found = [placement or Device()] * len(names)
+    else:
+        if unknown := sorted(set(placement) - set(names)):
+            raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
+        found = [placement.get(name, Device()) for name in names]
+    for strategy in found:
+        if isinstance(strategy, Slotted) and (unknown := sorted(set(strategy.hot_rows) - set(names))):
+            raise ConfigError(
+                f"{type(strategy).__name__} names hot rows of {unknown}, but the tables are {', '.join(names)}."
+            )
+    return found

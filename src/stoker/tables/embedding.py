@@ -22,22 +22,22 @@ from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.batch import as_tensor
 from stoker.ops import BackendName, Bags
+from stoker.ops.tree import Shards, check_shards
 from stoker.optim import RowOptimizer
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
-    Device,
-    Slotted,
     Strategy,
     TableConfig,
     TensorTrain,
-    check_strategies,
     feature_order,
+    strategies_of,
 )
 from stoker.tables.group import TableGroup
 from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
 from stoker.tables.replicas import Replicas
+from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
 from stoker.tables.storage import Lease, Rows, Staged
@@ -63,23 +63,6 @@ def release_all(leases: Iterable[Lease | None]) -> None:
             lease.release(changed=False)
 
 
-def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
-    """Return a strategy for each table."""
-    check_strategies(placement)
-    if placement is None or isinstance(placement, Strategy):
-        found = [placement or Device()] * len(names)
-    else:
-        if unknown := sorted(set(placement) - set(names)):
-            raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
-        found = [placement.get(name, Device()) for name in names]
-    for strategy in found:
-        if isinstance(strategy, Slotted) and (unknown := sorted(set(strategy.hot_rows) - set(names))):
-            raise ConfigError(
-                f"{type(strategy).__name__} names hot rows of {unknown}, but the tables are {', '.join(names)}."
-            )
-    return found
-
-
 @dataclass(frozen=True)
 class TablesArguments:
     """The arguments of :class:`EmbeddingTables`."""
@@ -94,6 +77,7 @@ class TablesArguments:
     include_last_offset: bool = True
     placement: Strategy | Mapping[str, Strategy] | None = None
     steps: Mapping[str, int] | None = None
+    shards: int = 1
 
 
 class EmbeddingTables(nn.Module):
@@ -122,6 +106,8 @@ class EmbeddingTables(nn.Module):
         placement: where the rows are: one strategy for all tables, or by table name; others are on the device.
         steps: sequence features that are not pooled, and T, the most ids in a bag: such a feature gives T vectors, one
             for each id. A shorter bag comes last, after vectors of zeros.
+        shards: logical shards of a batch, a power of two. The gradient of a row is summed within each shard, then over
+            shards by a binary tree (docs/ranks.md). The shards of several backwards of one step are joined.
 
     Raises:
         ConfigError: there are no tables, two tables of one name, a feature named twice, or steps of an unknown feature.
@@ -159,6 +145,7 @@ class EmbeddingTables(nn.Module):
         self.tables = tuple(tables)
         self.features = feature_order(tables, asked.features)
         self.include_last_offset = asked.include_last_offset
+        self.shards = asked.shards
         self.seed = seed
         self.groups: list[TableGroup] = []
         self.number = next(_numbers)  # compiled code finds these tables by it
@@ -172,7 +159,7 @@ class EmbeddingTables(nn.Module):
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
         lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
-        for table, strategy in zip(tables, _strategies(names, asked.placement), strict=True):
+        for table, strategy in zip(tables, strategies_of(names, asked.placement), strict=True):
             alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has its own cores
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
@@ -247,6 +234,20 @@ class EmbeddingTables(nn.Module):
     def device(self) -> torch.device:
         """The device of the kernels."""
         return self.groups[0].storage.weight.device
+
+    @property
+    def shards(self) -> int:
+        """Logical shards of a batch; may be set between steps."""
+        return self._shards
+
+    @shards.setter
+    def shards(self, value: int) -> None:
+        check_shards(value)
+        self._shards = value
+
+    def shards_of(self, batch: int) -> Shards | None:
+        """Return the shards of a batch of this size; None if it is one."""
+        return None if self._shards == 1 else Shards.of(batch, self._shards)
 
     @property
     def tick(self) -> int:
@@ -495,9 +496,10 @@ class EmbeddingTables(nn.Module):
         if not gradients:
             return
         tick, alone = self.tick + 1, gradients[0]
-        if self._joint and alone.group < 0 and len(gradients) == 1 and self._joint.steps_rows:
+        shards = self.shards_of(len(alone.grad))
+        if (joint := self._joint) and alone.group < 0 and len(gradients) == 1 and joint.steps_rows(shards is not None):
             self._check_unchanged(alone)
-            self._joint.update(alone.lookups, alone.grad if scale == 1.0 else alone.grad * scale)
+            joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale)
         else:
             for group, lookups, grad, lease in self._sums(gradients):
                 group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
@@ -544,12 +546,16 @@ class EmbeddingTables(nn.Module):
         """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
         for each in mine:
             self._check_unchanged(each)
+        shards = [own for each in mine if (own := self.shards_of(len(each.grad)))]
         if len(mine) == 1:
-            return mine[0].lookups, mine[0].grad, mine[0].lease
-        lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
+            return in_shards(mine[0].lookups, shards[0] if shards else None), mine[0].grad, mine[0].lease
+        many, joined = [(each.lookups, each.grad) for each in mine], None
+        if shards:
+            many, joined = by_shard(many, shards)
+        lookups, grad = self.splitter.groups[mine[0].group].joined(many)
         if release:
             release_all(each.lease for each in mine)
-        return lookups, grad, None
+        return in_shards(lookups, joined), grad, None
 
     def _collect(self, found: Gradient, enclosing: int) -> None:
         """Keep a gradient for the step of the rows, without frozen tables."""
@@ -605,6 +611,11 @@ class EmbeddingTables(nn.Module):
             ConfigError: the ranks have different rows.
         """
         self._steps.alone = True
+        if replicas is not None and self.shards > 1:
+            raise ConfigError(
+                f"tables with {self.shards} logical shards cannot train as Replicas, which sum gradients of rows in "
+                "the order of ranks. Make them with shards=1."
+            )
         if replicas is not None:
             for table in self.tables:
                 _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
@@ -703,6 +714,7 @@ class EmbeddingTables(nn.Module):
             "include_last_offset": self.include_last_offset,
             "placement": {table.name: self._group_of[table.name].strategy for table in self.tables},
             "steps": self.steps,
+            "shards": self.shards,
         }
 
     def _kept(self) -> dict[str, Any]:

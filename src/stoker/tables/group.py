@@ -22,9 +22,9 @@ from stoker.ops.reference import addresses, derive_key, update_rows
 from stoker.ops.space import make_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
-from stoker.tables.lookups import Lookups, keep_lookups
+from stoker.tables.lookups import Lookups, examples_of, keep_lookups
 from stoker.tables.replicas import Replicas
-from stoker.tables.shards import row_gradients
+from stoker.tables.shards import row_gradients, square_sum
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
@@ -133,6 +133,8 @@ class TableGroup:
             )
 
         lease = self._begin(lookups, lease)
+        if lease is not None and lookups.bags.shards is not None:
+            lease.use(lookups.bags)
         if rule.definition.scope == "table":
             self._update_layers(lookups, grad, lease, rule, keys)
         elif lease is None:
@@ -233,7 +235,7 @@ class TableGroup:
         wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
         distinct, inverse = torch.unique(wanted, return_inverse=True)
         sums = row_gradients(self.backend, len(distinct), space, bags, inverse.view(bags.ids.shape), grad)
-        return float(sums.double().square().sum())
+        return square_sum(sums, bags.shards)
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state starts anew unless the kind stays the same."""
@@ -297,7 +299,7 @@ class TableGroup:
         bags, features = lookups.bags, len(lookups.space.features)
         batch = bags.batch_size(features)
         done: list[Tensor] = []
-        blocks = self._blocks(lookups.space, batch, batch, lambda start, stop: _examples(bags, features, start, stop))
+        blocks = self._blocks(lookups.space, batch, batch, lambda start, stop: examples_of(bags, features, start, stop))
         for start, stop, lease in blocks:
             done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
             lease.release(changed=False)
@@ -375,14 +377,3 @@ class TableGroup:
 def _add(totals: list[int], more: Sequence[int]) -> None:
     for index, value in enumerate(more):
         totals[index] += value
-
-
-def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
-    """Return the lookups of examples ``start..stop``."""
-    if bags.offsets is None:
-        weights = None if bags.weights is None else bags.weights.view(-1, features)[start:stop].reshape(-1)
-        return Bags(bags.ids[start:stop], None, weights, bags.mean)
-    offsets = bags.offsets[start * features : stop * features + 1]
-    begin, end = int(offsets[0]), int(offsets[-1])
-    weights = None if bags.weights is None else bags.weights[begin:end]
-    return Bags(bags.ids[begin:end], offsets - begin, weights, bags.mean)

@@ -53,12 +53,11 @@ class Joint:
             for group, places, mean in zip(self.groups, self._places, self._means, strict=True)
         )
 
-    @property
-    def steps_rows(self) -> bool:
-        """Whether a row's step depends on no other row, and the kernels know it."""
+    def steps_rows(self, sharded: bool) -> bool:
+        """Return True if a row's step depends on no other row, and the kernels know it, ``sharded`` or not."""
         first = self.groups[0]
         rule = first.optimizer.rule(first.tick)
-        return rule.definition.scope == "row" and first.backend.steps(rule)
+        return rule.definition.scope == "row" and first.backend.steps(rule, sharded=sharded)
 
     @staticmethod
     def kept(call: Bags) -> Bags:

@@ -25,7 +25,9 @@ from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
 from stoker.ops.space import make_space
 from stoker.tables.config import TableConfig
 
-__all__ = ["GroupLookups", "Lookups", "Splitter", "StepLayout", "keep_lookups", "offsets_of", "side_by_side"]
+__all__ = [
+    "GroupLookups", "Lookups", "Splitter", "StepLayout", "examples_of", "keep_lookups", "offsets_of", "side_by_side",
+]  # fmt: skip
 
 _NO_PADDING = torch.iinfo(torch.int64).min  # no padding
 
@@ -53,7 +55,18 @@ def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
     if bags.mean and offsets is not None:
         lengths = bag_lengths(offsets)
         weights = torch.repeat_interleave(torch.ones_like(lengths, dtype=torch.float32) / lengths.clamp(min=1), lengths)
-    return Bags(*keep_ids(keep, bags.ids, offsets, weights), False)
+    return Bags(*keep_ids(keep, bags.ids, offsets, weights), False, shards=bags.shards)
+
+
+def examples_of(bags: Bags, features: int, start: int, stop: int) -> Bags:
+    """Return the lookups of examples ``start..stop``."""
+    if bags.offsets is None:
+        weights = None if bags.weights is None else bags.weights.view(-1, features)[start:stop].reshape(-1)
+        return Bags(bags.ids[start:stop], None, weights, bags.mean)
+    offsets = bags.offsets[start * features : stop * features + 1]
+    begin, end = int(offsets[0]), int(offsets[-1])
+    weights = None if bags.weights is None else bags.weights[begin:end]
+    return Bags(bags.ids[begin:end], offsets - begin, weights, bags.mean)
 
 
 def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:

@@ -8,6 +8,8 @@ Legend: B examples, P positions of a group's features, L ids, U distinct rows, D
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,9 +22,18 @@ from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_of
 from stoker.ops.space import make_space, slot_space
 from stoker.ops.tree import RowSums, Shards, nodes_of, sum_rows
-from stoker.tables.lookups import Lookups
+from stoker.tables.lookups import Lookups, examples_of
 
-__all__ = ["ShardSums", "joined_sums", "row_gradients", "shard_sums"]
+__all__ = [
+    "ShardSums",
+    "by_shard",
+    "in_shards",
+    "joined_sums",
+    "one_thread",
+    "row_gradients",
+    "shard_sums",
+    "square_sum",
+]
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 
@@ -42,6 +53,50 @@ def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags,
     sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
     backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))
     return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch's operations in the block run on one thread: their sums then do not depend on the number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        if threads > 1:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+def square_sum(values: Tensor, shards: Shards | None) -> float:
+    """Return the sum of squares; with ``shards``, it does not depend on the number of threads."""
+    with nullcontext() if shards is None else one_thread():
+        return float(values.double().square().sum())
+
+
+def in_shards(lookups: Lookups, shards: Shards | None) -> Lookups:
+    """Return the lookups with the shards of their examples."""
+    return lookups if shards is None else lookups._replace(bags=replace(lookups.bags, shards=shards))
+
+
+def by_shard(
+    many: Sequence[tuple[Lookups, Tensor]], shards: Sequence[Shards]
+) -> tuple[list[tuple[Lookups, Tensor]], Shards]:
+    """Cut several lookups with their gradients [B, P, D] at the bounds of their shards.
+
+    Returns:
+        The pieces shard by shard, those of a shard in order, and the shards of their examples together.
+    """
+    pieces, bounds = [], [0]
+    for shard in range(len(shards[0].bounds) - 1):
+        total = bounds[-1]
+        for ((bags, space), grad), own in zip(many, shards, strict=True):
+            start, stop = own.bounds[shard : shard + 2]
+            if start < stop:
+                pieces.append((Lookups(examples_of(bags, len(space.features), start, stop), space), grad[start:stop]))
+            total += stop - start
+        bounds.append(total)
+    return pieces or list(many[:1]), Shards(tuple(bounds), shards[0].first)
 
 
 def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards) -> ShardSums:

@@ -247,6 +247,7 @@ class TrainConfig(  # the fields of the last base come first
                 matmul=self.matmul, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
                 backend=self.backend, placement=placement, tensor_train=self.tensor_trains(spec), **options,
             )  # fmt: skip
+            model.embeddings.shards = self.shards
             model.embeddings.step_each_backward()  # also where the process has a GradScaler elsewhere
             return model
         except TypeError as error:

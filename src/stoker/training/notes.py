@@ -38,7 +38,8 @@ def facts(
     return (
         f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
         f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
-        f"rows{' cached in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} on "
+        f"rows{' cached in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} "
+        f"{f'in {config.shards} shards ' if config.shards > 1 else ''}on "
         f"{model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")

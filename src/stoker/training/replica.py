@@ -27,10 +27,12 @@ from stoker.optim import Constant, RowOptimizer, Schedule
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.placement import Placement
 from stoker.tables import Strategy
+from stoker.tables.shards import one_thread
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
+from stoker.training.ranks.sharded import ShardedLoss
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 from stoker.training.settings import MACHINE, MachineConfig
@@ -128,6 +130,7 @@ class Replica:
             self.model.compile_dense()
         if config.cuda_graphs:
             self.model.graph_dense()
+        self._loss = self.model.loss if config.shards == 1 else ShardedLoss(self.model)
         self.model.train()
         self._dense_factor = partial(config.dense_factor, dense_schedule or schedule)
         self._parameters = self.model.dense_parameters()
@@ -138,12 +141,12 @@ class Replica:
         for group in self.dense.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self._dense_factor(batch.step)
         with span("forward"):
-            loss = self.model.loss(batch)
+            loss = self._loss(batch)  # with shards also the gradients
             self.synchronize()
         with span("backward"):
             loss.backward()  # rows are updated here, in place
             self.synchronize()
-        with span("dense"):
+        with span("dense"), contextlib.nullcontext() if self.config.shards == 1 else one_thread():
             if self.config.dense_clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self._parameters, self.config.dense_clip_norm)
             self.dense.step()

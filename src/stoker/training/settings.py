@@ -80,6 +80,10 @@ class OrderConfig(Settings, panel="Optimization"):
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
     )
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
+    shards: int = setting(
+        1, "Logical shards of a batch, a power of two such as 8: results then do not depend on the number of threads. "
+        "Changes the numbers.", least=1, most=1024,
+    )  # fmt: skip
     shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", parse=parse_size)
     seed: int = setting(0, "Seed of initial weights, rounding and the order of rows.", least=0)
     batch_order: Literal["auto", "shuffled", "hot-cold"] = setting(
@@ -94,6 +98,8 @@ class OrderConfig(Settings, panel="Optimization"):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        if isinstance(self.shards, int) and self.shards > 0 and self.shards & (self.shards - 1):
+            self._refuse(f"shards is {self.shards}; it must be a power of two, such as 8.", "shards")
         self._set("swap_rate", float(self.swap_rate))
         if not isinstance(self.batch_size, int | None):
             self._refuse(

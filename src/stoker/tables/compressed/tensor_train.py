@@ -25,6 +25,7 @@ from stoker.ops import AddressSpace, Backend, Bags, RowRule
 from stoker.ops.lamb import Touched, direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, bag_of, factors, update_rows
 from stoker.ops.space import SlotSpace, slot_space
+from stoker.ops.tree import Shards
 from stoker.ops.tt.lookup import Values, expand, fill_core, gradients, sum_places
 from stoker.ops.tt.shape import TTShape
 from stoker.ops.tt.trie import Sums, Trie, build_trie, sums_into
@@ -32,7 +33,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups
-from stoker.tables.shards import row_gradients
+from stoker.tables.shards import row_gradients, square_sum
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
@@ -200,7 +201,7 @@ class CompressedGroup(TableGroup):
         assert lease is not None
         if lookups.bags.ids.numel():
             found = self._expanded(lease)
-            self._update(found, self._row_sums(found, grad))
+            self._update(found, self._row_sums(found, grad, lookups.bags.shards))
             lease.token = found.wanted  # the values are of the cores before
         self.tick += 1
 
@@ -223,11 +224,11 @@ class CompressedGroup(TableGroup):
         """Return for each core the distinct slices and their gradients, from those of the rows [places, D]."""
         return gradients(self.storage.slices(), found.trie, found.values, sums)
 
-    def _row_sums(self, found: _Expanded, grad: Tensor) -> Tensor:
-        """Sum the gradient of each row in order of occurrence: [places, D]."""
-        bags, rows = found.bags, found.values.rows
+    def _row_sums(self, found: _Expanded, grad: Tensor, shards: Shards | None) -> Tensor:
+        """Sum the gradient of each row in order of occurrence, over ``shards`` by their tree: [places, D]."""
+        bags, rows = replace(found.bags, shards=shards), found.values.rows
         sums = found.sums
-        if sums is None:
+        if sums is None or shards is not None:
             return row_gradients(self.backend, len(rows), found.space, bags, bags.ids, grad)
         order, flat = sums.order, grad.reshape(-1, rows.shape[1]).to(rows.dtype)
         parts = factors(len(order), bags.offsets, bags.weights, bags.mean)
@@ -240,8 +241,8 @@ class CompressedGroup(TableGroup):
         lease = self.acquire(lookups)
         assert lease is not None
         found = self._expanded(lease)
-        slices = self._slices(found, self._row_sums(found, grad))
-        return sum(float(each.double().square().sum()) for _, each in slices)
+        slices = self._slices(found, self._row_sums(found, grad, lookups.bags.shards))
+        return sum(square_sum(each, lookups.bags.shards) for _, each in slices)
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)

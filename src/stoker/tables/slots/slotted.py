@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -242,8 +242,8 @@ class SlottedRows(Storage):
             self._slot_spaces[space] = slot_space(space, self.num_slots)
         tables, rows = self._labels or (None, None)
         lease = Lease(
-            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=tables, rows=rows,
-            give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
+            replace(bags, ids=ids, offsets=offsets, weights=weights), self._slot_spaces[space],
+            tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease

@@ -1,0 +1,1 @@
+"""Steps in logical shards, which any number of threads computes alike."""

@@ -1,0 +1,330 @@
+"""The loss of a model and its gradients, one logical shard of the batch after the other.
+
+Each shard runs on one thread, forward and backward, so its products have the same shapes and the same bits on any
+machine of a kind, whatever the number of threads. Several shards run at once. Sums over shards are made by the tree of
+:mod:`stoker.ops.tree`.
+
+Legend: B examples, V shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from threading import Barrier, Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.models import RecModel
+from stoker.ops.cpu.arena import Arena
+from stoker.ops.running import Moved, move_all, recorded
+from stoker.ops.tree import Node, Shards, nodes_of
+from stoker.tables.shards import one_thread
+
+__all__ = ["ShardedLoss", "each_on_one_thread"]
+
+_ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
+_arena = Arena()
+
+
+@cache
+def _pool(size: int, process: int) -> ThreadPoolExecutor:
+    """Return ``size`` threads of this process on each of which torch's operations use no other thread."""
+    before, started = torch.get_num_threads(), Barrier(size + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()  # takes the number of the process, once in each thread
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(size, thread_name_prefix="stoker-shard")
+    for _ in range(size):
+        pool.submit(begin)
+    started.wait()
+    torch.set_num_threads(before)  # also that of threads to come
+    return pool
+
+
+def each_on_one_thread(work: Callable[[int], None], numbers: Sequence[int]) -> None:
+    """Call ``work`` for each number, several at once on torch's number of threads, each of which works alone.
+
+    Raises:
+        BaseException: the first error; numbers that were not begun are left out.
+    """
+    size = min(torch.get_num_threads(), len(numbers))
+    if size <= 1:
+        with one_thread():
+            for number in numbers:
+                work(number)
+        return
+    left: Iterator[int] = iter(numbers)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while not errors and (number := next(left, None)) is not None:  # next() is one step of the interpreter
+            try:
+                work(number)
+            except BaseException as error:
+                errors.append(error)
+
+    pool = _pool(torch.get_num_threads(), os.getpid())
+    for each in [pool.submit(run) for _ in range(size)]:
+        each.result()
+    if errors:
+        raise errors[0]
+
+
+class _Found(NamedTuple):
+    """The sums of a node."""
+
+    loss: Tensor
+    grads: list[Tensor | None]  # of the parameters
+
+
+def _add(first: _Found | None, second: _Found | None) -> _Found | None:
+    """Add two halves of a node, in the memory of the first; one that is absent is left out."""
+    if first is None or second is None:
+        return first or second
+    both = [(a, b) for a, b in zip(first.grads, second.grads, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_(*map(list, zip(*both, strict=True)))
+    grads = [b if a is None else a for a, b in zip(first.grads, second.grads, strict=True)]
+    return _Found(first.loss + second.loss, grads)
+
+
+class _Tree:
+    """Sums over shards: whoever is the second of two siblings adds them."""
+
+    def __init__(self, shards: range) -> None:
+        self.tops, self._lock = set(nodes_of(shards)), Lock()
+        self.sums: dict[Node, _Found | None] = {}
+
+    def add(self, shard: int, found: _Found | None) -> None:
+        node = Node(shard, 1)
+        while node not in self.tops:
+            first = node.start & -(2 * node.size)
+            sibling = Node(first if node.start > first else first + node.size, node.size)
+            with self._lock:
+                if sibling not in self.sums:
+                    self.sums[node] = found
+                    return
+                other = self.sums.pop(sibling)
+            found = _add(found, other) if node.start == first else _add(other, found)
+            node = Node(first, 2 * node.size)
+        with self._lock:
+            self.sums[node] = found
+
+
+class _Slices:
+    """The gradients of the slices of an input [B, ...], joined."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._shape, self._lock = like.shape, Lock()
+        self.joined: Tensor | None = None
+
+    def put(self, start: int, grad: Tensor) -> None:
+        with self._lock:
+            if self.joined is None:
+                self.joined = self._empty(grad)
+        self.joined[start : start + len(grad)] = grad
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """Return memory for all of them, in which the second dimension is the outer one if it is so in ``like``."""
+        if like.device.type != "cpu" or like.dtype != torch.float32:
+            return torch.zeros(self._shape, dtype=like.dtype, device=like.device)
+        if like.dim() == 3 and like.stride(0) < like.stride(1):
+            batch, places, dim = self._shape
+            stride = batch * dim + 16  # an odd line: see stoker.ops.interaction
+            return _arena.empty(places, stride).as_strided((batch, places, dim), (dim, stride, 1))
+        return _arena.empty(*self._shape)
+
+
+class _Sharded(torch.autograd.Function):
+    """The loss. Its gradients are found in the forward pass, shard by shard, so no activation outlives its shard."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: ShardedLoss, batch: Batch, count: int, *given: Tensor) -> Tensor:
+        loss, ctx.grads = owner.compute(batch, given[:count], given[count:])
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("backward was called twice for a loss by shards, whose gradients are used once.")
+        if grad.device.type != "cpu" or float(grad) != 1.0:
+            grads = [None if each is None else each * grad for each in grads]
+        return None, None, None, *grads
+
+
+class ShardedLoss:
+    """The mean binary cross entropy of a model, computed in the logical shards of its tables.
+
+    Its value and gradients do not depend on the number of threads. Batch norm takes the moments of a shard, and running
+    moments move shard after shard. ``predict`` and evaluation of the model are then done by shards, too.
+
+    >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[100, 50])
+    >>> model = stoker.DLRM(spec, embedding_dim=4, bottom=(8,), top=(8,))
+    >>> model.embeddings.shards = 2
+    >>> loss_of = ShardedLoss(model)
+    >>> batch = stoker.Batch(dense=torch.zeros(3, 2), ids=torch.tensor([[1, 2], [3, 4], [1, 0]]), labels=torch.ones(3))
+    >>> loss_of(batch).backward()  # rows take their step here
+    >>> model.embeddings.tick
+    1
+
+    Args:
+        model: whose tables have shards.
+
+    Raises:
+        ConfigError: the dense part is compiled or has CUDA graphs, or the model has its own loss.
+    """
+
+    def __init__(self, model: RecModel) -> None:
+        shards = model.embeddings.shards
+        if model._compiled is not None:
+            raise ConfigError(
+                f"{shards} shards run the dense part on one thread each, but torch.compile and CUDA graphs make code "
+                "for a whole batch. Leave compile and cuda_graphs out, or take shards=1.",
+                settings=("shards", "compile", "cuda_graphs"),
+            )
+        kind = type(model)
+        if kind.loss is not RecModel.loss or kind.forward is not RecModel.forward:
+            raise ConfigError(
+                f"model {kind.__name__} has a loss or forward of its own, which {shards} shards would leave out. "
+                "Define dense_part and inputs only, or take shards=1.",
+                settings=("shards", "model"),
+            )
+        self.model = model
+        self.parameters: list[nn.Parameter] = model.dense_parameters()
+        model.by_shards = self.logits
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch; its ``backward`` also updates the rows."""
+        model = self.model
+        if batch.labels is None:
+            raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
+        batch = batch.to(model.device)
+        inputs = model.inputs(batch)
+        for each in inputs:
+            if len(each) != len(batch):
+                raise ConfigError(
+                    f"an input of the dense part of {type(model).__name__} has {len(each)} rows for {len(batch)} "
+                    "examples, so it has no shards. Take shards=1.",
+                    settings=("shards",),
+                )
+        loss: Tensor = _Sharded.apply(self, batch, len(inputs), *inputs, *self.parameters)  # type: ignore[no-untyped-call]
+        return loss
+
+    def compute(
+        self, batch: Batch, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss, and the gradients of inputs and parameters."""
+        assert batch.labels is not None
+        model, labels, shards = self.model, batch.labels, self._shards(len(batch))
+        tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
+        slices = [_Slices(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
+        moved: dict[int, list[Moved]] = {}
+        around, drawn = _autocast(model.device.type), torch.get_rng_state()
+
+        def work(index: int) -> None:
+            start, stop = shards.bounds[index : index + 2]
+            if start == stop:
+                tree.add(shards.first + index, None)
+                return
+            own = [_aligned(each[start:stop]).requires_grad_(w) for each, w in zip(inputs, trained, strict=True)]
+            with recorded() as moved[index], torch.enable_grad(), around():
+                logits = model._logits(model.dense_part, tuple(own))
+                wanted = [each for each in own if each.requires_grad]
+                loss, slopes = _loss(logits.detach(), labels[start:stop], len(labels))
+                found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
+            for joined, grad in zip((each for each in slices if each), found, strict=False):
+                joined.put(start, torch.zeros_like(own[0]) if grad is None else grad)
+            tree.add(shards.first + index, _Found(loss, _own_memory(found[len(wanted) :])))
+
+        self._run(work, len(shards.bounds) - 1)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise ConfigError(
+                f"the dense part of {type(model).__name__} draws from torch's generator (nn.Dropout?), in the order in "
+                "which threads ask. Draw in inputs(), from a generator of (seed, step, shard) as stoker.Tabular does, "
+                "or take shards=1.",
+                settings=("shards", "model"),
+            )
+        move_all(each for index in sorted(moved) for each in moved[index])
+        [found] = tree.sums.values()
+        if found is None:  # an empty batch
+            return labels.new_tensor(torch.nan), [None] * (len(inputs) + len(parameters))
+        return found.loss, [*(None if each is None else each.joined for each in slices), *found.grads]
+
+    @torch.no_grad()
+    def logits(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Return the logits [B], without gradients."""
+        model, shards = self.model, self._shards(len(inputs[0]))
+        found: list[Tensor] = [inputs[0].new_empty(0)] * (len(shards.bounds) - 1)
+        around = _autocast(model.device.type)
+
+        def work(index: int) -> None:
+            start, stop = shards.bounds[index : index + 2]
+            if start < stop:
+                with torch.no_grad(), around():
+                    own = tuple(_aligned(each[start:stop]) for each in inputs)
+                    found[index] = model._logits(model.dense_part, own)
+
+        self._run(work, len(found))
+        return torch.cat(found)
+
+    def _shards(self, batch: int) -> Shards:
+        return self.model.embeddings.shards_of(batch) or Shards.of(batch, 1)
+
+    def _run(self, work: Callable[[int], None], count: int) -> None:
+        if self.model.device.type == "cpu":
+            each_on_one_thread(work, range(count))
+        else:
+            for index in range(count):
+                work(index)
+
+
+def _autocast(kind: str) -> Callable[[], Any]:
+    """Return a function that enters the caller's autocast in another thread."""
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    return enter
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """Return a slice as a leaf whose memory begins as that of a whole tensor: products may depend on it."""
+    part = part.detach()
+    return part.clone() if part.data_ptr() % _ALIGNED else part
+
+
+def _loss(logits: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses over ``count``, and its gradient (:mod:`stoker.ops.loss`)."""
+    losses = functional.softplus(logits).addcmul_(logits, labels, value=-1.0)
+    return losses.sum() / count, torch.sigmoid(logits).sub_(labels).div_(count)
+
+
+def _own_memory(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that can be added to in place: autograd may give several parameters the same one."""
+    known: set[int] = set()
+    found: list[Tensor | None] = []
+    for each in grads:
+        if each is not None:
+            shared = each.data_ptr() in known or 0 in each.stride()
+            known.add(each.data_ptr())
+            each = each.clone(memory_format=torch.contiguous_format) if shared else each
+        found.append(each)
+    return found
