@@ -1,8 +1,8 @@
 """Training runs in processes of their own, which may be killed at any moment.
 
-Importing and loading kernels takes seconds, a run of a hundred tiny steps less. So one server process does one run to
-have everything in memory, and then forks a child for each further one. No thread of that run is left: none would
-survive a fork.
+Importing and loading kernels takes seconds, a run of a hundred tiny steps less. So one server process, itself a fork
+(tests/processes.py), does one run to have everything in memory, and then forks a child for each further one. No thread
+of that run is left: none would survive a fork.
 
 A kill, or another signal, comes by the clock, or a few moments after the n-th call of a function (:data:`EVENTS`),
 which may lie in the middle of what it calls.
@@ -13,17 +13,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from campaigns import scaled
+from processes import context, start_process
 
 __all__ = ["EVENTS", "Ended", "Server", "kill_numbers"]
 
@@ -62,11 +63,9 @@ class Server:
 
     def __init__(self, folder: Path, *given: Any, **settings: Any) -> None:
         self._messages = folder / "messages.txt"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._messages), str(folder / "events.json")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        self._orders, theirs = context().Pipe()
+        self._process = start_process(_serve, theirs, self._messages, folder / "events.json")
+        theirs.close()
         self._ask({"given": given, "settings": settings})
 
     def run(
@@ -98,13 +97,8 @@ class Server:
         return ended
 
     def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order, default=str) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the server has ended"
-        found: dict[str, Any] = json.loads(answer)
+        self._orders.send(order)
+        found: dict[str, Any] = self._orders.recv()  # EOFError: the server has ended
         return found
 
     def __enter__(self) -> Server:
@@ -113,11 +107,8 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._orders.close()
+        self._process.join(30)
 
 
 #: Of :func:`own_loop`. No checkpoint "last" is written at it: a run resumed after it would go on to the stream's end.
@@ -165,15 +156,19 @@ def own_loop(path: str, *, out: str, home: str | None) -> None:
     model.embeddings.close()
 
 
-def _serve(messages: Path, events: Path) -> None:
+def _serve(orders: Connection, messages: Path, events: Path) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import stoker
 
-    order = json.loads(sys.stdin.readline())
+    order = orders.recv()
     stoker.train(*order["given"], **order["settings"]).model.embeddings.close()
     assert threading.active_count() == 1
-    print("{}", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
+    orders.send({})
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
         events.unlink(missing_ok=True)
         begin, begun, kill = time.monotonic(), None, order["kill"]
         child = os.fork()
@@ -190,7 +185,7 @@ def _serve(messages: Path, events: Path) -> None:
             time.sleep(0.0005)
         found = json.loads(events.read_text()) if events.exists() else {}
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
-        print(json.dumps({"signal": number, "seconds": time.monotonic() - begin, "events": found}), flush=True)
+        orders.send({"signal": number, "seconds": time.monotonic() - begin, "events": found})
 
 
 def _child(order: dict[str, Any], messages: Path, events: Path) -> None:
@@ -250,7 +245,3 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     watch(MemoryHome, "_store", "writeback")
     watch(RecModel, "loss", "step")
     return counts
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), Path(sys.argv[2]))
