@@ -309,17 +309,21 @@ def show_table(
     **looks: Any,
 ) -> None:
     """Print a table; align columns ``left`` to the left, and never wrap columns ``whole``."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
     table, whole = Table(title=title, title_justify="left", **looks), set(whole)
     for place, heading in enumerate(headings):
         side: Any = "left" if place in left else "right"
         table.add_column(Text(heading), justify=side, no_wrap=place in whole, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    Console().print(table)
+    if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
+        table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False  # fewer cells break
+    console.print(table)
 
 
 def show_grids(grids: Iterable[Grid]) -> None:
