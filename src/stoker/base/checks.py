@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 from stoker.base.errors import SchemaError, errors_as, install, require
 
-__all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
-
 Build = Callable[[Any, str], Any]  # (plain value, place) -> object
 
 

@@ -19,8 +19,6 @@ from typing import IO
 from stoker.base.errors import DataError, errors_as
 from stoker.base.files import PASSING, lock_file
 
-__all__ = ["Home", "home_of"]
-
 _PREFIX, _LOCK = "stoker-dataset-", ".lock"
 _SHARED = Path("/dev/shm")
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Moved", "averages", "count_batch", "move", "move_all", "recorded"]
-
 _local = threading.local()
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["Node", "RowSums", "Shards", "check_shards", "nodes_of", "shard_bounds", "shards_of", "sum_rows", "tree_sum"]
-
 
 class Node(NamedTuple):
     """A node of the tree over shards: ``size`` shards from ``start`` on; ``start`` is a multiple of ``size``."""

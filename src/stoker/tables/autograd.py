@@ -18,8 +18,6 @@ from stoker.ops import AddressSpace, Bags
 from stoker.tables.lookups import Lookups
 from stoker.tables.storage import Lease
 
-__all__ = ["Forward", "Gradient", "Lookup", "compiled_lookup", "register"]
-
 _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 

@@ -15,20 +15,6 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.ops.tt.shape import TTShape, factorize
 from stoker.tables.stores.registry import store_class, store_names
 
-__all__ = [
-    "Cached",
-    "Device",
-    "HostPipelined",
-    "HotCold",
-    "Mapped",
-    "Slotted",
-    "Strategy",
-    "TableConfig",
-    "TensorTrain",
-    "check_strategies",
-    "tables_for",
-]
-
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -42,8 +42,6 @@ from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
 from stoker.tables.storage import Lease, Rows, Staged
 
-__all__ = ["EmbeddingTables", "release_all"]
-
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
     "groups", "number", "splitter", "_joint", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__",

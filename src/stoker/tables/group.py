@@ -28,8 +28,6 @@ from stoker.tables.shards import row_gradients, square_sum
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
-__all__ = ["TableGroup"]
-
 _READ = 2**25  # bytes of a chunk of rows
 
 

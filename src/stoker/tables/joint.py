@@ -20,8 +20,6 @@ from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, Splitter
 from stoker.tables.storage import DeviceRows
 
-__all__ = ["Joint", "joint_of"]
-
 
 class Joint:
     """Lookups and updates of all groups at once.

@@ -25,10 +25,6 @@ from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
 from stoker.ops.space import make_space
 from stoker.tables.config import TableConfig
 
-__all__ = [
-    "GroupLookups", "Lookups", "Splitter", "StepLayout", "examples_of", "keep_lookups", "offsets_of", "side_by_side",
-]  # fmt: skip
-
 _NO_PADDING = torch.iinfo(torch.int64).min  # no padding
 
 

@@ -20,8 +20,6 @@ from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 from stoker.tables.lookups import offsets_of
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """The ranks of a process group, for tables (:meth:`stoker.EmbeddingTables.replicate`) and the dense part.

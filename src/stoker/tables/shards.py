@@ -24,17 +24,6 @@ from stoker.ops.space import make_space, slot_space
 from stoker.ops.tree import RowSums, Shards, nodes_of, sum_rows
 from stoker.tables.lookups import Lookups, examples_of
 
-__all__ = [
-    "ShardSums",
-    "by_shard",
-    "in_shards",
-    "joined_sums",
-    "one_thread",
-    "row_gradients",
-    "shard_sums",
-    "square_sum",
-]
-
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 
 

@@ -40,8 +40,6 @@ from stoker.tables.slots.slotted import Queue, SlottedRows
 from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
 from stoker.tables.storage import Lease
 
-__all__ = ["Stage", "stage"]
-
 _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
 _NO_STALL = 0.002  # if it is less for some time, one batch less

@@ -29,8 +29,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["Remedies", "RowSteps", "TableOptimizer", "check_export", "check_modes", "new_handle"]
-
 #: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
 #: right; its elements differ, so that clipping by value, which cannot be honoured, can be told from clipping by norm.
 _DIRECTION = (0.6, 0.8)

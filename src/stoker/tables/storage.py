@@ -27,8 +27,6 @@ from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags, Rounding
 from stoker.tables.lookups import version_of
 
-__all__ = ["DeviceRows", "Lease", "MappedRows", "Rows", "Staged", "Storage", "allocate", "row_bytes", "shapes_of"]
-
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return a tensor of zeros for rows; on the CPU from NumPy, which asks the kernel for huge pages.

@@ -22,8 +22,6 @@ from stoker.ops.reference import CHUNK
 from stoker.ops.space import HAVE_NUMBA
 from stoker.ops.tt.shape import Level, TTShape
 
-__all__ = ["Blocks", "Sums", "Trie", "build_trie", "cpu_kernels", "send", "sums_into"]
-
 _MOST = 4  # places of all blocks for each node, and
 _SPARE = 1024  # more, before a digit with many nodes gets several blocks
 

@@ -34,8 +34,6 @@ from stoker.prep.features.base import (
 from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTable
 from stoker.prep.features.past import WEIGHT, Past, compute_all
 
-__all__ = ["Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "derive", "runs_of"]
-
 PARTITION_ROWS = 2**20  # rows of a partition, roughly
 _MOST_PARTITIONS = 256  # beyond that, partitions get more rows
 _FEW_KEYS = 2**16  # up to here each block searches the whole table

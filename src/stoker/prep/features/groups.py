@@ -17,11 +17,6 @@ from stoker.base.errors import DataError
 from stoker.ops.codegen.jit import jit
 from stoker.prep.parse.dictionaries import splitmix, text_hashes
 
-__all__ = [
-    "Codes", "Groups", "join_codes", "key", "key_codes", "order_codes", "row_folds", "sort_rows", "sorted_groups",
-    "stable_hash", "starts_of", "text_of",
-]  # fmt: skip
-
 Codes = npt.NDArray[np.uint64]
 _SLICE = 2**17  # sorted rows that are processed at a time
 _MOST = 2**62  # codes of joined columns are below

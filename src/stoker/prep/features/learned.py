@@ -21,11 +21,6 @@ from stoker.base.engine import collect
 from stoker.base.errors import DataError
 from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, groups, pl, texts
 
-__all__ = [
-    "FIRST", "LABEL", "CountEncoding", "Keyed", "Learned", "LearnedTable", "MeanTargetEncoding", "Merge", "Properties",
-    "look_up",
-]  # fmt: skip
-
 LABEL = "__label"  # column of the rows while features are fitted: the label, Float64
 FIRST = "__first"  # column of tables while they are fitted: the first training row of the key, Int64
 _SUM, _COUNT = "sum", "count"

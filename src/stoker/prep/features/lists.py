@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["lists_of", "previous_values"]
-
 
 def previous_values(
     values: NDArray[Any], first: NDArray[np.int64], stop: NDArray[np.int64], most: int

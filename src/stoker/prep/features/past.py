@@ -21,11 +21,6 @@ from stoker.base.errors import DataError
 from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, explained, groups, pl, texts
 from stoker.prep.features.lists import lists_of, previous_values
 
-__all__ = [
-    "WEIGHT", "Difference", "GroupOrder", "History", "Past", "PastCount", "Previous", "Rank", "SinceLast",
-    "compute_all",
-]  # fmt: skip
-
 WEIGHT = "__weight"  # column of the state of a count: how many events a row stands for, Int64
 
 

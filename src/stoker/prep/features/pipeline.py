@@ -19,8 +19,6 @@ from stoker.prep.features.learned import LABEL, Learned, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.tables import joined
 
-__all__ = ["Fitted", "fit", "fit_apply"]
-
 _SLICE = 2**15  # rows of a frame whose leading features are computed at a time
 _THREADS = 2
 _Rows = TypeVar("_Rows", "pl.DataFrame", "pl.LazyFrame")

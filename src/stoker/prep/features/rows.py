@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
-__all__ = ["Constrain", "Cross", "Divide", "Equal", "Keep", "Mask", "Match", "Pairs", "Split", "Subtract", "TimeParts"]
-
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 
 

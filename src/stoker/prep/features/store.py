@@ -15,8 +15,6 @@ from stoker.dataset.manifest import describe_file
 from stoker.prep.features.base import Derivation, feature_from_dict, pl
 from stoker.prep.features.learned import Learned, LearnedTable
 
-__all__ = ["StoredTable", "load_features", "save_features", "store_features", "write_table"]
-
 _INDEX = "features.json"
 
 

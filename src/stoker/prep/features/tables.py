@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
 
-__all__ = ["joined", "open_table", "read_table"]
-
 _BLOCK_BYTES = 2**22  # that a thread reads at a time
 _TYPES = {"hex": "UInt64", "int": "Int64", "float": "Float64", "string": "String"}  # of Polars
 

@@ -24,11 +24,6 @@ import numpy.typing as npt
 from stoker.base.ordered import ordered_map
 from stoker.prep.schema import FITTED_TRANSFORMS, DenseColumn
 
-__all__ = [
-    "DenseFit", "blocks", "compact", "dense_values", "fit_dense", "median", "ordered_floats", "ordered_int",
-    "select_rank", "values_of",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 Keys = npt.NDArray[np.int64]
 P = TypeVar("P")

@@ -24,8 +24,6 @@ from stoker.rewrite.reorder import write_vocabulary
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["Fitting", "count_codes", "same_file"]
-
 Array = npt.NDArray[Any]
 
 

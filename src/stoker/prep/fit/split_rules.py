@@ -20,8 +20,6 @@ from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
 from stoker.prep.stages.parts import Part
 
-__all__ = ["SplitFile", "Splitter", "number_groups", "targets_of_files"]
-
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
 

@@ -19,8 +19,6 @@ import pyarrow.compute as pc
 from stoker.base.errors import DataError
 from stoker.prep.stages.parts import Arrays
 
-__all__ = ["TableBuilder", "Vocabulary", "read_dictionary"]
-
 Array = npt.NDArray[Any]
 _MAX_ENTRIES = 2**31 - 2
 _BATCH = 2**20  # at least this many values are numbered together

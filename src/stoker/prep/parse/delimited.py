@@ -16,8 +16,6 @@ from stoker.base.units import plural
 from stoker.ops.codegen.jit import jit
 from stoker.prep.parse.frames import TEXT_CUT, BadLine, Block, Field, careful_value, cut_text, frame_block
 
-__all__ = ["MAX_QUOTED_BYTES", "MAX_QUOTED_LINES", "TextParser", "cut_records"]
-
 Array = npt.NDArray[Any]
 
 MAX_QUOTED_LINES = 1_000  # of a quoted field; beyond that the quote counts as stray

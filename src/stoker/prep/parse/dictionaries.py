@@ -10,8 +10,6 @@ import polars as pl
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["number_ints", "number_texts", "splitmix", "text_hashes"]
-
 Array = npt.NDArray[Any]
 _SMALL = 2**14  # slots of a hash table that fits a core's cache
 

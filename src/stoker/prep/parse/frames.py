@@ -25,12 +25,6 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 
-__all__ = [
-    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "careful_value",
-    "check_columns", "common_types", "cut_text", "frame_block", "parquet_block", "parquet_cuts",
-    "parquet_rows", "parquet_types",
-]  # fmt: skip
-
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
     "float": pl.Float64(), "int": pl.Int64(), "string": pl.String(), "datetime": pl.Datetime("us"),

@@ -25,8 +25,6 @@ from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.sources import LineBlock, check_text, first_line, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["Source", "file_columns"]
-
 PARQUET_ROWS = 2**18  # rows of a Parquet file in a part, roughly
 PARQUET_VALUES = 2**23  # values of a part: fewer rows if there are many columns
 

@@ -17,8 +17,6 @@ from stoker.base.errors import DataError
 from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
 from stoker.prep.parse.sources import first_line
 
-__all__ = ["first_keys", "json_block"]
-
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
 # Values whose text every reader agrees on: texts, and whole numbers in the usual form.
 _PLAIN = rb"null|true|false|(?:-?[1-9][0-9]{0,18}|0)(?![0-9.eE])"

@@ -15,8 +15,6 @@ import polars as pl
 
 from stoker.base.checks import fail
 
-__all__ = ["UNKNOWN", "check_format", "read_moments", "suggestions"]
-
 UNKNOWN = np.int64(-(2**63))  # instead of a time: the text is missing or cannot be read
 _DAY = 86_400_000_000  # microseconds
 _FRACTION = r"(?:[.,](?<fraction{0}>[0-9]+))?"

@@ -17,8 +17,6 @@ from stoker.base.units import parse_setting, parse_share
 from stoker.prep.parse.frames import BadLine
 from stoker.prep.stages.parts import Part, atomic_path
 
-__all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]
-
 _RULE = "give the label a rule in the schema, such as rule = '> 0'"
 _EARLY = 1_000_000  # from this many lines on, the share is checked while reading
 _DEFAULT_SHARE = 0.01  # of all lines that may be bad by default,

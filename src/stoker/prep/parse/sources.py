@@ -23,11 +23,6 @@ from typing import Any, BinaryIO
 from stoker.base.errors import DataError, errors_as, require
 from stoker.base.units import format_size, quoted
 
-__all__ = [
-    "BLOCK_BYTES", "FRAME", "LineBlock", "check_text", "expand", "first_line", "line_blocks",
-    "number_order", "source_kind", "text_order_warning",
-]  # fmt: skip
-
 BLOCK_BYTES = 2**24
 FRAME = ".frame"  # suffix of the temporary file of a table: Parquet, whatever format the schema has for files
 _MAX_LINE = 2**26  # a longer line means that the file is not a text log

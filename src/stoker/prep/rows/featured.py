@@ -53,8 +53,6 @@ from stoker.prep.stages.first_pass import ingest
 from stoker.prep.stages.parts import Part, atomic_path, checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
-__all__ = ["featured_rows"]
-
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 dropped; UInt8
 TIME = "__time"  # Int64, as in the keys of the rows
 _SLICE = 2**17  # derived rows of one part

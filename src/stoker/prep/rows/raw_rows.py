@@ -28,8 +28,6 @@ from stoker.prep.stages.first_pass import ingest
 from stoker.prep.stages.parts import Part, atomic_path, checksum, write_part
 from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["Rows", "derivation", "explained", "read_rows", "sources_of", "write_derived"]
-
 
 @dataclass(kw_only=True)
 class Rows:

@@ -12,8 +12,6 @@ from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, sugge
 from stoker.prep.rows.raw_rows import sources_of
 from stoker.prep.stages.task import Task
 
-__all__ = ["check_notation"]
-
 _BLOCK = 2**16  # bytes of text to read at a time
 _VALUES = 1_000  # values to check in all
 

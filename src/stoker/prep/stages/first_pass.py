@@ -16,8 +16,6 @@ from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
 from stoker.prep.stages.parts import Part, is_whole
 from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["Sink", "ingest"]
-
 
 class Sink(Protocol):
     """Write a block to a path; return the record for the journal."""

@@ -26,11 +26,6 @@ from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import clear, lock_file, move
 
-__all__ = [
-    "Arrays", "Journal", "Part", "atomic_path", "checksum", "is_whole", "open_part", "sibling", "write_part",
-    "write_rows",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 _ALIGN = 64

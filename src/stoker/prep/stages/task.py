@@ -29,8 +29,6 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["KEPT", "SPLITS", "Progress", "Step", "Task"]
-
 WORK_VERSION = 12  # raise it when the content of parts changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # prefix of kept columns while features are computed

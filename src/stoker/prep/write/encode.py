@@ -19,8 +19,6 @@ from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import Arrays, Part, open_part
 
-__all__ = ["Encoder", "Slice"]
-
 Array = npt.NDArray[Any]
 Slice = tuple[Part, int, int]  # rows [begin, end) of one part's rows in a split
 

@@ -41,8 +41,6 @@ from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 
-__all__ = ["cut_warning", "publish"]
-
 _FREE = 2**20  # bytes of disk for the manifest and other small files
 _SHARD_BYTES = 2**26  # most bytes of a shard, because each thread has one in memory
 _LEAST_ROWS = 2**12

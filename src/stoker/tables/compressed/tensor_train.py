@@ -36,8 +36,6 @@ from stoker.tables.lookups import Lookups
 from stoker.tables.shards import row_gradients, square_sum
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
-__all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
-
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
 _FEWEST = 16  # binary digits of the places in a space
 

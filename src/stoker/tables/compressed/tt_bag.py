@@ -30,9 +30,6 @@ from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.stepping import Remedies, RowSteps, check_export, check_modes, new_handle
 
-__all__ = ["TTEmbeddingBag"]
-
-
 _REMEDIES = Remedies(
     step="Make the bag without optimizer: its cores are then parameters like others, for an optimizer of torch's",
     scaler="",

@@ -36,8 +36,6 @@ from stoker.tables.slots.residency import Ints, SlotPlan
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Held, Home, MemoryHome
 
-__all__ = ["CudaLink", "Reading", "Streams", "staging_bytes"]
-
 Reading = Literal["auto", "staged", "direct"]
 _WAYS: tuple[Reading, ...] = ("staged", "direct")
 

@@ -26,8 +26,6 @@ from stoker.tables.slots.residency import LANDED, Ints, SlotPlan
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home
 
-__all__ = ["DirectLink", "QueuedLink", "TransferStats", "Writeback"]
-
 
 @dataclass
 class TransferStats:

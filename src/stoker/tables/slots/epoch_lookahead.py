@@ -29,8 +29,6 @@ from stoker.base.spool import Spool
 from stoker.dataset.batch import Batch
 from stoker.tables.slots.residency import Ints
 
-__all__ = ["EpochBatches", "EpochLookahead", "Recording", "Rereadable"]
-
 Progress = Callable[[str, int, int], None]  # (name of the work, batches done, batches in all)
 _OFTEN = 0.1  # seconds between two reports
 _NARROW = 2**31  # fewer rows have addresses of 32 bits

@@ -38,8 +38,6 @@ from stoker.ops.codegen.llvm_memory import prefetch
 from stoker.tables.slots.residency import FARTHEST, NEVER, Hints, Ints, Residency, SlotPlan
 from stoker.tables.stores.kernels import segment_of
 
-__all__ = ["FastResidency"]
-
 _AHEAD = 24  # lines to prefetch ahead
 _RANK_BITS = 40
 _STEPS = 2**22  # steps that heap keys can count before a rebuild from a later base

@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["FARTHEST", "FULL", "LANDED", "NEVER", "ROOMY", "Residency", "SlotPlan", "known_bytes"]
-
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
 NEVER = 2**62  # step of the next use of a row without a known one

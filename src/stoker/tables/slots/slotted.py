@@ -35,8 +35,6 @@ from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
 
-__all__ = ["Queue", "SlottedRows", "TooFewSlots", "make_residency", "make_slotted"]
-
 _STORED = 2**20  # rows of a chunk when all changed rows are written back
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from stoker.base.device import total_memory
 
-__all__ = ["CALM", "FARTHER", "IN_MEMORY", "LEAST", "SHARE", "Ahead", "default_memory"]
-
 LEAST = 8  # batches ahead at first, and at least
 FARTHER = 7  # batches more after a guess. They are read before the next step, so a few milliseconds
 CALM = 8  # plans without a guess before the window shrinks by one batch

@@ -18,8 +18,6 @@ from stoker.ops.cpu.arena import flat
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home, Initial, tier_bytes
 
-__all__ = ["BlockHome"]
-
 _AT_ONCE = 16 * 2**20  # bytes of blocks that one call loads or saves
 _NEVER = -1  # the checksum of a block that was never saved
 

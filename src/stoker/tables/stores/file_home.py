@@ -33,8 +33,6 @@ from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home, Initial
 
-__all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
-
 PAGE = 4096  # bytes of a page; direct input and output moves whole pages
 _WASTE = 8  # at most 1 / _WASTE of a block is unused
 _SPAN = 128 * 1024  # most bytes of a system call

@@ -35,8 +35,6 @@ from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import DTYPES, Slotted, TableConfig
 from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
 
-__all__ = ["Held", "Home", "Initial", "MemoryHome", "tier_bytes"]
-
 _LINE = 64  # bytes of a cache line
 _PAGE = mmap.PAGESIZE  # page-locking takes whole pages
 _PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister: locked for every GPU, at an address that it can read

@@ -27,8 +27,6 @@ from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, 
 from stoker.ops.codegen.llvm_rows import row_init
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["MOVE", "move_records", "system_calls"]
-
 _AHEAD = 24  # rows to prefetch ahead: the work of about one DRAM latency
 _PAGE = mmap.PAGESIZE
 _EINTR = errno.EINTR

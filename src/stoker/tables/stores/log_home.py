@@ -32,8 +32,6 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
 from stoker.tables.stores.home import Held, Home, Initial
 
-__all__ = ["LogHome"]
-
 _SEGMENT = 2**20  # bytes; a file of fewer than _SEGMENTS such segments is cut into _SEGMENTS
 _SEGMENTS = 32
 _ROOM = 1.25  # most segments in use, relative to those that live rows fill

@@ -21,8 +21,6 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home, Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.registry import store_of
 
-__all__ = ["RamTier", "make_home"]
-
 _STEP = 64  # frames that the hand of the clock checks first
 _MOVED = 2**20  # rows of a chunk moved from or to the inner store
 

@@ -11,8 +11,6 @@ from typing import Any
 from stoker.base.errors import ConfigError
 from stoker.base.files import url_of
 
-__all__ = ["register_store", "store_class", "store_for", "store_names", "store_of"]
-
 #: value of ``home`` in :class:`stoker.tables.config.Slotted` -> its class, or the place of the class
 _STORES: dict[str, Any] = {
     "memory": "stoker.tables.stores.home:MemoryHome",

@@ -23,8 +23,6 @@ from stoker.tables.config import Slotted
 from stoker.tables.stores.block_home import BlockHome
 from stoker.tables.stores.home import Initial
 
-__all__ = ["RemoteHome"]
-
 _THREADS = 8  # objects moved at once
 _PREFIX = "stoker-home"
 _NOTE = "owner.txt"

@@ -30,8 +30,6 @@ from stoker.ops.running import Moved, move_all, recorded
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.shards import one_thread
 
-__all__ = ["ShardedLoss", "each_on_one_thread"]
-
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
 _arena = Arena()
 
