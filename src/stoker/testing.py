@@ -66,7 +66,7 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
             over the split; None: a dataset without groups. The rows do not depend on it.
     """
     from stoker.dataset.dataset import Dataset
-    from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
+    from stoker.dataset.manifest import hash_json, write_counts, write_manifest
     from stoker.dataset.shards import write_shard
     from stoker.dataset.spec import Feature, FeatureSpec
     from stoker.rewrite.derived import table_ids
@@ -117,7 +117,7 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
             "created_by": "stoker.testing.make_dataset",
             "recipe": "testing",
             "schema": schema,
-            "schema_hash": hash_schema(schema),
+            "schema_hash": hash_json(schema),
             "features": spec.to_dict(),
             "dense_stats": {},
             "splits": splits,

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import hash_schema, read_manifest, write_manifest
+from stoker.dataset.manifest import hash_json, read_manifest, write_manifest
 from stoker.dataset.shards import allow_open_files, open_shard, write_shard
 from stoker.testing import make_dataset
 
@@ -236,7 +236,7 @@ def test_manifest_bytes_are_reproducible_and_checked(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "manifest.json").read_bytes() == (tmp_path / "b" / "manifest.json").read_bytes()
     with pytest.raises(DataError, match="lacks"):
         write_manifest(tmp_path / "c", {"features": {}})
-    assert hash_schema({"a": 1, "b": [2]}) == hash_schema({"b": [2], "a": 1}) != hash_schema({"a": 2, "b": [2]})
+    assert hash_json({"a": 1, "b": [2]}) == hash_json({"b": [2], "a": 1}) != hash_json({"a": 2, "b": [2]})
 
 
 def test_missing_split_and_rows(path: Path) -> None:

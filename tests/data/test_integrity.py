@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import hash_schema, write_manifest
+from stoker.dataset.manifest import hash_json, write_manifest
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.prep.prepare import prepare
@@ -198,7 +198,7 @@ def with_ids(path: Path, ids: np.ndarray, lengths: np.ndarray | None) -> Dataset
         num_embeddings={f"t{i}": limit for i, limit in enumerate(LIMITS)},
     )
     splits = {"train": {"rows": rows, "positives": 0, "shards": [info.to_dict()]}}
-    write_manifest(path, {"features": spec.to_dict(), "schema_hash": hash_schema({}), "splits": splits})
+    write_manifest(path, {"features": spec.to_dict(), "schema_hash": hash_json({}), "splits": splits})
     return Dataset(path)
 
 

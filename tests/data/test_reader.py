@@ -26,7 +26,7 @@ from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather
-from stoker.dataset.manifest import hash_schema, write_manifest
+from stoker.dataset.manifest import hash_json, write_manifest
 from stoker.dataset.order import EpochOrder
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
@@ -73,7 +73,7 @@ def numbered(path: Path, rows: int, shard_rows: int, *, sequence: bool = False, 
         path,
         {
             "features": spec.to_dict(),
-            "schema_hash": hash_schema({"rows": rows}),
+            "schema_hash": hash_json({"rows": rows}),
             "splits": {"train": {"rows": rows, "positives": rows // 2, "shards": shards}},
         },
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError, SchemaError
-from stoker.dataset.manifest import hash_schema
+from stoker.dataset.manifest import hash_json
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.ads import criteo
 from stoker.prep.schema import (
@@ -102,7 +102,7 @@ def test_dictionary_round_trip_and_hash(preset: str) -> None:
     schema = criteo(preset).schema()
     again = Schema.from_dict(schema.to_dict())
     assert again == schema
-    assert again.hash() == schema.hash() == hash_schema(schema.to_dict())
+    assert again.hash() == schema.hash() == hash_json(schema.to_dict())
 
 
 @given(

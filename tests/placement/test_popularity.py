@@ -18,7 +18,7 @@ import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.dataset import gather
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import canonical_json, hash_schema, write_counts, write_manifest
+from stoker.dataset.manifest import canonical_json, hash_json, write_counts, write_manifest
 from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.models import MODELS
@@ -69,7 +69,7 @@ def written(
     write_manifest(
         path,
         {
-            "schema": schema, "schema_hash": hash_schema(schema), "features": spec.to_dict(),
+            "schema": schema, "schema_hash": hash_json(schema), "features": spec.to_dict(),
             "splits": {"train": {"rows": len(ids), "positives": 0, "shards": infos}},
             "files": {"counts.safetensors": write_counts(path, counts)},
         },

@@ -37,6 +37,12 @@ def _torch_type(kind: np.dtype[Any]) -> torch.dtype:
     return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[kind.str[1:]]
 
 
+def sound_bags(lengths: npt.NDArray[np.int32], begin: Int64, end: Int64, ids: Int64 | int) -> npt.NDArray[np.bool_]:
+    """Return bool [n]: rows whose bags, of ``lengths`` [n, F], fill ids [begin, end) [n] of a shard of ``ids``."""
+    good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= ids)
+    return np.asarray(good & (lengths.sum(axis=1, dtype=np.int64) == end - begin))
+
+
 class NumpyGather:
     """The definition, in NumPy: one fancy index per shard and tensor.
 
@@ -79,8 +85,7 @@ class NumpyGather:
         self._copy_rows(shard, rows + 1, {"row_offsets": found[2]})
         lengths, begin, end = (tensor.numpy() for tensor in found)
         sizes = end - begin
-        good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= self._ids[shard])
-        good &= sizes == lengths.sum(axis=1, dtype=np.int64)
+        good = sound_bags(lengths, begin, end, self._ids[shard])
         if not good.all():
             bad = int(np.argmin(good))
             number = int(shard[bad])

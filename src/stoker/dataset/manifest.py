@@ -41,9 +41,9 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def hash_schema(schema: Mapping[str, Any]) -> str:
-    """Return the manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
-    return hashlib.sha256(canonical_json(schema).encode()).hexdigest()
+def hash_json(value: Any) -> str:
+    """Return the sha256 of the canonical JSON of a value, such as the manifest's ``schema_hash`` of a schema."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:

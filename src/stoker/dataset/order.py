@@ -39,7 +39,7 @@ def _keys(name: str) -> list[np.uint32]:
     return [np.uint32(key) for key in np.frombuffer(digest, "<u4")]
 
 
-def _mix(values: Words, key: np.uint32) -> Words:
+def mix32(values: Words, key: np.uint32) -> Words:
     """Return a 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
     mixed = values ^ key
     mixed ^= mixed >> np.uint32(16)
@@ -62,7 +62,7 @@ def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[
     keys = _keys(name)
     if size <= _SORTED:
         index = np.arange(size, dtype=np.uint32)
-        high, low = (_mix(_mix(index, first), second) for first, second in (keys[:2], keys[2:4]))
+        high, low = (mix32(mix32(index, first), second) for first, second in (keys[:2], keys[2:4]))
         hashes = (high.astype(np.uint64) << np.uint64(32)) | low
         table = np.argsort(hashes, kind="stable").astype(np.int64)
         return lambda start, stop: table[start:stop]
@@ -77,9 +77,9 @@ def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[
         high = (values >> low_bits).astype(np.uint32)
         for number, key in enumerate(keys):
             if number % 2:
-                high ^= _mix(low, key) & high_mask
+                high ^= mix32(low, key) & high_mask
             else:
-                low ^= _mix(high, key) & low_mask
+                low ^= mix32(high, key) & low_mask
         return (high.astype(np.uint64) << low_bits) | low
 
     if fast is None:

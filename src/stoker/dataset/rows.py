@@ -26,7 +26,7 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.base.files import file_identity
 from stoker.base.ordered import ordered_map
-from stoker.dataset.gather import NumpyGather, new_tensor
+from stoker.dataset.gather import NumpyGather, new_tensor, sound_bags
 from stoker.dataset.memory import home_of
 from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
@@ -288,9 +288,8 @@ def _check_lengths(shard: Shard, start: int, stop: int) -> None:
     """Check that the bags of rows [start, stop) follow each other within the ids."""
     assert shard.lengths is not None
     assert shard.row_offsets is not None
-    lengths, offsets = shard.lengths[start:stop], shard.row_offsets[start : stop + 1]
-    good = (lengths >= 0).all(axis=1) & (offsets[:-1] >= 0) & (offsets[1:] <= len(shard.ids))
-    good &= lengths.sum(axis=1, dtype=np.int64) == np.diff(offsets)
+    offsets = shard.row_offsets[start : stop + 1]
+    good = sound_bags(shard.lengths[start:stop], offsets[:-1], offsets[1:], len(shard.ids))
     if not good.all():
         raise DataError(
             f"{shard.path}, row {start + int(np.argmin(good)):,}: lengths and row_offsets disagree. Prepare the "

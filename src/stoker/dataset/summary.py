@@ -17,17 +17,13 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import Split
 
 _SAMPLE_ROWS = 2**20
+_TOP = 3  # of the largest training counts of a table
 _RUN = 4096  # rows of a chunk
 _ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # the fields shown for a reordered dataset
 
 
-def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
-    """Describe a dataset in plain JSON values.
-
-    Args:
-        dataset: an opened dataset.
-        top: how many of the largest training counts to list per table.
-    """
+def describe_dataset(dataset: Dataset) -> dict[str, Any]:
+    """Describe an opened dataset in plain JSON values."""
     manifest, splits = dataset.manifest, dataset.splits
     files = manifest.get("files", {}).values()
     most = {feature.table: feature.max_length for feature in dataset.schema.features if feature.sequence}
@@ -59,7 +55,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
                 "table": table,
                 "rows": rows,
                 "max_length": most.get(table, 1),
-                **_describe_counts(dataset.counts[table], top),
+                **_describe_counts(dataset.counts[table]),
             }
             for table, rows in sorted(dataset.schema.num_embeddings.items(), key=lambda item: _natural(item[0]))
         ],
@@ -89,7 +85,7 @@ def _describe_split(split: Split) -> dict[str, Any]:
     return found
 
 
-def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
+def _describe_counts(counts: Tensor) -> dict[str, Any]:
     total = int(counts.sum())
     known = counts[1:]
     if bool((known[1:] > known[:-1]).any()):  # tables of hash_buckets, and reordered ones
@@ -105,7 +101,7 @@ def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
         "hot_1_percent": hot(0.01),
         "hot_10_percent": hot(0.1),
         "unused_rows": int((known == 0).sum()),
-        "top_counts": [int(count) for count in known[:top]],
+        "top_counts": [int(count) for count in known[:_TOP]],
     }
 
 

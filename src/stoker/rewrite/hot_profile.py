@@ -5,7 +5,6 @@ It is saved as JSON. Its hash is in the manifest of a dataset that is classified
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Plotted, blank
 from stoker.base.settings import Settings, setting
 from stoker.base.units import format_size, parse_share, parse_size, quoted
-from stoker.dataset.manifest import canonical_json
+from stoker.dataset.manifest import hash_json
 from stoker.optim import ROW_OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class HotProfile(Plotted):
     @cached_property
     def hash(self) -> str:
         """The sha256 of the canonical JSON, in hex: equal profiles have equal hashes."""
-        return _hash(self.to_dict())
+        return hash_json(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -286,13 +285,9 @@ class HotProfile(Plotted):
                 "make the profile again with this version."
             )
         known = {name: value for name, value in values.items() if name not in ("kind", "format_version", "hash")}
-        if values.get("hash") != _hash(known):
+        if values.get("hash") != hash_json(known):
             raise DataError(f"{path} was changed after it was written: its hash does not fit its values. {again}")
         try:
             return cls.from_dict(known)
         except DataError as error:
             raise DataError(f"{path} is garbled: {error} {again}") from error
-
-
-def _hash(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(values).encode()).hexdigest()

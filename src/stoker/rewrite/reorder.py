@@ -32,7 +32,7 @@ from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
-from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
+from stoker.dataset.manifest import NEW_IDS, describe_file, hash_json, note_request, write_counts, write_manifest
 from stoker.dataset.shards import Shard
 from stoker.rewrite.derived import derived_at, table_ids, write_shards
 from stoker.rewrite.id_order import (
@@ -163,7 +163,7 @@ def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) ->
         splits = _write_splits(data, orders, folder, progress, threads)
         written = _write_files(data, orders, folder)
         hashes = {name: _sha256(np.ascontiguousarray(ids, "<i8").tobytes()) for name, ids in orders.items()}
-        order_hash = _sha256(canonical_json(hashes).encode())
+        order_hash = hash_json(hashes)
         manifest = {
             **data.manifest,
             # The rows of a model belong to ids, so another order counts as another schema.

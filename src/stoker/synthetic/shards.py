@@ -20,7 +20,7 @@ from stoker.base.settings import with_arguments_of
 from stoker.base.units import parse_count
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import describe_file, hash_schema, write_counts, write_manifest
+from stoker.dataset.manifest import describe_file, hash_json, write_counts, write_manifest
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
@@ -116,7 +116,7 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
             "stoker_version": __version__,
             "recipe": "synthetic",
             "schema": values,
-            "schema_hash": hash_schema(values),
+            "schema_hash": hash_json(values),
             "features": spec.to_dict(),
             "dense_stats": {},
             "splits": entries,

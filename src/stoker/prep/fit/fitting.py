@@ -14,7 +14,7 @@ from stoker.base.files import hash_file
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
-from stoker.prep.fit.split_rules import SplitFile, Splitter
+from stoker.prep.fit.split_rules import SplitFile, Splitter, no_training_row
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
@@ -124,10 +124,7 @@ class Fitting:
         self.dense: list[DenseFit] = []
         self._split()
         if not self.sizes[:, 0].any() and task.like is None:
-            raise UnusableInput(
-                f"the split rule {task.schema.split.rule!r} leaves no training row of "
-                f"{int(self.sizes.sum()):,}. Change the split in the schema."
-            )
+            raise no_training_row(task.schema, int(self.sizes.sum()))
 
     def _split(self) -> None:
         """Write the split of every row."""
@@ -135,8 +132,6 @@ class Fitting:
         self.splits.path.write_bytes(b"")
         for part in self.parts:
             found = splitter.assign(part)
-            if self.task.like is not None:
-                found = np.where(found == SPLIT_CODES["drop"], found, np.uint8(SPLIT_CODES["test"]))
             self._write(part, found)
             self._check_groups(part, found)
 

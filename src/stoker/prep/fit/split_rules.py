@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
@@ -48,6 +49,13 @@ class SplitFile:
         with self.path.open("r+b") as file:
             file.seek(part.start)
             file.write(splits.data)
+
+
+def no_training_row(schema: Schema, rows: int) -> UnusableInput:
+    """Return the error for a rule that leaves no training row of ``rows``."""
+    return UnusableInput(
+        f"the split rule {schema.split.rule!r} leaves no training row of {rows:,}. Change the split in the schema."
+    )
 
 
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:

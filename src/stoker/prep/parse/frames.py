@@ -24,6 +24,7 @@ from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
+from stoker.prep.features.lists import lists_of
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -296,8 +297,7 @@ def _lists(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     values = _single(values, item, odd)
     for place, reason in odd.items():
         wrong.setdefault(int(np.searchsorted(ends, place, side="right")), reason)
-    offsets = pa.array(np.append(0, ends).astype(np.int64))
-    return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, values.rechunk().to_arrow())))
+    return lists_of(values.rechunk(), np.diff(ends, prepend=0))
 
 
 def _reason(item: Field, value: object) -> str:

@@ -12,6 +12,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.dataset.order import mix32
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -60,11 +62,4 @@ def normal(key: int, counters: NDArray) -> NDArray[np.float32]:
 
 def scatter32(key: int, ids: NDArray) -> NDArray[np.uint32]:
     """Return a one-to-one map of 32-bit ids onto 32-bit values, so that distinct ids keep distinct values, [n]."""
-    value = ids.astype(np.uint32)
-    value += np.uint32(key & 0xFFFFFFFF)
-    value ^= value >> np.uint32(16)
-    value *= np.uint32(0x7FEB352D)
-    value ^= value >> np.uint32(15)
-    value *= np.uint32(0x846CA68B)
-    value ^= value >> np.uint32(16)
-    return value
+    return mix32(ids.astype(np.uint32) + np.uint32(key & 0xFFFFFFFF), np.uint32(0))

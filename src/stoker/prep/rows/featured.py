@@ -32,7 +32,7 @@ from stoker.prep.features.execute import Executor, check_present, derive, runs_o
 from stoker.prep.features.learned import LABEL, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
-from stoker.prep.fit.split_rules import Splitter
+from stoker.prep.fit.split_rules import Splitter, no_training_row
 from stoker.prep.parse.frames import (
     KEPT_TYPES,
     BadLine,
@@ -183,8 +183,6 @@ def _keys(task: Task, row_files: Sequence[_RowFile]) -> Path:
         nonlocal train
         for part in (part for part in parts if part.rows):
             split = splitter.assign(part)
-            if task.like is not None:
-                split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
             train += int((split == 0).sum())
             with part.open() as arrays:
                 found = {LABEL: arrays["labels"].astype(np.float64), SPLIT: split}
@@ -195,10 +193,7 @@ def _keys(task: Task, row_files: Sequence[_RowFile]) -> Path:
     with atomic_path(path) as temporary:
         _write_blocks(temporary, tables())
         if not train and task.like is None:
-            raise UnusableInput(
-                f"the split rule {task.schema.split.rule!r} leaves no training row of "
-                f"{sum(part.rows for part in parts):,}. Change the split in the schema."
-            )
+            raise no_training_row(task.schema, sum(part.rows for part in parts))
     task.journal.add("keys", checksum(path))
     return path
 

@@ -210,10 +210,11 @@ def _stamp(path: Path) -> list[Any]:
 
 def _all_test(schema: Schema) -> Schema:
     """Return the schema for ``like``: all rows go to test, and may lack a label. A split column may still drop rows."""
-    schema = replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule))
+    split = SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0)
     if schema.split.rule == "column":
-        return schema
-    return replace(schema, split=SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0))
+        values = {value: "drop" if target == "drop" else "test" for value, target in schema.split.values.items()}
+        split = replace(schema.split, values=values)
+    return replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule), split=split)
 
 
 def _schema_after_features(schema: Schema) -> Schema:

@@ -325,7 +325,7 @@ def _finish(
         "created_by": task.recipe.command,
         "recipe": {"name": task.recipe.name, "preset": task.recipe.preset_name},
         "schema": values,
-        "schema_hash": stored.hash_schema(identity) if like is None else like.data.schema_hash,
+        "schema_hash": stored.hash_json(identity) if like is None else like.data.schema_hash,
         "features": features.to_dict(),
         "dense_stats": {c.name: vars(item) for c, item in zip(schema.dense, fitting.dense, strict=True)},
         "files": files,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +21,7 @@ from stoker.base.picture import Grid, Shown
 from stoker.base.units import plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import canonical_json
+from stoker.dataset.manifest import canonical_json, hash_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import RecModel
 from stoker.tables import stage
@@ -49,10 +48,7 @@ def dataset_identity(dataset: Dataset) -> dict[str, str]:
     """Return hashes of schema and vocabularies. If they are equal, the rows of a model mean the same ids."""
     files = dataset.manifest.get("files", {})
     vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
-    return {
-        "schema_hash": dataset.schema_hash,
-        "vocabulary_hash": hashlib.sha256(canonical_json(vocabulary).encode()).hexdigest(),
-    }
+    return {"schema_hash": dataset.schema_hash, "vocabulary_hash": hash_json(vocabulary)}
 
 
 def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str] | None) -> None:
