@@ -90,7 +90,8 @@ def errors_as(
     try:
         yield
     except caught as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        kept = type(error).__name__ + ": " if isinstance(error, KeyError | TypeError | AttributeError) else ""
+        reason = getattr(error, "strerror", None) or kept + " ".join(str(error).split()).rstrip(".")
         raise kind(f"{what} ({reason}). {remedy}".rstrip()) from error
 
 

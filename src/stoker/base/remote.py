@@ -263,13 +263,12 @@ def _upload_sealed(folder: Path, url: str, *, quiet: bool = False) -> None:
 
 def _sealed_files(url: str, text: bytes) -> dict[str, tuple[int, str]]:
     """Return the size and checksum of each file that a manifest names."""
-    try:
+    kinds = (ValueError, KeyError, TypeError, AttributeError)
+    with errors_as(DataError, f"{url}/{_MANIFEST} is garbled", "Upload it again.", kinds):
         manifest = json.loads(text)
         shards = [shard for split in manifest.get("splits", {}).values() for shard in split["shards"]]
         entries = {**manifest.get("files", {}), **{shard["file"]: shard for shard in shards}}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{url}/{_MANIFEST} is garbled ({type(error).__name__}: {error}). Upload it again.") from error
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise DataError(f"{url}/{_MANIFEST} names the file {name!r}, which is outside of it. Do not trust it.")

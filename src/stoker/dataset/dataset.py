@@ -57,13 +57,10 @@ class Dataset:
         self.path = Path(path) if self.url is None else remote.fetch_sealed(self.url)
         self._home = home_of(self.path)  # of a dataset in memory, which lasts until its last reference dies
         self.manifest = read_manifest(self.path)
-        try:
+        kinds = (KeyError, TypeError, AttributeError, SchemaError)
+        with errors_as(DataError, f"{self.path / MANIFEST} is garbled", "Prepare the dataset again.", kinds):
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
             self._splits = {name: self._split(name, entry) for name, entry in self.manifest["splits"].items()}
-        except (KeyError, TypeError, AttributeError, SchemaError) as error:
-            raise DataError(
-                f"{self.path / MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
-            ) from error
         for file, entry in self._files():
             self._check(file, entry)
 

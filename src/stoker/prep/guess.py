@@ -62,10 +62,9 @@ def look(files: Sequence[Path], rows: int) -> Sample:
                 f"{path} has the columns {', '.join(names)[:200]}, but {files[0]} has {', '.join(first)[:200]}. "
                 "Draft a schema for each kind of file."
             )
-    try:
+    what = f"columns have other types in some files than in {files[0]}"
+    with errors_as(DataError, what, caught=(pl.exceptions.PolarsError,)):
         frame = pl.concat([one.frame for one in samples], how="diagonal_relaxed")
-    except pl.exceptions.PolarsError as error:
-        raise DataError(f"columns have other types in some files than in {files[0]}: {error}.") from error
     whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
     if not frame.height:
         broken = f"only {plural(bad, 'line')} with other fields. Check its separator and its quotes."

@@ -210,17 +210,13 @@ class HotProfile(Plotted):
         Raises:
             DataError: these are not the values of a profile.
         """
-        try:
-            return cls(
-                **{
-                    **values,
-                    "settings": ProfileSettings(**values["settings"]),
-                    "tables": tuple(HotTable(**table) for table in values["tables"]),
-                    "curve": tuple(CurvePoint(**point) for point in values["curve"]),
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise DataError(f"these values are not a profile of hot rows ({type(error).__name__}: {error}).") from error
+        with errors_as(DataError, "these values are not a profile of hot rows", caught=(KeyError, TypeError)):
+            made = {
+                "settings": ProfileSettings(**values["settings"]),
+                "tables": tuple(HotTable(**table) for table in values["tables"]),
+                "curve": tuple(CurvePoint(**point) for point in values["curve"]),
+            }
+            return cls(**{**values, **made})
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, errors_as
 from stoker.prep.recipes import draw
 from stoker.synthetic.settings import LogSettings
 
@@ -95,14 +95,13 @@ class Curve:
         if not source.is_file():
             names = ", ".join(sorted(entry.name.removesuffix(".json") for entry in own.iterdir()))
             raise ConfigError(f"there is no frequency curve {str(name)!r}. Give a file, or one of {names}.")
-        try:
+        kinds, remedy = (KeyError, TypeError, json.JSONDecodeError), "Write one with Curve.save()."
+        with errors_as(DataError, f"{source} is not a frequency curve", remedy, kinds):
             fields: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
             return cls(
                 name=str(fields["name"]), num_ids=int(fields["num_ids"]), occurrences=int(fields.get("occurrences", 0)),
                 ranks=tuple(map(int, fields["ranks"])), shares=tuple(map(float, fields["shares"])),
             )  # fmt: skip
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise DataError(f"{source} is not a frequency curve ({error!r}). Write one with Curve.save().") from error
 
 
 def zipf(alpha: float, num_ids: int) -> Curve:

@@ -149,13 +149,6 @@ def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) ->
     return value.view(len(rows), shape.dim)
 
 
-def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> Tensor:
-    """Make core ``place`` of a fresh table by :func:`fill_core`: [n_k, r_{k-1}, m_k * r_k] float32."""
-    made = torch.empty(shape.core_shapes[place])
-    fill_core(made, key_seed, name, shape, place, scale)
-    return made
-
-
 def fill_core(out: Tensor, key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> None:
     """Fill ``out`` with core ``place`` of a fresh table, chunk by chunk.
 

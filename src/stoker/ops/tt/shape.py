@@ -16,7 +16,6 @@ from functools import lru_cache
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_count, format_size
 
 _ROWS = 4096  # distinct rows of the batch whose work is counted, uniform over the table
 _SPREAD = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # factors to try, relative to the one with the fewest bytes
@@ -85,15 +84,6 @@ class TTShape:
                 total += nodes * carried * left * width
             carried *= self.cols[place]
         return total
-
-    def describe(self, num_embeddings: int) -> str:
-        """Describe in a line: cores, bytes, and the bytes of an uncompressed table."""
-        cores = ", ".join(" x ".join(map(str, core)) for core in self.core_shapes)
-        size, whole = 4 * self.num_parameters, 4 * num_embeddings * self.dim
-        return (
-            f"{format_count(num_embeddings)} x {self.dim} in {len(self.rows)} cores ({cores}): {format_size(size)} "
-            f"instead of {format_size(whole)}, {whole / size:.1f} times smaller"
-        )
 
 
 def factorize(num_embeddings: int, dim: int, rank: int | Sequence[int], cores: int = 3) -> TTShape:

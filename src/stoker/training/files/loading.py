@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError, errors_as
 from stoker.dataset.manifest import canonical_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
@@ -267,13 +267,10 @@ class _Saved:
             found = self.optimizers[name]
             module_state.load_optimizer(found, found["prefix"], self.tensors, optimizer)
         for name, each in extra_state.items():
-            try:
+            what = f"extra_state[{name!r}], a {type(each).__name__}, refuses the state saved in {self.directory}"
+            remedy, kinds = "Make it as it was made when it was saved.", (KeyError, RuntimeError, TypeError, ValueError)
+            with errors_as(CheckpointError, what, remedy, kinds):
                 each.load_state_dict(module_state.decode(self.extras[name]["state"], self.tensors))
-            except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"extra_state[{name!r}], a {type(each).__name__}, refuses the state saved in {self.directory}: "
-                    f"{error}. Make it as it was made when it was saved."
-                ) from error
 
     def _check_model(self, model: RecModel) -> None:
         saved: dict[str, Any] = {**self.manifest["model"], "features": self.manifest["features"]}
@@ -359,13 +356,10 @@ class _Saved:
             saved = self.trained[name]["row_optimizer"]
             if each.optimizer is None or canonical_json(each.optimizer.to_dict()) == canonical_json(saved):
                 continue
-            try:
+            what = f"the row optimizer of {name!r} was saved with other settings, {saved}, and cannot be made from them"
+            remedy, kinds = f"Build {name!r} with these settings.", (ConfigError, KeyError, TypeError)
+            with errors_as(CheckpointError, what, remedy, kinds):
                 yield name, RowOptimizer.from_dict(saved)
-            except (ConfigError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"the row optimizer of {name!r} was saved with other settings, {saved}, and cannot be made from "
-                    f"them ({error}). Build {name!r} with these settings."
-                ) from error
 
     def _load_table(self, entry: Mapping[str, Any]) -> None:
         tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
@@ -374,10 +368,8 @@ class _Saved:
             if shard["start"] != done:
                 raise CheckpointError(f"{self.directory} lacks rows {done:,} to {shard['start']:,} of table {name!r}.")
             path = self.directory / shard["file"]
-            try:
+            with errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError,)):
                 found = load_file(path)
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} cannot be read ({error}).") from error
             tables.write(name, done, Rows(found.pop("weight"), found))
             done += int(shard["rows"])
         if done != entry["num_embeddings"]:
