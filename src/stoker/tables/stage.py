@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
+from stoker.base.progress import Progress
 from stoker.base.settings import checked_arguments
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
@@ -34,7 +35,7 @@ from stoker.ops import Bags
 from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
-from stoker.tables.slots.epoch_lookahead import EpochLookahead, Progress, Rereadable
+from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
 from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory

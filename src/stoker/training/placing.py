@@ -17,6 +17,7 @@ import torch
 from stoker.base.device import available_memory, total_memory
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.progress import Progress
 from stoker.base.timeline import Recorder
 from stoker.base.units import format_size
 from stoker.dataset.batch import Batch
@@ -31,7 +32,6 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
 from stoker.tables import Device, Stage, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.slots.epoch_lookahead import Progress
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.scores.evaluation import SCORED

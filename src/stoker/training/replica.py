@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from stoker.base.device import device_memory, kept_memory, resolve_device
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.files import url_of
+from stoker.base.progress import Progress
 from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.base.units import parse_size
@@ -214,7 +215,7 @@ class SectionArguments(MachineConfig, MemoryBudget):
     steps: int = 50
     begin: int | Literal["start"] | None = None
     data: Dataset | str | Path | None = None
-    progress: Callable[[str, int, int], None] | None = None
+    progress: Progress | None = None
 
 
 def find_section(

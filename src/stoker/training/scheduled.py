@@ -16,13 +16,13 @@ from itertools import islice
 from typing import Any, Literal
 
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.progress import Progress
 from stoker.base.units import parse_size, quoted
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
 from stoker.tables import Stage
-from stoker.tables.slots.epoch_lookahead import Progress
 from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged

@@ -25,11 +25,11 @@ import numpy.typing as npt
 
 from stoker.base import spool
 from stoker.base.errors import HomeError, errors_as
+from stoker.base.progress import Progress, quiet
 from stoker.base.spool import Spool
 from stoker.dataset.batch import Batch
 from stoker.tables.slots.residency import Ints
 
-Progress = Callable[[str, int, int], None]  # (name of the work, batches done, batches in all)
 _OFTEN = 0.1  # seconds between two reports
 _NARROW = 2**31  # fewer rows have addresses of 32 bits
 
@@ -126,7 +126,7 @@ class EpochLookahead:
     ) -> None:  # fmt: skip
         self.seconds = 0.0  # spent recording
         self._stream, self._groups = stream, groups
-        self._progress, self._hurry = progress or (lambda what, done, total: None), hurry
+        self._progress, self._hurry = progress or quiet, hurry
         self._begin = self._end = -1  # steps of the batches recorded
         self._recordings: list[Recording] = []
 

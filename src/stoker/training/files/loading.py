@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stoker.base.errors import CheckpointError, ConfigError, errors_as
+from stoker.base.units import listed
 from stoker.dataset.manifest import canonical_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
@@ -380,5 +380,4 @@ class _Saved:
 
 
 def _names(names: Collection[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in islice(names, _SHOWN)) + more
+    return listed([repr(name) for name in names], _SHOWN)

@@ -21,7 +21,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import Grid, Plotted, Shown, blank
 from stoker.base.remote import local_run
 from stoker.base.settings import renamed
-from stoker.base.units import format_count, plural
+from stoker.base.units import format_count, listed, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
@@ -364,24 +364,20 @@ def _between(first: str, base: DatasetFacts, name: str, data: DatasetFacts) -> l
     said = []
     for words, one, other in ((f"only {name} has", data, base), (f"only {first} has", base, data)):
         if columns := [column for column in one.columns if column not in other.columns]:
-            said.append(f"{words} {_listed(columns)}")
+            said.append(f"{words} {listed(columns)}")
     sizes = [
         f"{table} {base.tables[table]:,} and {rows:,}"
         for table, rows in data.tables.items()
         if base.tables.get(table, rows) != rows
     ]
     if sizes:
-        said.append(f"rows of tables: {_listed(sizes)}")
+        said.append(f"rows of tables: {listed(sizes)}")
     if data.groups != base.groups:
         said.append(f"groups by {base.groups or 'nothing'} and by {data.groups or 'nothing'}")
     train, others = data.rows.get("train", (0, 0)), base.rows.get("train", (0, 0))
     if train != others:
         said.append(f"training rows: {others[0]:,} and {train[0]:,}")
     return said or ["the same columns, prepared in another way"]
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 MARKS = "abcdefghijklmnopqrstuvwxyz"

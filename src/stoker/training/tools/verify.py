@@ -8,7 +8,7 @@ value spreads over the loss to all other rows of the batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -23,6 +23,7 @@ from stoker.base.device import device_memory as memory_of
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown
+from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, parse_size, plural
 from stoker.dataset.batch import Batch
@@ -43,7 +44,6 @@ _SHARES = (0.1, 0.2, 0.4, 0.8)  # of the bytes of the rows, tried in turn for a 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _CHUNK_BYTES = 64 * 2**20  # of rows that are compared at a time at the end
 
-Progress = Callable[[str, int, int], None]
 When = Literal["before", "after", "end"]  # before or after a step, or in the comparison of all rows at the end
 
 
@@ -149,15 +149,12 @@ def verify(run: str | Path, **given: Any) -> Verification:
         _check_memory(section, placement)
         with closing(Rerun(section, placement)) as placed:
             comparison = _Comparison(placed, Rerun(section, None))
-            difference = comparison.replay(section, asked.progress or _quiet)
+            difference = comparison.replay(section, asked.progress or quiet)
     return Verification(
         run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=comparison.steps,
         placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
         values=comparison.values, seconds=time.perf_counter() - started, difference=difference,
     )  # fmt: skip
-
-
-def _quiet(what: str, done: int, total: int) -> None: ...
 
 
 def _rows_bytes(section: Section, *, movable: bool = False) -> int:
