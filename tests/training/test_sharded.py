@@ -1,0 +1,254 @@
+"""Training in logical shards: no thread and no placement changes a bit, and the sums are those of the definition."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from campaigns import scaled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_runs import FILE, HALF, TENTH, assert_same_run, checkpoint_files
+from torch import Tensor, nn
+
+import stoker
+from stoker import Batch
+from stoker.base.errors import ConfigError
+from stoker.dataset.dataset import Dataset
+from stoker.models import MODELS as KINDS
+from stoker.ops.running import recorded
+from stoker.ops.tree import shard_bounds
+from stoker.tables.shards import one_thread
+from stoker.testing import make_dataset
+from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread
+
+RUN: dict[str, Any] = {
+    "embedding_dim": 4, "batch_size": 100, "steps": 14, "eval_every": 7, "shards": 8, "tensorboard": False,
+    "display": "quiet", "dense_clip_norm": 0.5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": {"bottom": (16,), "top": (24,)},
+    "dcn": {"hidden": (16,), "rank": 4},
+    "deepfm": {"hidden": (16, 8)},
+    "tabular": {"hidden": (16, 8), "dropout": 0.2, "embedding_dropout": 0.1, "dims": {"C1": 8}},
+    "din": {"history": {"C1": "C2"}, "activation": "dice"},
+    "tbsm": {"history": {"C1": "C2"}},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": {}, "cached": {"device_memory": TENTH}, "file": {"device_memory": TENTH, **FILE},
+    "pipelined": {"device_memory": HALF, "strategy": "host-pipelined"},
+    "hot": {"device_memory": HALF, "strategy": "hot-cold"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = tmp_path_factory.mktemp("data") / "d"
+    return make_dataset(path, rows=3000, num_embeddings=(600, 300, 10), sequence={1: 4})
+
+
+def run(data: Dataset, out: Path, model: str, **more: Any) -> Path:
+    options = MODELS[model] | more.pop("model_options", {})
+    stoker.train(data, out=out, **{**RUN, "model": model, "model_options": options, **more})
+    return out
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_threads_and_placements_change_no_file(model: str, data: Dataset, tmp_path: Path) -> None:
+    first = run(data, tmp_path / "first", model, threads=1)
+    for number, (place, placed) in enumerate(PLACES.items()):
+        other = run(data, tmp_path / place, model, threads=2 - number % 2, **placed)
+        assert_same_run(first, other)
+    alone = run(data, tmp_path / "alone", model, threads=1, shards=1)
+    assert checkpoint_files(alone) != checkpoint_files(first), "shards are part of the numbers"
+
+
+@pytest.mark.parametrize("more", [
+    {"row_optimizer": "lamb", "dense_optimizer": "lamb"},
+    {"row_optimizer": "adam", "dtype": "bfloat16", "row_cow_clip": (1.0, 1e-4), "dense_optimizer": "sgd"},
+    {"tt_own": {"C1": 2}, "row_optimizer": "adagrad", "dense_optimizer": "adagrad", "matmul": "bf16"},
+])  # fmt: skip
+def test_no_optimizer_depends_on_threads(more: dict[str, Any], data: Dataset, tmp_path: Path) -> None:
+    """The dense part is large enough for torch to divide its norms among threads."""
+    wide = {"model_options": {"bottom": (300,), "top": (300, 200)}}
+    runs = [run(data, tmp_path / str(threads), "dlrm", threads=threads, **wide, **more) for threads in (1, 2)]
+    assert_same_run(*runs)
+
+
+def test_a_resumed_run_keeps_its_shards(data: Dataset, tmp_path: Path) -> None:
+    whole = run(data, tmp_path / "whole", "tabular", threads=2)
+    part = run(data, tmp_path / "part", "tabular", threads=1, steps=7)
+    with pytest.raises(ConfigError, match="was started with shards=8"):
+        stoker.train(resume=part, shards=4, display="quiet")
+    stoker.train(resume=part, steps=14, threads=2, display="quiet")
+    assert_same_run(whole, part, kinds=("valid",))
+
+
+def test_tools_take_a_run_with_shards(data: Dataset, tmp_path: Path) -> None:
+    out = run(data, tmp_path / "run", "tabular", threads=2, device_memory=TENTH)
+    assert stoker.verify(out, steps=5, threads=1).identical
+    assert stoker.trace(out, steps=5).steps == 5
+    given = {name: value for name, value in RUN.items() if name not in ("display", "steps")}
+    assert stoker.find_lr(data, lr_steps=20, trial_steps=2, **given).losses
+
+
+def make(model: str, shards: int, spec: Any, **more: Any) -> stoker.RecModel:
+    kind = KINDS[model]
+    made = kind(spec, embedding_dim=4, optimizer=stoker.SGD(lr=1.0), **{**MODELS[model], **more})
+    made.embeddings.shards = shards
+    return made
+
+
+def batch_of(data: Dataset, rows: int) -> Batch:
+    return next(iter(data.train.batches(rows)))
+
+
+def tree(found: list[list[Tensor | None]]) -> list[Tensor | None]:
+    """Sums over shards by the definition: halves of a node, each by itself; an absent half is left out."""
+    if len(found) == 1:
+        return found[0]
+    halves = tree(found[: len(found) // 2]), tree(found[len(found) // 2 :])
+    return [b if a is None else a if b is None else a + b for a, b in zip(*halves, strict=True)]
+
+
+@settings(deadline=None, max_examples=scaled(60))
+@given(
+    name=st.sampled_from(sorted(MODELS)), shards=st.sampled_from([2, 8, 16]),
+    rows=st.sampled_from([1, 3, 8, 9, 50]), threads=st.sampled_from([1, 2, 3]),
+)  # fmt: skip
+def test_gradients_are_those_of_the_definition(name: str, shards: int, rows: int, threads: int, data: Dataset) -> None:
+    model = make(name, shards, data.schema)
+    plain, batch = copy.deepcopy(model), batch_of(data, rows)
+    joined: list[Any] = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        loss = ShardedLoss(model)(batch)
+        loss.backward()
+    finally:
+        torch.set_num_threads(before)
+
+    assert batch.labels is not None
+    parameters, moved, found = plain.dense_parameters(), [], []
+    with one_thread():
+        inputs = plain.inputs(batch)
+        trained = [each for each in inputs if each.requires_grad]
+        for start, stop in pairwise(shard_bounds(rows, shards)):
+            if start == stop:
+                found.append([None] * (1 + len(parameters)))
+                continue
+            own = [each.detach()[start:stop].clone().requires_grad_(each.requires_grad) for each in inputs]
+            with recorded() as records:
+                logits = plain.dense_part(*own)
+            moved += records
+            x, y = logits.detach(), batch.labels[start:stop]
+            leaves = [each for each in own if each.requires_grad]
+            slopes = (torch.sigmoid(x) - y) / rows
+            grads = torch.autograd.grad(logits, [*leaves, *parameters], slopes, allow_unused=True)
+            found.append([(nn.functional.softplus(x) - x * y).sum() / rows, *grads[len(leaves) :]])
+            joined.append(grads[: len(leaves)])
+        torch.autograd.backward(trained, [torch.cat(each) for each in zip(*joined, strict=True)])
+    wanted_loss, *wanted = tree(found)
+    torch.testing.assert_close(loss.detach(), wanted_loss, rtol=1e-6, atol=0)
+    for mine, theirs in zip(model.dense_parameters(), wanted, strict=True):
+        assert theirs is None if mine.grad is None else torch.equal(mine.grad, theirs)
+    for table in model.tables:
+        assert torch.equal(model.embeddings.rows(table.name), plain.embeddings.rows(table.name)), table.name
+    for average, value, weight in moved:
+        average.lerp_(value, weight) if average.is_floating_point() else average.add_(value)
+    for (key, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs), key
+
+
+def test_gradients_scale_as_the_loss_does(data: Dataset) -> None:
+    one, other = make("dcn", 4, data.schema), make("dcn", 4, data.schema)
+    batch = batch_of(data, 40)
+    ShardedLoss(one)(batch).backward()
+    loss = ShardedLoss(other)(batch)
+    (loss * 0.5).backward()
+    for mine, half in zip(one.dense_parameters(), other.dense_parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad * 0.5, half.grad)
+    with pytest.raises(RuntimeError, match="called twice"):
+        loss.backward()
+
+
+def test_an_empty_batch_moves_nothing(data: Dataset) -> None:
+    model = make("dlrm", 4, data.schema)
+    before = model.embeddings.rows("C1")
+    empty = Batch(
+        dense=torch.zeros(0, 4), ids=torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64),
+        labels=torch.zeros(0),
+    )  # fmt: skip
+    assert ShardedLoss(model)(empty).isnan()
+    assert model.predict(empty).shape == (0,)
+    assert torch.equal(before, model.embeddings.rows("C1"))
+
+
+class Noisy(stoker.RecModel):
+    """A dense part that draws."""
+
+    name = "noisy"
+
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        return nn.functional.dropout(embedded, 0.5).sum((1, 2))
+
+
+class Own(Noisy):
+    """A loss of its own."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self(batch).mean()
+
+
+class Constant(Noisy):
+    """An input that is not of examples."""
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return (*super().inputs(batch), torch.zeros(1))
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    (Noisy, "draws from torch's generator"), (Own, "has a loss or forward of its own"),
+    (Constant, "has 1 rows for 40 examples"),
+])  # fmt: skip
+def test_models_that_shards_would_change_are_refused(kind: type[stoker.RecModel], message: str, data: Dataset) -> None:
+    model = kind(data.schema, embedding_dim=4)
+    model.embeddings.shards = 2
+    with pytest.raises(ConfigError, match=message):
+        ShardedLoss(model)(batch_of(data, 40))
+
+
+def test_compiled_dense_parts_are_refused(data: Dataset) -> None:
+    model = make("dlrm", 2, data.schema)
+    model._compiled = model.dense_part
+    with pytest.raises(ConfigError, match="make code for a whole batch"):
+        ShardedLoss(model)
+
+
+def test_a_number_of_shards_is_a_power_of_two() -> None:
+    with pytest.raises(ConfigError, match="shards is 6; it must be a power of two"):
+        stoker.TrainConfig(shards=6)
+
+
+def test_an_error_of_a_shard_reaches_the_caller_and_threads_are_alone() -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    torch.set_num_threads(3)
+    try:
+        each_on_one_thread(lambda number: seen.append(torch.get_num_threads()), range(8))
+        assert torch.get_num_threads() == 3
+
+        def fail(number: int) -> None:
+            if number == 2:
+                raise ZeroDivisionError("in a shard")
+
+        with pytest.raises(ZeroDivisionError, match="in a shard"):
+            each_on_one_thread(fail, range(8))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * 8
