@@ -10,6 +10,7 @@ Legend: B examples, P positions of this group's features, L ids, U distinct rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -132,7 +133,7 @@ class TableGroup:
 
         lease = self._begin(lookups, lease)
         if lease is not None and lookups.bags.shards is not None:
-            lease.use(lookups.bags)
+            lease.bags = replace(lease.bags, shards=lookups.bags.shards)
         if rule.definition.scope == "table":
             self._update_layers(lookups, grad, lease, rule, keys)
         elif lease is None:
