@@ -152,6 +152,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     dims = [4, 8] if backend == "auto" else [1, 2, 3, 4, 8, 16, 17]
     dim, widths = int(random.choice(dims)), random.random() < 0.2
     dtype = "bfloat16" if not integers and random.random() < 0.25 else "float32"
+    if backend == "auto" and dtype == "bfloat16":
+        dim, widths = dims[1], False
     pooling = str(
         random.choice(
             ["sum", "max"] if integers else ["sum", "mean", "max"], p=[0.8, 0.2] if integers else [0.6, 0.25, 0.15]
@@ -178,8 +180,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
         optim.MomentumSGD(lr=0.2, nesterov=True), optim.FTRL(lr=0.1, l1=0.1),
     ]  # fmt: skip
     rule = int(random.integers(4 if backend == "auto" else len(rules)))
-    if backend == "auto" and dtype == "bfloat16":
-        rule = 3  # Adam: again fewer kernels, and so are ids of one type below
+    if backend == "auto":  # again fewer kernels, by two rules for each width, and by ids of one type below
+        rule = 3 if dtype == "bfloat16" else rule % 2 + 2 * all(table.embedding_dim == dims[1] for table in tables)
     optimizer = optim.SGD(lr=1.0) if integers else rules[rule]
     limits = {name: table.num_embeddings for table in tables for name in table.features}
     order = [name for table in tables for name in table.features]

@@ -113,7 +113,9 @@ def trained(case, placement=None, backend=None):
 @pytest.mark.parametrize("block", range(4))
 def test_a_placed_run_equals_the_resident_one(block):
     for seed in range(block * 30, block * 30 + 30):
-        case = replace(draw(seed, backend="reference" if seed % 4 else "auto"), optimizer=LAMBS[seed // 4 % 4])
+        case = draw(seed, backend="reference" if seed % 4 else "auto")
+        which = seed // 4 % 4 if seed % 4 else seed // 4 % 2 + 2 * (case.tables[0].embedding_dim == 4)  # fewer kernels
+        case = replace(case, optimizer=LAMBS[which])
         assert same(resident_run(case), placed_run(case)), f"seed {seed}: {case.strategy}"
 
 
