@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,10 +192,11 @@ class _GpuOnly:
             copy.on_gpu = True  # type: ignore[attr-defined]
             return copy
 
-        def all_gather(found: list[Tensor], value: Tensor, group: Any = None) -> None:
+        def all_gather(found: list[Tensor], value: Tensor, group: Any, async_op: bool) -> Any:
             if not hasattr(value, "on_gpu"):
                 raise RuntimeError("No backend type associated with device type cpu")
             found[0].copy_(value)
+            return SimpleNamespace(wait=lambda timeout: None)
 
         monkeypatch.setattr(Tensor, "to", moved)
         for name, value in (
@@ -210,7 +212,7 @@ def test_a_group_of_gpus_compares_rows_of_the_host(placement: str, monkeypatch: 
     made = tables(PLACEMENTS[placement], OPTIMIZERS["sgd"])
     _GpuOnly(monkeypatch)
     made.replicate(Replicas())
-    assert all(group.replicas is not None for group in made.groups)
+    assert made.ranks is not None
 
 
 @pytest.mark.gpu

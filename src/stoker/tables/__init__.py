@@ -15,7 +15,8 @@ from stoker.tables.config import (
     tables_for,
 )
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.replicas import Replicas
+from stoker.tables.ranks.replicas import Replicas
+from stoker.tables.ranks.transport import Ranks, RanksError
 from stoker.tables.stage import Stage, stage
 from stoker.tables.stores.registry import register_store
 
@@ -26,6 +27,8 @@ __all__ = [
     "HostPipelined",
     "HotCold",
     "Mapped",
+    "Ranks",
+    "RanksError",
     "Replicas",
     "Stage",
     "Strategy",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops import AddressSpace, Bags
+from stoker.ops.tree import Shards
 from stoker.tables.lookups import Lookups
 from stoker.tables.storage import Lease
 
@@ -29,6 +30,7 @@ class Gradient(NamedTuple):
     grad: Tensor  # [B, P, D]
     lease: Lease | None
     version: int = -1  # of ``grad``, if it is kept longer than its backward
+    shards: Shards | None = None  # of the examples, if other ranks have more of them
 
     def scaled(self, factor: float) -> Gradient:
         """Return the gradient times ``factor``."""

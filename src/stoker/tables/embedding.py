@@ -26,17 +26,11 @@ from stoker.ops.tree import Shards, check_shards
 from stoker.optim import RowOptimizer
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
-from stoker.tables.config import (
-    Strategy,
-    TableConfig,
-    TensorTrain,
-    feature_order,
-    strategies_of,
-)
+from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
 from stoker.tables.group import TableGroup
 from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
-from stoker.tables.replicas import Replicas
+from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
@@ -44,7 +38,8 @@ from stoker.tables.storage import Lease, Rows, Staged
 
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
-    "groups", "number", "splitter", "_joint", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__",
+    "groups", "number", "splitter", "ranks", "_joint", "_copied", "_group_of", "_staged", "_steps", "_layout",
+    "__weakref__",
 )  # fmt: skip
 _numbers = itertools.count()
 
@@ -152,6 +147,7 @@ class EmbeddingTables(nn.Module):
         self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
+        self.ranks: Ranks | None = None  # that train together
         self._copied: int | None = None  # of a copy: the steps when it was made
         self._layout = StepLayout(self.features, asked.steps or {})
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
@@ -476,17 +472,15 @@ class EmbeddingTables(nn.Module):
         return None if total is None or given is None else total.view_as(given).to(given.dtype)
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
-        """Return the gradients of all ranks, if the tables are replicated (:meth:`replicate`)."""
-        if not isinstance(self.groups[0].replicas, Replicas):
+        """Return the gradients with their shards of the batch of all ranks (:meth:`replicate`)."""
+        if (ranks := self.ranks) is None:
             return gradients
         found = []
-        for each in self._apart(gradients):
-            replicas = self.groups[each.group].replicas
-            assert replicas is not None
-            release_all([each.lease])
-            lookups, grad = self.splitter.groups[each.group].alike(each.lookups, each.grad, replicas.largest)
-            bags, grad = replicas.joint(lookups.bags, grad)
-            found.append(Gradient(each.group, Lookups(bags, lookups.space), grad, None))
+        for each, *sizes in zip(
+            gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
+        ):
+            shards = ranks.shards_of(sizes, self.shards)
+            found.append((each.scaled(sizes[ranks.rank] / sum(sizes)) if ranks.means else each)._replace(shards=shards))
         return found
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:
@@ -495,12 +489,17 @@ class EmbeddingTables(nn.Module):
             return
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))
-        if (joint := self._joint) and alone.group < 0 and len(gradients) == 1 and joint.steps_rows(shards is not None):
+        joint, ranks = None if self.ranks else self._joint, self.ranks
+        if joint and alone.group < 0 and len(gradients) == 1 and joint.steps_rows(shards is not None):
             self._check_unchanged(alone)
             joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale)
         else:
             for group, lookups, grad, lease in self._sums(gradients):
-                group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+                grad = grad if scale == 1.0 else grad * scale
+                if ranks is None:
+                    group.update(lookups, grad, lease or group.acquire(lookups))
+                else:
+                    group.step_together(ranks, lookups, grad, ranks.tree(self.shards), lease)
         for group in self.groups:
             group.tick = tick  # also in groups without a gradient: files keep one number
 
@@ -508,7 +507,10 @@ class EmbeddingTables(nn.Module):
         """Return the Euclidean norm of the gradient of all rows."""
         total = 0.0
         for group, lookups, grad, _ in self._sums(gradients, release=False):
-            total += group.gradient_norm_squared(lookups, grad)
+            if self.ranks is None:
+                total += group.gradient_norm_squared(lookups, grad)
+            else:
+                total += group.norm_squared(group.sums_of(self.ranks, lookups, grad, self.ranks.tree(self.shards)))
         return math.sqrt(total)
 
     def _sums(
@@ -529,7 +531,8 @@ class EmbeddingTables(nn.Module):
                 continue
             self._check_unchanged(each)
             grads, many = self.splitter.apart(each.grad), self.splitter.split(each.lookups.bags)
-            found += [Gradient(group, *mine, None) for group, mine in enumerate(zip(many, grads, strict=True))]
+            pairs = enumerate(zip(many, grads, strict=True))
+            found += [Gradient(group, *mine, None, shards=each.shards) for group, mine in pairs]
         return found
 
     def _check_unchanged(self, found: Gradient) -> None:
@@ -544,7 +547,7 @@ class EmbeddingTables(nn.Module):
         """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
         for each in mine:
             self._check_unchanged(each)
-        shards = [own for each in mine if (own := self.shards_of(len(each.grad)))]
+        shards = [own for each in mine if (own := each.shards or self.shards_of(len(each.grad)))]
         if len(mine) == 1:
             return in_shards(mine[0].lookups, shards[0] if shards else None), mine[0].grad, mine[0].lease
         many, joined = [(each.lookups, each.grad) for each in mine], None
@@ -597,30 +600,32 @@ class EmbeddingTables(nn.Module):
         found = self._staged.pop(id(ids), None)
         release_all(() if found is None else found.leases)
 
-    def replicate(self, replicas: Replicas | None) -> None:
+    def replicate(self, replicas: Ranks | None) -> None:
         """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.
 
-        All ranks must call ``forward`` and ``backward`` equally often. A copy of the tables is not a replica.
+        All ranks must call ``forward`` and ``backward`` equally often. A copy of the tables is not a replica. With
+        logical ``shards``, any number of ranks gives the same rows, to the bit: each takes the examples of its shards.
 
         Args:
-            replicas: the ranks; None means that this rank trains its own rows, which other ranks need not have.
+            replicas: :class:`stoker.Replicas` if the loss of a rank is the mean over its own examples;
+                :class:`stoker.tables.Ranks` if it is their sum, divided by the examples of all ranks. None means that
+                this rank trains its own rows, which other ranks need not have.
 
         Raises:
             ConfigError: the ranks have different rows.
         """
         self._steps.alone = True
-        if replicas is not None and self.shards > 1:
-            raise ConfigError(
-                f"tables with {self.shards} logical shards cannot train as Replicas, which sum gradients of rows in "
-                "the order of ranks. Make them with shards=1."
-            )
         if replicas is not None:
+            if 1 < self.shards < replicas.size:
+                raise ConfigError(
+                    f"{replicas.size} ranks need as many logical shards of a batch, but the tables have {self.shards}. "
+                    f"Make them with shards={1 << (replicas.size - 1).bit_length()} or more."
+                )
             for table in self.tables:
                 _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
                 replicas.check_equal(f"table {table.name!r}", rows.weight)
             replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
-        for group in self.groups:
-            group.replicas = replicas
+        self.ranks = replicas
 
     def close(self) -> None:
         """Write all rows to their backing store, close files and end threads. The tables cannot be used afterwards."""

@@ -21,11 +21,13 @@ from stoker.ops import AddressSpace, BackendName, Bags, RowRule, get_backend
 from stoker.ops.lamb import Touched, squares, touched, trust_ratios
 from stoker.ops.reference import addresses, derive_key, update_rows
 from stoker.ops.space import make_space
+from stoker.ops.tree import Shards
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
 from stoker.tables.lookups import Lookups, examples_of, keep_lookups
-from stoker.tables.replicas import Replicas
-from stoker.tables.shards import row_gradients, square_sum
+from stoker.tables.ranks.sums import shared_sums
+from stoker.tables.ranks.transport import Ranks
+from stoker.tables.shards import ShardSums, row_gradients, shard_sums, square_sum
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
@@ -58,7 +60,6 @@ class TableGroup:
         self.version = 0  # changes of the rows, of any kind
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
         self._squares: list[int] | None = None  # of each table, in units of 2^-80; None: not known
-        self.replicas: Replicas | None = None  # ranks whose rows are updated together
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
         dtype = DTYPES[self.tables[0].dtype]
@@ -143,6 +144,31 @@ class TableGroup:
         if lease is not None:
             lease.release(changed=True)
         self.tick += 1
+
+    def step_together(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None
+    ) -> None:  # fmt: skip
+        """Do :meth:`update` for the batch of all ranks, of which this one has ``lookups``, with their shards.
+
+        Args:
+            ranks: all call this.
+            lookups: as for :meth:`update`.
+            grad: [B, P, D].
+            tree: the shards of all ranks.
+            lease: as for :meth:`update`.
+        """
+        if lease is not None:  # whoever has the rows does not matter
+            lease.release(changed=False)
+        found = self.sums_of(ranks, lookups, grad, tree)
+        self.step(found.sums.rows, found.sums.values, found.counts)
+
+    def sums_of(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> ShardSums:
+        """Return the sum of the gradient of each row over the examples of all ranks."""
+        shards = lookups.bags.shards
+        assert shards is not None
+        with ranks.guard():
+            own = shard_sums(self.backend, lookups, grad, shards)
+        return shared_sums(ranks, own, tree, f"table {self.tables[0].name!r}")
 
     @spanned("update")
     def step(self, rows: Tensor, grads: Tensor, counts: Tensor) -> None:
@@ -235,6 +261,10 @@ class TableGroup:
         distinct, inverse = torch.unique(wanted, return_inverse=True)
         sums = row_gradients(self.backend, len(distinct), space, bags, inverse.view(bags.ids.shape), grad)
         return square_sum(sums, bags.shards)
+
+    def norm_squared(self, found: ShardSums) -> float:
+        """Return :meth:`gradient_norm_squared` of gradients that are summed already."""
+        return square_sum(found.sums.values, Shards((0,)))
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state starts anew unless the kind stays the same."""

@@ -8,7 +8,7 @@ D columns, L ids in all, T steps of a feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -299,22 +299,12 @@ class GroupLookups:
             before += each.ids.numel()
         return Lookups(Bags(ids, torch.cat(ends), weights, bags[0].mean), space), grad
 
-    def alike(
-        self, lookups: Lookups, grad: Tensor, largest: Callable[[Sequence[int]], list[int]]
-    ) -> tuple[Lookups, Tensor]:
-        """Return the same in a layout that all ranks share; ``largest`` finds the maximum of numbers over ranks."""
-        if self._padding is None and self.pooling != "max":
-            return lookups, grad
-        return self._widened([(lookups, grad)], largest(self._layouts[lookups.space].widths))[0]
-
-    def _widened(
-        self, many: Sequence[tuple[Lookups, Tensor]], least: Sequence[int] | None = None
-    ) -> list[tuple[Lookups, Tensor]]:
+    def _widened(self, many: Sequence[tuple[Lookups, Tensor]]) -> list[tuple[Lookups, Tensor]]:
         """Give lookups of max pooling equally many positions, with empty ones in front, and offsets."""
         layouts = [self._layouts[each.space] for each, _ in many]
         space = self.space
         if self.pooling == "max":
-            space = self._wide(least or map(max, zip(*(layout.widths for layout in layouts), strict=True)))
+            space = self._wide(map(max, zip(*(layout.widths for layout in layouts), strict=True)))
         wide = self._layouts[space]
         found = []
         for (each, grad), layout in zip(many, layouts, strict=True):

@@ -33,7 +33,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups
-from stoker.tables.shards import row_gradients, square_sum
+from stoker.tables.shards import ShardSums, row_gradients, square_sum
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
@@ -241,6 +241,13 @@ class CompressedGroup(TableGroup):
         found = self._expanded(lease)
         slices = self._slices(found, self._row_sums(found, grad, lookups.bags.shards))
         return sum(square_sum(each, lookups.bags.shards) for _, each in slices)
+
+    def norm_squared(self, found: ShardSums) -> float:
+        for _, lease, _ in self._row_blocks(found.sums.rows):
+            own = self._expanded(lease)
+            slices = self._slices(own, own.trie.from_order(found.sums.values))
+            return sum(square_sum(each, Shards((0,))) for _, each in slices)
+        return 0.0
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)

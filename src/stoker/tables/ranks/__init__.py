@@ -1,0 +1,1 @@
+"""Tables on several ranks: processes of ``torch.distributed`` that train as one."""

@@ -1,0 +1,280 @@
+"""What ranks tell each other. Collectives move data; a rank adds floats itself, in an order that no rank changes.
+
+Before data moves, every rank tells the others what it is about to do, how many bytes it sends to whom, and whether it
+has failed. So ranks that do different things, and ranks that stop, end with an error instead of a wait.
+
+Legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import accumulate
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stoker.base.errors import ConfigError, StokerError
+from stoker.ops.tree import Node, Shards, nodes_of, shard_bounds, shards_of, tree_sum
+
+_LIMB = 2**32  # integers of any size travel in digits of this base
+_LIMBS = 8
+_NAME = 6  # int64 of a header for the name of the work
+
+
+class RanksError(StokerError):
+    """Ranks that do not work together: one ended, one failed, or they do different things.
+
+    >>> issubclass(stoker.tables.RanksError, stoker.StokerError)
+    True
+    """
+
+
+class Wire(Protocol):
+    """Two collectives on bytes."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Return the ``value`` [n] uint8 of every rank [R, n]."""
+
+    def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
+        """Send slices of ``sent`` uint8, ``sizes[r]`` bytes to rank r; return what came, ``got[r]`` bytes of rank r."""
+
+
+class _Group:
+    """A process group of torch.distributed as a :class:`Wire`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self.group, self.timeout = group, timedelta(seconds=timeout)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # The group may not take tensors of every device: nccl takes none of the CPU.
+        carried = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
+        self.device = torch.device("cpu" if "cpu" in carried else "cuda")
+
+    def gather(self, value: Tensor) -> Tensor:
+        sent = value.to(self.device)
+        found = sent.new_empty(self.size, len(sent))
+        dist.all_gather(list(found), sent, group=self.group, async_op=True).wait(self.timeout)
+        return found.to(value.device)
+
+    def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
+        given = sent.to(self.device)
+        found = given.new_empty(sum(got))
+        work = dist.all_to_all_single(found, given, list(got), list(sizes), group=self.group, async_op=True)
+        work.wait(self.timeout)
+        return found.to(sent.device)
+
+
+class Ranks:
+    """The ranks of a process group: each has some of the logical shards of a batch.
+
+    The loss of a rank is the sum over its own examples, divided by the number of examples of all ranks.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> stoker.tables.Ranks()
+    Ranks(rank 0 of 1)
+    >>> torch.distributed.destroy_process_group()
+
+    Args:
+        group: of ``torch.distributed``; None means all processes.
+        timeout: seconds to wait for the other ranks. If one ends, the others know at once on most systems; after this
+            time they give up in any case. So it must exceed the time that one of them may work alone.
+
+    Raises:
+        ConfigError: ``torch.distributed`` was not initialised.
+    """
+
+    means = False  # whether the loss of a rank is the mean over its own examples
+
+    def __init__(self, group: dist.ProcessGroup | Wire | None = None, *, timeout: float = 600.0) -> None:
+        if group is None or isinstance(group, dist.ProcessGroup):
+            if not dist.is_available() or not dist.is_initialized():
+                raise ConfigError(
+                    f"{type(self).__name__} needs torch.distributed. Call "
+                    "torch.distributed.init_process_group('gloo') first ('nccl' on GPUs), and start the processes with "
+                    "torchrun."
+                )
+            group = _Group(group, timeout)
+        self.wire: Wire = group
+        self.rank, self.size = group.rank, group.size
+        self.sent = 0  # bytes of data sent to other ranks
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    # ---- shards
+
+    def tree(self, shards: int) -> range:
+        """Return the shards of a batch: ``shards``, or one for each rank, up to a power of two, if that is 1."""
+        return range(shards if shards > 1 else 1 << (self.size - 1).bit_length())
+
+    def numbers_of(self, rank: int, shards: int) -> range:
+        """Return the shards of a rank."""
+        return shards_of(rank, self.size, shards) if shards > 1 else range(rank, rank + 1)
+
+    def shards_of(self, sizes: Sequence[int], shards: int) -> Shards:
+        """Return the own shards of a batch of which the ranks have ``sizes`` [R] examples.
+
+        Raises:
+            RanksError: the ranks have other examples than those of their shards.
+        """
+        if shards == 1:
+            return Shards((0, sizes[self.rank]), self.rank)
+        bounds = shard_bounds(sum(sizes), shards)
+        for rank, size in enumerate(sizes):
+            own = self.numbers_of(rank, shards)
+            if (wanted := bounds[own.stop] - bounds[own.start]) != size:
+                raise RanksError(
+                    f"rank {rank} of {self.size} has {size} of {sum(sizes)} examples, but its {len(own)} of {shards} "
+                    f"logical shards are {wanted}. Give every rank the examples of its shards: "
+                    f"{bounds[own.start]} to {bounds[own.stop]} of the whole batch."
+                )
+        own = self.numbers_of(self.rank, shards)
+        return Shards(tuple(each - bounds[own.start] for each in bounds[own.start : own.stop + 1]), own.start)
+
+    def add(self, parts: Mapping[Node, Tensor], shards: int) -> Tensor:
+        """Return the sum [n] over all shards on every rank; ``parts``: [n] for each node of the own shards.
+
+        A rank adds one slice of the sum; then the slices are gathered.
+        """
+        nodes = [nodes_of(self.numbers_of(rank, shards)) for rank in range(self.size)]
+        own = torch.stack([parts[node] for node in nodes[self.rank]])
+        length = -(-own.shape[1] // self.size)
+        slices = [own[:, at * length : (at + 1) * length].reshape(-1) for at in range(self.size)]
+        width = own[:, self.rank * length : (self.rank + 1) * length].shape[1]
+        found: dict[Node, Tensor] = {}
+        for mine, values in zip(nodes, self.exchange("add gradients of parameters", slices), strict=True):
+            found.update(zip(mine, values.view(len(mine), width), strict=True))
+        total = tree_sum(found, Node(0, len(self.tree(shards))))
+        assert total is not None
+        return torch.cat(self.gather("add gradients of parameters", total))
+
+    def check_equal(self, name: str, value: Tensor) -> None:
+        """Check that all ranks start with the same values.
+
+        Raises:
+            ConfigError: ``value`` is not the same on every rank.
+        """
+        bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        sums = self.numbers("compare rows", [int(bits.sum()), int((bits * places).sum())])
+        different = [rank for rank, found in enumerate(sums) if found != sums[0]]
+        if different:
+            raise ConfigError(
+                f"{name} of rank {different[0]} is not that of rank 0: they must start alike. Give all of them the "
+                "same seed, or load the same checkpoint into each."
+            )
+
+    # ---- collectives
+
+    def exchange(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send ``parts[r]`` to rank r; return what each rank sent here. All have the same shape but for the first."""
+        data = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+        sizes = [len(each) for each in data]
+        table = self._announce(work, sizes)
+        got = [row[self.rank] for row in table]
+        self.sent += sum(sizes) - sizes[self.rank]
+        if not any(map(sum, table)):
+            return [part[:0] for part in parts]
+        found = self._call(work, lambda: self.wire.swap(torch.cat(data), sizes, got))
+        shape = parts[0].shape[1:]
+        return [each.view(parts[0].dtype).view(-1, *shape) for each in _split(found, got)]
+
+    def gather(self, work: str, value: Tensor) -> list[Tensor]:
+        """Return the ``value`` of every rank; all have the same shape but for the first."""
+        data = value.contiguous().reshape(-1).view(torch.uint8)
+        sizes = [row[0] for row in self._announce(work, [len(data)] * self.size)]
+        self.sent += len(data) * (self.size - 1)
+        if not (most := max(sizes)):
+            return [value] * self.size
+        padded = data.new_zeros(most)
+        padded[: len(data)] = data
+        found = self._call(work, lambda: self.wire.gather(padded))
+        return [
+            row[:size].clone().view(value.dtype).view(-1, *value.shape[1:])
+            for row, size in zip(found, sizes, strict=True)
+        ]
+
+    def numbers(self, work: str, own: Sequence[int]) -> list[list[int]]:
+        """Return the int64 numbers of every rank, equally many of each."""
+        found = [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64))]
+        if any(len(each) != len(own) for each in found):
+            raise RanksError(
+                f"ranks {work} for {', '.join(str(len(each)) for each in found)} lookups: all must call forward and "
+                "backward equally often."
+            )
+        return found
+
+    def sums(self, work: str, own: Sequence[int]) -> list[int]:
+        """Return the sum over ranks of each of the numbers, which are not negative and have up to 256 bits."""
+        limbs = [number >> 32 * place & (_LIMB - 1) for number in own for place in range(_LIMBS)]
+        found = self.numbers(work, limbs)
+        totals = list(map(sum, zip(*found, strict=True)))
+        return [
+            sum(value << 32 * place for place, value in enumerate(totals[at : at + _LIMBS]))
+            for at in range(0, len(totals), _LIMBS)
+        ]
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Tell the other ranks if the block, which calls no collective, fails here."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(Exception):
+                self._announce("", [0] * self.size, error)
+            raise
+
+    def _announce(self, work: str, sizes: Sequence[int], error: Exception | None = None) -> list[list[int]]:
+        """Return what every rank sends to each [R, R] bytes.
+
+        Raises:
+            RanksError: another rank failed, or does other work.
+        """
+        name = work.encode()[: 8 * _NAME].ljust(8 * _NAME)
+        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:2000]
+        header = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+        own = torch.tensor([zlib.crc32(work.encode()), len(text), *sizes], dtype=torch.int64)
+        sent = torch.cat([header, own.view(torch.uint8)])
+        found = self._call(work, lambda: self.wire.gather(sent))
+        numbers = found[:, len(name) :].contiguous().view(torch.int64).tolist()
+        if most := max(row[1] for row in numbers):
+            padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
+            texts = self._call(work, lambda: self.wire.gather(padded))
+            failed = [(rank, bytes(texts[rank].tolist()).decode(errors="replace").strip()) for rank in range(self.size)]
+            raise RanksError("; ".join(f"rank {rank} stopped: {why}" for rank, why in failed if why))
+        if len({row[0] for row in numbers}) > 1:
+            names = [bytes(row[: len(name)].tolist()).decode(errors="replace").strip() for row in found]
+            does = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names))
+            raise RanksError(
+                f"ranks do different things ({does}). All of them must do the same in the same order: equally many "
+                "batches, lookups, backwards, reads and writes."
+            )
+        return [row[2:] for row in numbers]
+
+    def _call(self, work: str, collective: Callable[[], Tensor]) -> Tensor:
+        try:
+            return collective()
+        except RuntimeError as error:
+            self._lost(work, error)
+
+    def _lost(self, work: str, error: Exception) -> NoReturn:
+        why = str(error).splitlines()[0].strip() if str(error) else type(error).__name__
+        raise RanksError(
+            f"rank {self.rank} of {self.size} lost another rank when it was to {work or 'stop'}: a process ended or "
+            f"failed, or the network is down ({why}). Look for the first error among the ranks, and start all of them "
+            "again from the last checkpoint."
+        ) from error
+
+
+def _split(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    for end, size in zip(accumulate(sizes), sizes, strict=True):
+        part = data[end - size : end]
+        yield part if part.storage_offset() % 8 == 0 else part.clone()

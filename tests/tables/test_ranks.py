@@ -1,0 +1,287 @@
+"""Ranks hold the rows of one process with the same logical shards, to the bit, and end with one error if one fails.
+
+Most tests run ranks on threads. One group of processes does the same over gloo.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from campaigns import scaled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import start_process, start_ranks
+from ranked import draw, forbid_reductions, gradient_of, on_threads, share_of
+from torch import Tensor
+
+from stoker import (
+    Cached,
+    Device,
+    EmbeddingTables,
+    HostPipelined,
+    HotCold,
+    Mapped,
+    TableConfig,
+    TensorTrain,
+    optim,
+)
+from stoker.base.errors import ConfigError
+from stoker.ops.tree import Node, nodes_of, shard_bounds, shards_of, tree_sum
+from stoker.tables import Ranks, RanksError
+
+RULES: list[optim.RowOptimizer] = [
+    optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
+    optim.Adagrad(lr=0.1, clip_norm=0.5), optim.RowWiseAdagrad(lr=0.1, weight_decay=0.1), optim.Adam(lr=0.05),
+    optim.Adam(lr=0.05, cow_clip=(0.1, 1e-3)), optim.AdamW(lr=0.05, weight_decay=0.1), optim.FTRL(lr=0.1, l1=0.01),
+    optim.LAMB(lr=0.05, weight_decay=0.01), optim.LAMB(lr=0.05, cow_clip=(0.5, 1e-3)),
+]  # fmt: skip
+PLACES: dict[str, Any] = {
+    "device": Device(), "mapped": Mapped(), "cached": Cached(slots=90), "few slots": Cached(slots=7),
+    "pipelined": HostPipelined(slots=30), "hot": HotCold(hot={"a": 9, "b": 3}, slots=30),
+    "file": Cached(slots=20, home="file"),
+}  # fmt: skip
+STEPS = 3
+
+
+def make(rule: optim.RowOptimizer, place: str = "device", *, shards: int = 8, **options: Any) -> EmbeddingTables:
+    """Two tables of three features, the second with its own width."""
+    kinds = {"pooling": options.pop("pooling", "sum"), "dtype": options.pop("dtype", "float32")}
+    tables = [
+        TableConfig(name="a", num_embeddings=40, embedding_dim=4, features=("f", "g"), **kinds),
+        TableConfig(name="b", num_embeddings=13, embedding_dim=options.pop("width", 4), features=("h",), **kinds),
+    ]
+    order = ("f", "h", "g")
+    return EmbeddingTables(tables, optimizer=rule, features=order, placement=PLACES[place], shards=shards, **options)
+
+
+def train(tables: EmbeddingTables, seed: int, batch: int, bags: str, how: str = "backward") -> list[Tensor]:
+    """Some steps on the examples of this rank's shards; return what was looked up."""
+    ranks, found = tables.ranks, []
+    optimizer = tables.as_optimizer() if how == "optimizer" else None
+    for step in range(STEPS):
+        bounds = shard_bounds(batch, tables.shards)
+        own = shards_of(ranks.rank, ranks.size, tables.shards) if ranks else range(tables.shards)
+        begin, end = bounds[own.start], bounds[own.stop]
+        pooled = tables(*share_of(draw(seed + step, batch, bags), begin, end))
+        found.append(pooled.detach().clone())
+        grad = gradient_of(seed + step, batch, pooled[:1].numel() if end > begin else 0)[begin:end]
+        if how == "accumulate":
+            with tables.accumulate():
+                pooled.backward(grad.view(pooled.shape))
+                again = tables(*share_of(draw(seed + step + 99, batch, bags), begin, end))
+                again.backward(gradient_of(seed - step, batch, again[:1].numel())[begin:end].view(again.shape))
+            continue
+        pooled.backward(grad.view(pooled.shape))
+        if optimizer is not None:
+            torch.nn.utils.clip_grad_norm_([tables.handle], 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def digest(tables: EmbeddingTables) -> dict[str, str]:
+    """SHA-256 of each tensor of the state."""
+    return {
+        name: hashlib.sha256(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in tables.state_dict().items()
+        if name != "handle"
+    }
+
+
+@settings(deadline=None, max_examples=scaled(200))
+@given(
+    seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]),
+    batch=st.sampled_from([16, 37, 300]), ranks=st.integers(1, 4), width=st.sampled_from([4, 8]),
+    how=st.sampled_from(["backward", "accumulate", "optimizer"]), backend=st.sampled_from(["reference", "auto"]),
+)  # fmt: skip
+def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
+    seed, rule, place, dtype, bags, batch, ranks, width, how, backend
+):
+    pooling = bags if bags in ("mean", "max") else "sum"
+    bags = "jagged" if bags in ("mean", "max") else bags
+    options = {"pooling": pooling, "dtype": dtype, "width": width, "backend": backend}
+    alone = make(rule, place, **options)
+    pooled = train(alone, seed, batch, bags, how)
+
+    def work(group: Ranks) -> Any:
+        tables = make(rule, place, **options)
+        tables.replicate(group)
+        own = train(tables, seed, batch, bags, how)
+        return own, digest(tables)
+
+    found = on_threads(ranks, work)
+    for step, whole in enumerate(pooled):
+        assert torch.equal(torch.cat([own[step] for own, _ in found]), whole)
+    for _, each in found:
+        assert each == digest(alone)
+
+
+@pytest.mark.parametrize("rule", [optim.Adam(lr=0.1), optim.LAMB(lr=0.1)])
+@pytest.mark.parametrize("how", ["backward", "optimizer"])
+def test_cores_of_a_tensor_train_step_as_in_one_process(rule: Any, how: str) -> None:
+    def one() -> EmbeddingTables:
+        table = TableConfig(name="t", num_embeddings=60, embedding_dim=8, features=("f", "h", "g"))
+        return EmbeddingTables([table], optimizer=rule, placement=TensorTrain(rank=4), shards=4)
+
+    alone = one()
+    train(alone, 5, 20, "single", how)
+
+    def work(group: Ranks) -> Any:
+        tables = one()
+        tables.replicate(group)
+        train(tables, 5, 20, "single", how)
+        return digest(tables)
+
+    assert on_threads(3, work) == [digest(alone)] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_of_parameters_are_added_by_the_tree_over_shards(ranks: int) -> None:
+    leaves = {Node(v, 1): torch.randn(7, generator=torch.Generator().manual_seed(v)) for v in range(8)}
+    expected = tree_sum(leaves, Node(0, 8))
+
+    def work(group: Ranks) -> Tensor:
+        parts = {node: tree_sum(leaves, node) for node in nodes_of(group.numbers_of(group.rank, 8))}
+        return group.add(parts, 8)  # type: ignore[arg-type]
+
+    assert all(torch.equal(each, expected) for each in on_threads(ranks, work))
+
+
+def test_integers_of_any_size_are_summed() -> None:
+    numbers = [2**200 + 7, 0, 2**32 - 1]
+    assert (
+        on_threads(3, lambda group: group.sums("add", [n * (group.rank + 1) for n in numbers]))
+        == [[6 * n for n in numbers]] * 3
+    )
+
+
+def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
+    def work(group: Ranks) -> tuple[int, int]:
+        tables = EmbeddingTables(
+            [TableConfig(name="a", num_embeddings=100, embedding_dim=16)], optimizer=optim.SGD(lr=0.1), shards=2
+        )
+        tables.replicate(group)
+        before = group.sent
+        ids = torch.arange(10).view(10, 1) + 5 * group.rank
+        tables(torch.cat([ids, ids])).sum().backward()
+        return group.sent - before, 10
+
+    for sent, rows in on_threads(2, work):
+        assert sent == rows * 4 * (16 + 4) + 8, "a sum is its D values with row, node and count; and the batch size"
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_message() -> None:
+    def work(group: Ranks) -> str:
+        try:
+            if group.rank == 1:
+                with group.guard():
+                    raise OSError("no space left on the disk")
+            group.numbers("count examples", [1])
+        except (RanksError, OSError) as error:
+            return str(error)
+        return ""
+
+    first, second, third = on_threads(3, work)
+    assert first == third == "rank 1 stopped: OSError: no space left on the disk"
+    assert second == "no space left on the disk"
+
+
+def test_ranks_that_do_different_things_say_so() -> None:
+    def work(group: Ranks) -> str:
+        with pytest.raises(RanksError) as caught:
+            group.numbers("count examples" if group.rank else "compare rows", [1])
+        return str(caught.value)
+
+    for message in on_threads(2, work):
+        assert "rank 0: compare rows; rank 1: count examples" in message
+
+
+def test_examples_of_other_shards_are_refused() -> None:
+    def work(group: Ranks) -> str:
+        tables = make(RULES[0])
+        tables.replicate(group)
+        pooled = tables(torch.zeros(5 - group.rank, 3).long())
+        with pytest.raises(RanksError) as caught:
+            pooled.sum().backward()
+        return str(caught.value)
+
+    for message in on_threads(2, work):
+        assert "rank 0 of 2 has 5 of 9 examples, but its 4 of 8 logical shards are 4" in message
+
+
+def test_more_ranks_than_shards_are_refused() -> None:
+    def work(group: Ranks) -> None:
+        with pytest.raises(ConfigError, match="shards=4"):
+            make(RULES[0], shards=2).replicate(group)
+
+    on_threads(3, work)
+
+
+# ---- processes
+
+
+def _join(rank: int, ranks: int, folder: str) -> Ranks:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    forbid_reductions()
+    return Ranks(timeout=25.0)
+
+
+def _train_all(rank: int, ranks: int, folder: str) -> None:
+    group = _join(rank, ranks, folder)
+    found = {}
+    for number, rule in enumerate(RULES):
+        for place in PLACES if number == 4 else ("device", "pipelined"):
+            tables = make(rule, place, width=8, dtype="bfloat16" if number % 2 else "float32")
+            tables.replicate(group)
+            train(tables, 7, 37, "weighted")
+            found[number, place] = digest(tables)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_write_the_files_of_one(ranks: int, tmp_path: Path) -> None:
+    start_ranks(_train_all, ranks, str(tmp_path), ranks=ranks)
+    files = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    assert len(files[0]) == len(PLACES) + 2 * (len(RULES) - 1)
+    for (number, place), expected in files[0].items():
+        alone = make(RULES[number], place, width=8, dtype="bfloat16" if number % 2 else "float32")
+        train(alone, 7, 37, "weighted")
+        assert expected == digest(alone), (number, place)
+    assert all(each == files[0] for each in files)
+
+
+def _end_one(rank: int, ranks: int, folder: str) -> None:
+    group = _join(rank, ranks, folder)
+    tables = make(RULES[0])
+    tables.replicate(group)
+    train(tables, 7, 37, "single")
+    begin = time.monotonic()
+    if rank == 1:
+        os._exit(9)
+    try:
+        train(tables, 8, 37, "single")
+    except RanksError as error:
+        Path(folder, str(rank)).write_text(f"{time.monotonic() - begin}\n{error}")
+    os._exit(0)  # the group cannot be closed without the other
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_one_message(tmp_path: Path) -> None:
+    running = [start_process(_end_one, rank, 3, str(tmp_path)) for rank in range(3)]
+    for each in running:
+        each.join()
+    for rank in (0, 2):
+        seconds, message = (tmp_path / str(rank)).read_text().split("\n", 1)
+        assert float(seconds) < 30
+        assert f"rank {rank} of 3 lost another rank" in message
+        assert "start all of them again" in message
