@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import stoker
 
-BATCH, STEPS, RANKS = 512, 40, 2
+BATCH, STEPS, RANKS = 256, 40, 2
 
 
 def train(rank: int, dataset: str, folder: str) -> None:
@@ -45,7 +45,7 @@ def train(rank: int, dataset: str, folder: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "day_0.tsv"
-        stoker.synthetic.write("criteo", 30_000, log)
+        stoker.synthetic.write("criteo", 15_000, log)
         data = stoker.prepare("criteo", log, out=Path(folder) / "criteo")
         mp.spawn(train, args=(str(data.path), folder), nprocs=RANKS)
         first, second = (torch.load(f"{folder}/rank{rank}.pt") for rank in range(RANKS))

@@ -451,7 +451,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.prep.stages.parts.os.replace", no_room)
+        patch.setattr("stoker.base.files.os.replace", no_room)
         with pytest.raises(DataError, match=r"no room .* free without this run\).*again: nothing was kept\."):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:

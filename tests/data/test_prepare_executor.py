@@ -268,7 +268,7 @@ def test_a_full_disk_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Pickled() as executor, monkeypatch.context() as patch:
-        patch.setattr("stoker.prep.stages.parts.os.replace", full)
+        patch.setattr("stoker.base.files.os.replace", full)
         with pytest.raises(DataError, match=r"no room left on the disk of .*Free some space.*nothing was kept"):
             stoker.prepare(SCHEMA, raw, out=tmp_path / "out", executor=executor)
     assert not (tmp_path / "out").exists()
