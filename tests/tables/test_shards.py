@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -75,6 +75,11 @@ def check_same(one: EmbeddingTables, other: EmbeddingTables) -> None:
     bags=st.sampled_from(["single", "jagged", "weighted", "mean"]), batch=st.sampled_from([0, 1, 5, 300]),
 )  # fmt: skip
 def test_a_step_from_sums_of_one_shard_is_an_update(seed, rule, place, backend, dtype, bags, batch):
+    if backend == "auto" and EFFORT < 1:  # each rule, type, and whether lookups have weights is a kernel to compile
+        number = next(n for n, each in enumerate(RULES) if each is rule)
+        dtype = ("float32", "bfloat16")[number % 2]
+        bags = {"jagged": "weighted", "single": "mean"}.get(bags, bags) if number % 4 > 1 else bags
+        bags = {"weighted": "jagged", "mean": "single"}.get(bags, bags) if number % 4 < 2 else bags
     pooling = "mean" if bags == "mean" else "sum"
     given: dict[str, Any] = {"backend": backend, "dtype": dtype, "pooling": pooling, "placement": PLACES[place]}
     updated, stepped = make(rule, **given), make(rule, **given)
