@@ -43,7 +43,7 @@ RULES: list[optim.RowOptimizer] = [
     optim.LAMB(lr=0.05, weight_decay=0.01), optim.LAMB(lr=0.05, cow_clip=(0.5, 1e-3)),
 ]  # fmt: skip
 PLACES: dict[str, Any] = {
-    "device": Device(), "mapped": Mapped(), "cached": Cached(slots=90), "few slots": Cached(slots=7),
+    "device": Device(), "mapped": Mapped(), "cached": Cached(slots=90), "few slots": Cached(slots=12),
     "pipelined": HostPipelined(slots=30), "hot": HotCold(hot={"a": 9, "b": 3}, slots=30),
     "file": Cached(slots=20, home="file"),
 }  # fmt: skip
