@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from stoker import Batch
 from stoker.base.errors import ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS as KINDS
+from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.running import recorded
 from stoker.ops.tree import shard_bounds
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
-from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread
+from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 14, "eval_every": 7, "shards": 8, "tensorboard": False,
@@ -221,6 +223,45 @@ def test_models_that_shards_would_change_are_refused(kind: type[stoker.RecModel]
     model.embeddings.shards = 2
     with pytest.raises(ConfigError, match=message):
         ShardedLoss(model)(batch_of(data, 40))
+
+
+class Deaf(Noisy):
+    """A dense part that takes no rows."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        return dense @ self.weight
+
+
+def test_rows_that_no_loss_depends_on_stay(data: Dataset) -> None:
+    model = Deaf(data.schema, embedding_dim=4)
+    model.embeddings.shards = 4
+    before = model.embeddings.rows("C1")
+    ShardedLoss(model)(batch_of(data, 40)).backward()
+    assert model.weight.grad is not None
+    assert torch.equal(before, model.embeddings.rows("C1"))
+
+
+def test_kernels_on_threads_of_a_team_compute_the_same(data: Dataset) -> None:
+    """In a step by shards no worker of torch's is woken."""
+    batch, found = batch_of(data, 200), []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for around in (nullcontext(), own_threads()):
+            model = make("dlrm", 8, data.schema)
+            with around:
+                assert kernel_threads() == 3
+                assert (torch.get_num_threads() == 3) == (not found)
+                ShardedLoss(model)(batch).backward()
+            assert torch.get_num_threads() == kernel_threads() == 3
+            found.append([value.clone() for value in model.state_dict().values()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_compiled_dense_parts_are_refused(data: Dataset) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stoker.ops.running import move
+from stoker.ops.running import move, once
 from stoker.ops.space import HAVE_TRITON
 
 #: Inputs should have a multiple of this many columns: 367 columns take a fifth more time than 368.
@@ -151,7 +151,11 @@ class _OneDNN(_Products):
     def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
         if grad.dtype == torch.bfloat16:
             return grad @ weight
-        return _OneDNN.linear(grad, weight.t().contiguous(), None, False)
+        return _OneDNN.linear(grad, once(weight, _transposed), None, False)
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous()
 
 
 def _by_chunks(grad: Tensor, x: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ class _MLP(torch.autograd.Function):
         parameters = tuple(parameter.to(dtype) for parameter in parameters)
         ctx.extra = x.shape[1] - parameters[0].shape[1]
         if ctx.extra:
-            parameters = (F.pad(parameters[0], (0, ctx.extra)), *parameters[1:])
+            parameters = (once(parameters[0], F.pad, (0, ctx.extra)), *parameters[1:])
         activations = [x.to(dtype)]
         for layer in range(layers):
             weight, bias = parameters[2 * layer : 2 * layer + 2]

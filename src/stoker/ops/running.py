@@ -1,18 +1,21 @@
-"""Running averages of batch norm, and the logical shards of a batch, which several threads compute at once.
+"""What the logical shards of a batch share, which several threads compute at once.
 
-In a shard an average does not move: what it would move to is recorded, for whoever moves it in the order of shards.
+In a shard an average of batch norm does not move: what it would move to is recorded, for whoever moves it in the order
+of shards. What is made of weights alone is made once a step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+#: what shards of a step have made of weights
+Known = dict[tuple[int, Callable[..., Tensor], tuple[object, ...]], tuple[Tensor, Tensor]]
 _local = threading.local()
 
 
@@ -64,11 +67,22 @@ def move_all(found: Iterable[Moved]) -> None:
                 average.add_(value)
 
 
+def once(weight: Tensor, make: Callable[..., Tensor], *given: object) -> Tensor:
+    """Return ``make(weight, *given)``, which another shard of this step may have made."""
+    known: Known | None = getattr(_local, "known", None)
+    if known is None:
+        return make(weight, *given)
+    key = weight.data_ptr(), make, given
+    if (found := known.get(key)) is None:
+        found = known[key] = weight, make(weight, *given)  # keeps the weight, so that no other gets its address
+    return found[1]
+
+
 @contextmanager
-def recorded() -> Iterator[list[Moved]]:
-    """Record the averages of this thread in the block."""
-    _local.records = []
+def recorded(known: Known | None = None) -> Iterator[list[Moved]]:
+    """Record the averages of this thread in the block; ``known``: of the step."""
+    _local.records, _local.known = [], known
     try:
         yield _local.records
     finally:
-        _local.records = None
+        _local.records = _local.known = None

@@ -28,12 +28,11 @@ from stoker.optim import Constant, RowOptimizer, Schedule
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.placement import Placement
 from stoker.tables import Strategy
-from stoker.tables.shards import one_thread
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
-from stoker.training.ranks.sharded import ShardedLoss
+from stoker.training.ranks.sharded import ShardedLoss, own_threads
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 from stoker.training.settings import MACHINE, MachineConfig
@@ -139,6 +138,12 @@ class Replica:
 
     def step(self, batch: Batch) -> Tensor:
         """Train on a batch; return its loss."""
+        if self.config.shards == 1:
+            return self._step(batch)
+        with own_threads():
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> Tensor:
         for group in self.dense.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self._dense_factor(batch.step)
         with span("forward"):
@@ -147,7 +152,7 @@ class Replica:
         with span("backward"):
             loss.backward()  # rows are updated here, in place
             self.synchronize()
-        with span("dense"), contextlib.nullcontext() if self.config.shards == 1 else one_thread():
+        with span("dense"):
             if self.config.dense_clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(self._parameters, self.config.dense_clip_norm)
             self.dense.step()

@@ -32,7 +32,7 @@ from numba.extending import intrinsic
 
 from stoker.base.progress import compiling
 from stoker.ops.codegen.jit import PLAIN, cached, jit, stamped
-from stoker.ops.codegen.threads import team
+from stoker.ops.codegen.threads import kernel_threads, own, team
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()
@@ -209,10 +209,10 @@ class Kernel:
         ``after`` are the arguments of the kernel that this one calls, and of the one that that one calls.
         """
         entry = self.entry(*values)
-        size = torch.get_num_threads() if threads is None else max(1, threads)
+        size = kernel_threads() if threads is None else max(1, threads)
         if size == 1:
             _launch(0, entry, 1, 0, (values, *after))
-        elif gomp := _gomp_parallel():
+        elif not getattr(own, "size", 0) and (gomp := _gomp_parallel()):
             _launch(gomp, entry, size, 0, (values, *after))
         else:
             team(size).run(_launch, [(0, entry, 1, index, (values, *after)) for index in range(size)])

@@ -7,10 +7,20 @@ helper wakes late, only its share of the work is lost.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Lock
 from typing import Any
+
+import torch
+
+own = threading.local()  # own.size: threads of a team that run this thread's kernels, instead of torch's workers
+
+
+def kernel_threads() -> int:
+    """Return on how many threads kernels run."""
+    return getattr(own, "size", 0) or torch.get_num_threads()
 
 
 class Team:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _KEEP = 8  # idle buffers kept of each size
+_LINE = 16  # float32 numbers
 
 
 def flat(tensor: Tensor) -> np.ndarray:
@@ -38,7 +39,9 @@ class Arena:
         try:
             memory = idle.pop()
         except IndexError:
-            memory = np.empty(rounded, dtype=np.float32)
+            memory = np.empty(rounded + _LINE, dtype=np.float32)
+            first = -memory.ctypes.data % (4 * _LINE) // 4  # begins like a tensor of torch, at a line of the cache
+            memory = memory[first : first + rounded]
         view = memory[:size].reshape(shape)
         # reshape may return the slice itself. It is a fresh object either way, and lives while any tensor uses it.
         key = id(view)

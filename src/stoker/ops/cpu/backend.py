@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.ops.backend import Backend
 from stoker.ops.codegen.llvm_rows import DECOUPLED, MOVE
 from stoker.ops.codegen.native import Kernel
+from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.cpu import kernels
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.cpu.lamb import BLOCK, direct_kernel, move_kernel
@@ -288,7 +289,7 @@ class CpuBackend(Backend):
     ) -> None:  # fmt: skip
         jagged, weighted, sharded = bags.offsets is not None, bags.weights is not None, bags.shards is not None
         ends = _NO_ROWS if bags.shards is None else np.array((bags.shards.first, *bags.shards.bounds[1:]), np.int64)
-        error, threads, definition = np.zeros(1, dtype=np.int64), torch.get_num_threads(), rule.definition
+        error, threads, definition = np.zeros(1, dtype=np.int64), kernel_threads(), rule.definition
         layout = parts.know(
             ("state", threads, definition.code), lambda: _layout(_groups(parts, definition.state), threads)
         )
@@ -336,7 +337,7 @@ class CpuBackend(Backend):
         if low < 0 or high >= len(weight) or weight.dtype != torch.float32:
             raise IndexError(f"rows {int(low)} to {int(high)} of {len(weight)} in {weight.dtype} cannot step.")
         apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags, False)
-        size = -(-count // (_BLOCKS * torch.get_num_threads()))  # rows of a block; the last one may have fewer
+        size = -(-count // (_BLOCKS * kernel_threads()))  # rows of a block; the last one may have fewer
         blocks = -(-count // size)
         listed = np.empty((blocks, 2 * size), np.int64)  # each row has one lookup, whose number is that in its block
         listed.reshape(-1)[: 2 * count : 2], listed[:, 1::2] = rows.numpy(), np.arange(size) * (2**32 + 1)
@@ -355,7 +356,7 @@ class CpuBackend(Backend):
     ) -> tuple[Tensor, list[int]]:
         if len(found.rows) > ROWS:
             return super().lamb_direct(weight, state, found, grad, rule)
-        dim, threads = weight.shape[1], torch.get_num_threads()
+        dim, threads = weight.shape[1], kernel_threads()
         out = torch.empty(len(found.rows), dim) if grad is None else grad
         flags = (0 if grad is None else MOVE | rule.flags) | (DECOUPLED if rule.l2 else 0)
         counts = found.counts.numpy() if grad is not None and rule.counts else _NO_ROWS
@@ -374,7 +375,7 @@ class CpuBackend(Backend):
     ) -> list[int]:  # fmt: skip
         if len(found.rows) > ROWS:
             return super().lamb_move(weight, found, directions, ratios, rule, rounding, space)
-        threads = torch.get_num_threads()
+        threads = kernel_threads()
         limbs = np.zeros((threads, found.tables, 3), np.int64)
         if len(found.rows):
             move_kernel(weight.shape[1]).run(
@@ -410,4 +411,4 @@ def _refuse(space: AddressSpace, bags: Bags) -> None:
 
 def _block(total: int, least: int) -> int:
     """Return the size of a work item: small enough to balance, large enough to keep threads off the cursor."""
-    return max(least, total // (8 * torch.get_num_threads()))
+    return max(least, total // (8 * kernel_threads()))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from threading import Barrier, Lock
 from typing import Any, NamedTuple
 
@@ -25,8 +25,9 @@ from torch.nn import functional
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
+from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
-from stoker.ops.running import Moved, move_all, recorded
+from stoker.ops.running import Known, Moved, move_all, recorded
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.shards import one_thread
 
@@ -52,13 +53,32 @@ def _pool(size: int, process: int) -> ThreadPoolExecutor:
     return pool
 
 
+@contextmanager
+def own_threads() -> Iterator[None]:
+    """Let torch's operations run on the calling thread alone, and kernels on a team: no worker of OpenMP is woken.
+
+    After its work such a worker spins for milliseconds, on a core that the threads of shards need.
+    """
+    size = torch.get_num_threads()
+    if size == 1:
+        yield
+        return
+    own.size = size
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        own.size = 0
+        torch.set_num_threads(size)
+
+
 def each_on_one_thread(work: Callable[[int], None], numbers: Sequence[int]) -> None:
     """Call ``work`` for each number, several at once on torch's number of threads, each of which works alone.
 
     Raises:
         BaseException: the first error; numbers that were not begun are left out.
     """
-    size = min(torch.get_num_threads(), len(numbers))
+    size = min(kernel_threads(), len(numbers))
     if size <= 1:
         with one_thread():
             for number in numbers:
@@ -74,7 +94,7 @@ def each_on_one_thread(work: Callable[[int], None], numbers: Sequence[int]) -> N
             except BaseException as error:
                 errors.append(error)
 
-    pool = _pool(torch.get_num_threads(), os.getpid())
+    pool = _pool(kernel_threads(), os.getpid())
     for each in [pool.submit(run) for _ in range(size)]:
         each.result()
     if errors:
@@ -232,6 +252,7 @@ class ShardedLoss:
         tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
         slices = [_Slices(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
+        known: Known = {}
         around, drawn = _autocast(model.device.type), torch.get_rng_state()
 
         def work(index: int) -> None:
@@ -240,13 +261,13 @@ class ShardedLoss:
                 tree.add(shards.first + index, None)
                 return
             own = [_aligned(each[start:stop]).requires_grad_(w) for each, w in zip(inputs, trained, strict=True)]
-            with recorded() as moved[index], torch.enable_grad(), around():
+            with recorded(known) as moved[index], torch.enable_grad(), around():
                 logits = model._logits(model.dense_part, tuple(own))
                 wanted = [each for each in own if each.requires_grad]
                 loss, slopes = _loss(logits.detach(), labels[start:stop], len(labels))
                 found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
-            for joined, grad in zip((each for each in slices if each), found, strict=False):
-                joined.put(start, torch.zeros_like(own[0]) if grad is None else grad)
+            for joined, leaf, grad in zip(filter(None, slices), wanted, found, strict=False):
+                joined.put(start, torch.zeros_like(leaf) if grad is None else grad)
             tree.add(shards.first + index, _Found(loss, _own_memory(found[len(wanted) :])))
 
         self._run(work, len(shards.bounds) - 1)
@@ -293,14 +314,9 @@ class ShardedLoss:
 
 def _autocast(kind: str) -> Callable[[], Any]:
     """Return a function that enters the caller's autocast in another thread."""
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
-            yield
-
-    return enter
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext
+    return partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _aligned(part: Tensor) -> Tensor:
