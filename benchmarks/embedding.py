@@ -129,15 +129,18 @@ def bar(optimizer: str, run: Run, shapes: Sequence[Shape] | None = None) -> Outc
     )
 
 
+MUST = {"sgd": 1.3, "rowwise_adagrad": 2.0}  # of others: no shape on which a peer is faster
+
+
 def bars() -> list[Bar]:
-    """A bar for each optimizer: no shape on which a peer is faster."""
+    """A bar for each optimizer: the worst shape against the fastest peer."""
     return [
         Bar(
             name=f"embedding-matrix-{optimizer.replace('_', '-')}",
             group="embedding-matrix",
             title=f"embedding step with {NAMES[optimizer]}, {len(MATRIX)} shapes: the worst against the fastest peer",
-            must=1.0,
-            aim=1.5,
+            must=MUST.get(optimizer, 1.0),
+            aim=2.0,
             rounds=3,
             run=partial(bar, optimizer),
         )
