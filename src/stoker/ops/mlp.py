@@ -132,7 +132,7 @@ class _OneDNN(_Products):
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "relu" if relu else "none", [], "")
         return result
 
     @staticmethod
@@ -142,7 +142,7 @@ class _OneDNN(_Products):
         if weight.numel() <= _SMALL and torch.backends.mkl.is_available():
             return _by_chunks(grad, x), _column_sums(grad)
         # Not for a single output: at [8192, 64] x [8192, 1] torch 2.13 writes past the end of the result.
-        result: tuple[Tensor, Tensor] = torch.ops.aten.mkldnn_linear_backward_weights(
+        result: tuple[Tensor, Tensor] = torch.ops.aten.mkldnn_linear_backward_weights.default(
             grad.to_mkldnn(), x.to_mkldnn(), weight, True
         )
         return result
@@ -208,7 +208,7 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         layers = len(parameters) // 2
         products = _products(dtype, x.device.type)
-        parameters = tuple(parameter.to(dtype) for parameter in parameters)
+        parameters = tuple([each if each.dtype == dtype else each.to(dtype) for each in parameters])
         ctx.extra = x.shape[1] - parameters[0].shape[1]
         if ctx.extra:
             parameters = (once(parameters[0], F.pad, (0, ctx.extra)), *parameters[1:])
@@ -247,7 +247,7 @@ class _MLP(torch.autograd.Function):
                 grad = products.input_gradient(grad, weight)
         if ctx.extra and (first := grads[-1]) is not None:
             grads[-1] = first[:, : -ctx.extra]
-        wide = [None if tensor is None else tensor.to(torch.float32) for tensor in reversed(grads)]
+        wide = [each if each is None or each.dtype == torch.float32 else each.float() for each in reversed(grads)]
         return (grad.to(torch.float32) if ctx.needs_input_grad[0] else None, None, None, *wide)
 
 
