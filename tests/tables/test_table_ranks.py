@@ -125,6 +125,39 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
         assert each == digest(alone)
 
 
+@settings(deadline=None, max_examples=scaled(200))
+@given(
+    seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]),
+    batch=st.sampled_from([16, 37, 300]), ranks=st.integers(1, 4), width=st.sampled_from([4, 8]),
+    how=st.sampled_from(["backward", "accumulate", "optimizer"]), backend=st.sampled_from(["reference", "auto"]),
+)  # fmt: skip
+def test_divided_tables_of_any_number_of_ranks_are_those_of_one_process(
+    seed, rule, place, dtype, bags, batch, ranks, width, how, backend
+):
+    pooling = bags if bags in ("mean", "max") else "sum"
+    bags = "jagged" if bags in ("mean", "max") else bags
+    options = {"pooling": pooling, "dtype": dtype, "width": width, "backend": backend}
+    alone = make(rule, place, **options)
+    initial = digest(alone)
+    pooled = train(alone, seed, batch, bags, how)
+
+    def work(group: Ranks) -> Any:
+        tables = make(rule, place, ranks=group, **options)
+        before = digest(tables)
+        own = train(tables, seed, batch, bags, how)
+        return own, before, digest(tables), sum(group.own.storage.num_rows for group in tables.groups)
+
+    found = on_threads(ranks, work)
+    for step, whole in enumerate(pooled):
+        assert torch.equal(torch.cat([own[step] for own, *_ in found]), whole)
+    for _, before, after, _ in found:
+        assert before == initial
+        assert after == digest(alone)
+    assert sum(rows for *_, rows in found) == 53, "no row is on two ranks"
+
+
 @pytest.mark.parametrize("rule", [optim.Adam(lr=0.1), optim.LAMB(lr=0.1)])
 @pytest.mark.parametrize("how", ["backward", "optimizer"])
 def test_cores_of_a_tensor_train_step_as_in_one_process(rule: Any, how: str) -> None:

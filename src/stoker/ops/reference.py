@@ -15,7 +15,7 @@ from stoker.ops.rule import RowRule, condition
 from stoker.ops.tree import RowSums, Shards, sum_rows
 
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 _LANES = 16  # width of the fixed summation tree in row_norm_squared
@@ -29,6 +29,11 @@ def derive_key(seed: int, *labels: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
 
+def wrapped(number: int) -> int:
+    """Return a number as signed 64-bit arithmetic has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -38,7 +43,7 @@ def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
 
     A value depends on (key, counter) only, so any placement, rank or order of work draws the same numbers.
     """
-    z = (counter + 1) * _GOLDEN + key
+    z = (counter + 1) * GOLDEN + key
     z = (z ^ _shift_right(z, 30)) * _MIX1
     z = (z ^ _shift_right(z, 27)) * _MIX2
     return z ^ _shift_right(z, 31)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +22,22 @@ from stoker.base.errors import ConfigError
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.batch import as_tensor
-from stoker.ops import BackendName, Bags
+from stoker.ops import Bags
 from stoker.ops.tree import Shards, check_shards
 from stoker.optim import RowOptimizer
+from stoker.tables.arguments import TablesArguments
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
 from stoker.tables.group import TableGroup
 from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
+from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
-from stoker.tables.storage import Lease, Rows, Staged
+from stoker.tables.storage import Lease, Rows, Staged, release_all
 
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
@@ -47,30 +50,6 @@ _numbers = itertools.count()
 def _share(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of ids share memory that NumPy can change."""
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def release_all(leases: Iterable[Lease | None]) -> None:
-    """Release leases whose rows were not changed."""
-    for lease in leases:
-        if lease is not None:
-            lease.release(changed=False)
-
-
-@dataclass(frozen=True)
-class TablesArguments:
-    """The arguments of :class:`EmbeddingTables`."""
-
-    tables: Sequence[TableConfig]
-    _: KW_ONLY
-    optimizer: RowOptimizer
-    features: Sequence[str] | None = None
-    seed: int = 0
-    device: torch.device | str = "cpu"
-    backend: BackendName = "auto"
-    include_last_offset: bool = True
-    placement: Strategy | Mapping[str, Strategy] | None = None
-    steps: Mapping[str, int] | None = None
-    shards: int = 1
 
 
 class EmbeddingTables(nn.Module):
@@ -101,6 +80,8 @@ class EmbeddingTables(nn.Module):
             for each id. A shorter bag comes last, after vectors of zeros.
         shards: logical shards of a batch, a power of two. The gradient of a row is summed within each shard, then over
             shards by a binary tree (docs/ranks.md). The shards of several backwards of one step are joined.
+        ranks: divide the rows among these processes, which train as one (:meth:`replicate`): row i is with rank i % R.
+            All ranks then read, write and save together. Tensor trains are on every rank.
 
     Raises:
         ConfigError: there are no tables, two tables of one name, a feature named twice, or steps of an unknown feature.
@@ -159,7 +140,9 @@ class EmbeddingTables(nn.Module):
         for (_, _, _, strategy, alone), members in buckets.items():
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # A group takes every step for a feature: kernels and placement know nothing of sequences.
-            kind = CompressedGroup if alone else TableGroup
+            kind: Any = CompressedGroup if alone else TableGroup
+            if asked.ranks is not None and not alone:
+                kind = partial(DividedGroup, asked.ranks)
             self.groups.append(
                 kind(
                     members, lookups[-1].space, optimizer=optimizer, strategy=strategy, seed=seed,
@@ -177,6 +160,8 @@ class EmbeddingTables(nn.Module):
                         "<table>.core1 and so on. Rename the table."
                     )
                 self._group_of[name] = group
+        if asked.ranks is not None:
+            self.replicate(asked.ranks)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -228,6 +213,11 @@ class EmbeddingTables(nn.Module):
     def device(self) -> torch.device:
         """The device of the kernels."""
         return self.groups[0].storage.weight.device
+
+    @property
+    def divided(self) -> bool:
+        """Whether rows are divided among ranks."""
+        return any(isinstance(group, DividedGroup) for group in self.groups)
 
     @property
     def shards(self) -> int:
@@ -615,6 +605,8 @@ class EmbeddingTables(nn.Module):
             ConfigError: the ranks have different rows.
         """
         self._steps.alone = True
+        if self.divided and (replicas is None or self.ranks is not None):
+            raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
         if replicas is not None:
             if 1 < self.shards < replicas.size:
                 raise ConfigError(
@@ -707,6 +699,11 @@ class EmbeddingTables(nn.Module):
 
     def _made_with(self) -> dict[str, Any]:
         """Return the constructor arguments of these tables."""
+        if self.divided:
+            raise ConfigError(
+                "tables whose rows are divided among ranks cannot be copied or pickled. Save them (stoker.save, "
+                "state_dict()), and load them into other tables."
+            )
         return {
             "tables": self.tables,
             "optimizer": self.optimizer,

@@ -42,6 +42,8 @@ class TableGroup:
     need not be stored, and no placement, order of work or restart can change it.
     """
 
+    part = (0, 1)  # the rows are every second number'th row of their tables, from the first number on
+
     def __init__(
         self, tables: Sequence[TableConfig], space: AddressSpace, *, optimizer: RowOptimizer, strategy: Strategy,
         seed: int, device: torch.device, backend: BackendName,
@@ -65,15 +67,19 @@ class TableGroup:
         dtype = DTYPES[self.tables[0].dtype]
         state: dict[str, str] = dict(optimizer.state)
         if isinstance(self.strategy, Slotted):
-            return make_slotted(self.strategy, self.tables, self.space, self.seed, state, device)
+            return make_slotted(self.strategy, self.tables, self.space, self.seed, state, device, self.part)
         rows = self.space.num_rows, self.dim, dtype, state, device
         at = self.strategy
         storage = MappedRows(*rows, at.path) if isinstance(at, Mapped) else DeviceRows(*rows)
         for index, table in enumerate(self.tables):
             begin, stop = self.space.table_range(index)
             key = derive_key(self.seed, "init", table.name)
-            self.backend.init_rows(storage.weight[begin:stop], key, 0, table.scale)
+            self._init_rows(storage.weight[begin:stop], key, table.scale)
         return storage
+
+    def _init_rows(self, out: Tensor, key: int, scale: float) -> None:
+        """Fill ``out`` with the initial rows of a table."""
+        self.backend.init_rows(out, key, 0, scale)
 
     def acquire(self, lookups: Lookups) -> Lease | None:
         """Return a lease on a batch's rows; None if it has more than the slots hold, and must be chunked.
@@ -88,6 +94,9 @@ class TableGroup:
             if self._chunks:
                 return None
             raise
+
+    def _labelled(self, lease: Lease) -> Lease:
+        return lease
 
     @property
     def _chunks(self) -> bool:
@@ -206,7 +215,7 @@ class TableGroup:
                 found = Touched(at, table[part], len(squares_of), torch.arange(len(at)), counts[part])
                 directions[part], more = backend.lamb_direct(storage.weight, storage.state, found, grads[part], rule)
                 _add(lengths, more)
-            ratios = trust_ratios(squares_of, lengths, rule)
+            ratios = trust_ratios(self._over_ranks(squares_of), self._over_ranks(lengths), rule)
             for part, lease, at in self._row_blocks(rows):
                 found = Touched(at, table[part], len(squares_of), torch.arange(len(at)))
                 rounding = lease.rounding(keys)
@@ -217,6 +226,10 @@ class TableGroup:
             self._squares = None
             raise
 
+    def _over_ranks(self, totals: list[int]) -> list[int]:
+        """Return the sums over the rows of all ranks."""
+        return totals
+
     @cached_property
     def _by_table(self) -> AddressSpace:
         """Return the space in which each table is a feature."""
@@ -225,19 +238,20 @@ class TableGroup:
 
     def _row_blocks(self, rows: Tensor) -> Iterator[tuple[slice, Lease, Tensor]]:
         """Yield blocks of distinct ``rows`` [U] that fit: which, a lease on them, and where they are in memory."""
-        space = self._by_table
-        first = space.on(rows.device).first_row
-
-        def bags_of(start: int, stop: int) -> Bags:
-            part = rows[start:stop]
-            offsets = torch.searchsorted(part, first)
-            local = part - torch.repeat_interleave(first[:-1], offsets.diff(), output_size=len(part))
-            return Bags(local, offsets)
-
-        for start, stop, lease in self._blocks(space, len(rows), len(rows), bags_of):
+        blocks = self._blocks(
+            self._by_table, len(rows), len(rows), lambda start, stop: self.lookups_of(rows[start:stop]).bags
+        )
+        for start, stop, lease in blocks:
             bags = lease.bags
             yield slice(start, stop), lease, addresses(bags.ids, lease.space.on(bags.ids.device).bases, bags.offsets)
             lease.release(changed=True)
+
+    def lookups_of(self, rows: Tensor) -> Lookups:
+        """Return the lookups of distinct ``rows`` [U], ascending."""
+        first = self._by_table.on(rows.device).first_row
+        offsets = torch.searchsorted(rows, first)
+        local = rows - torch.repeat_interleave(first[:-1], offsets.diff(), output_size=len(rows))
+        return Lookups(Bags(local, offsets), self._by_table)
 
     def rounding_keys(self) -> tuple[int, ...]:
         """Return the keys of the random bits of the next update, one a table; () if rows are not bfloat16."""
@@ -359,7 +373,7 @@ class TableGroup:
         while start < count:
             stop = min(start + size, count)
             try:
-                lease = self.storage.acquire(bags_of(start, stop), space)
+                lease = self._labelled(self.storage.acquire(bags_of(start, stop), space))
             except TooFewSlots as error:
                 if not self._chunks:
                     raise

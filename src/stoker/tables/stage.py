@@ -33,13 +33,14 @@ from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.ops import Bags
 from stoker.ops.distinct import Distinct
-from stoker.tables.embedding import EmbeddingTables, release_all
+from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.lookups import Lookups, version_of
+from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
 from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
-from stoker.tables.storage import Lease
+from stoker.tables.storage import Lease, release_all
 
 _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
@@ -95,9 +96,10 @@ class Stage(Generic[Item]):
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader have their own memory: only torch can change them.
         self._private = bool(getattr(stream, "fresh", False))
-        storages = [group.storage for group in tables.groups]
+        # A rank does not know what others will ask for, so divided rows are fetched on demand.
+        storages = [None if isinstance(group, DividedGroup) else group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
-        self._readers = [(index, each) for index, each in enumerate(storages) if each.reads_ids]
+        self._readers = [(index, each) for index, each in enumerate(storages) if each is not None and each.reads_ids]
         self._memory = _window_memory([storage for _, storage in self._groups])
         blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
         self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)

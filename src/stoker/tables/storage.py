@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -177,6 +177,13 @@ class Lease:
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:  # a failed constructor has nothing to release
             self.release(changed=False)
+
+
+def release_all(leases: Iterable[Lease | None]) -> None:
+    """Release leases whose rows were not changed."""
+    for lease in leases:
+        if lease is not None:
+            lease.release(changed=False)
 
 
 class Staged(NamedTuple):

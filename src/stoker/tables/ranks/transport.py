@@ -224,12 +224,13 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Tell the other ranks if the block, which calls no collective, fails here."""
+        """Tell the other ranks if the block fails here."""
         try:
             yield
         except Exception as error:
-            with suppress(Exception):
-                self._announce("", [0] * self.size, error)
+            if not isinstance(error, RanksError):  # which the others know
+                with suppress(Exception):
+                    self._announce("", [0] * self.size, error)
             raise
 
     def _announce(self, work: str, sizes: Sequence[int], error: Exception | None = None) -> list[list[int]]:

@@ -133,7 +133,7 @@ class SlottedRows(Storage):
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
-            for labels, values in zip(self._labels, self.space.locate(rows), strict=False):
+            for labels, values in zip(self._labels, self.home.initial.label(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
     @property
@@ -227,7 +227,7 @@ class SlottedRows(Storage):
             self.stats.hits += wanted.placed
             if self._labels and len(plan.fetch_rows):
                 labels = [each[self.num_hot :] for each in self._labels]
-                link.label(list(zip(labels, self.space.locate(plan.fetch_rows), strict=True)), plan.fetch_slots)
+                link.label(list(zip(labels, self.home.initial.label(plan.fetch_rows), strict=True)), plan.fetch_slots)
             ids = link.send(to_slots(wanted.which, plan.slots, self.num_hot))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
@@ -454,14 +454,14 @@ def make_residency(
 
 def make_slotted(
     strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
-    device: torch.device,
+    device: torch.device, part: tuple[int, int] = (0, 1),
 ) -> SlottedRows:  # fmt: skip
-    """Return the storage of a group under ``strategy``; ``seed`` is that of the initial rows.
+    """Return the storage of a group under ``strategy``; ``seed`` and ``part`` are those of :meth:`Initial.of`.
 
     Raises:
         ConfigError: a table has fewer rows than hot ones, or hot rows leave no slot for others.
     """
-    initial = Initial.of(tables, seed)
+    initial = Initial.of(tables, seed, part)
     gpu = device.type == "cuda"
     home = make_home(strategy, initial, state, gpu=gpu)
     made = SlottedRows(

@@ -30,7 +30,7 @@ from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.ops.cpu.arena import flat
-from stoker.ops.reference import derive_key, uniform
+from stoker.ops.reference import GOLDEN, derive_key, uniform, wrapped
 from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import DTYPES, Slotted, TableConfig
 from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
@@ -65,24 +65,34 @@ class Initial:
     first_row: np.ndarray  # [T + 1] int64, first address of each table; the last is N
     dim: int  # D
     dtype: torch.dtype  # of the weights
+    part: tuple[int, int] = (0, 1)  # (first, step): the rows are rows first, first + step, ... of their tables
 
     @classmethod
-    def of(cls, tables: Sequence[TableConfig], seed: int) -> Initial:
+    def of(cls, tables: Sequence[TableConfig], seed: int, part: tuple[int, int] = (0, 1)) -> Initial:
         """Return the initial rows of ``tables`` end to end, as in the address space of their group."""
+        dim = tables[0].embedding_dim
+        skipped = part[0] * dim * GOLDEN  # a key plus this draws the numbers that begin with row part[0]
+        keys = [wrapped(derive_key(seed, "init", table.name) + skipped) for table in tables]
         first = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum([table.num_embeddings for table in tables], out=first[1:])
         return cls(
-            keys=np.array([derive_key(seed, "init", table.name) for table in tables], dtype=np.int64),
+            keys=np.array(keys, dtype=np.int64),
             scales=np.array([table.scale for table in tables], dtype=np.float32),
             first_row=first,
-            dim=tables[0].embedding_dim,
+            dim=dim,
             dtype=DTYPES[tables[0].dtype],
+            part=part,
         )
 
     @property
     def num_rows(self) -> int:
         """N."""
         return int(self.first_row[-1])
+
+    def label(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the table of each address, and the row of the whole table."""
+        table = np.searchsorted(self.first_row, addresses, side="right") - 1
+        return table, (addresses - self.first_row[table]) * self.part[1] + self.part[0]
 
     def rows(self, addresses: np.ndarray) -> Tensor:
         """Return initial weights [n, D] of the rows at ``addresses`` [n] int64: the definition, in plain PyTorch."""
@@ -92,7 +102,7 @@ class Initial:
         for start in range(0, len(addresses), step):
             part = addresses[start : start + step]
             table = np.searchsorted(self.first_row, part, side="right") - 1
-            counter = torch.from_numpy((part - self.first_row[table]) * self.dim).unsqueeze(1) + column
+            counter = torch.from_numpy((part - self.first_row[table]) * (self.dim * self.part[1])).unsqueeze(1) + column
             keys, scales = (torch.from_numpy(of[table]).unsqueeze(1) for of in (self.keys, self.scales))
             out[start : start + step] = (uniform(keys, counter) * scales).to(self.dtype)
         return out
@@ -315,7 +325,7 @@ class Home(ABC):
         block = min(512, max(64, len(rows) // (4 * threads)))
         threads = min(threads, -(-len(rows) // block))
         widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
-        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
+        initial = (self.initial.first_row, self.initial.keys, self.initial.scales, self.initial.part[1])
         MOVE.run(
             rows, _NOTHING if places is None else places, words, *store, *self._columns(side), *initial,
             storing, *widths, np.zeros(1, dtype=np.int64), block, threads=threads,

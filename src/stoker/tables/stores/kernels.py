@@ -55,8 +55,8 @@ def _mark_one(words, row):
 def _move(p):
     """Copy rows of a store to ``side``, and compute those whose bit in ``words`` is not set; or store them."""
     (
-        rows, places, words, weight, state, state2, side, side_state, side_state2, first_row, keys, scales, storing,
-        dim, first, second, cursor, block,
+        rows, places, words, weight, state, state2, side, side_state, side_state2, first_row, keys, scales, step,
+        storing, dim, first, second, cursor, block,
     ) = arguments(p)  # fmt: skip
     size, size1, size2 = dim * weight.itemsize, first * 4, second * 4
     count, placed, stored = len(rows), len(places) > 0, len(words) > 0
@@ -90,7 +90,7 @@ def _move(p):
                 row_move(size2, side_state2, place * second, state2, row * second)
             else:
                 table = segment_of(first_row, row)
-                row_init(dim, side, place * dim, keys[table], (row - first_row[table]) * dim, scales[table])
+                row_init(dim, side, place * dim, keys[table], (row - first_row[table]) * dim * step, scales[table])
                 for d in range(first):
                     side_state[place * first + d] = 0.0
                 for d in range(second):

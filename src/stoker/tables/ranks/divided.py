@@ -1,0 +1,261 @@
+"""Tables whose rows are divided among ranks: row i is with rank i % R, as its local row i // R.
+
+A rank asks the owners for the distinct rows of its lookups, pools them itself, and sends the sums of their gradients
+back. The owner adds up what all ranks send, by the tree over shards, and steps each row once. It may keep its rows
+under any placement. Ids that fall by frequency divide rows and accesses evenly.
+
+Legend: R ranks, U distinct rows of a lookup, D columns, T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.ops import AddressSpace
+from stoker.ops.distinct import distinct_rows
+from stoker.ops.reference import addresses
+from stoker.ops.space import make_space, slot_space
+from stoker.optim import RowOptimizer
+from stoker.tables.config import Slotted, Strategy, TableConfig
+from stoker.tables.group import TableGroup
+from stoker.tables.lookups import Lookups
+from stoker.tables.ranks.sums import packed, unpacked
+from stoker.tables.ranks.transport import Ranks
+from stoker.tables.shards import joined_sums, shard_sums
+from stoker.tables.storage import Lease, Rows, Storage
+
+_FEWEST = 2**10  # rows in the space of a buffer
+
+
+class OwnedGroup(TableGroup):
+    """The rows of a divided group that this rank owns; arguments as for :class:`TableGroup`, with all rows."""
+
+    def __init__(self, ranks: Ranks, tables: Sequence[TableConfig], *, strategy: Strategy, **given: Any) -> None:
+        self.ranks, self.part = ranks, (ranks.rank, ranks.size)
+        # A table of fewer rows than ranks has a row on each that is never used; it is 0.
+        counts = {table.name: self._count(table.num_embeddings) for table in tables}
+        own = [
+            replace(
+                table, num_embeddings=max(1, counts[table.name]),
+                init_scale=table.scale if counts[table.name] else 0.0,
+                padding_idx=None, features=(table.name,),
+            )
+            for table in tables
+        ]  # fmt: skip
+        if isinstance(strategy, Slotted) and strategy.hot:
+            strategy = replace(
+                strategy, hot={name: max(1, self._count(rows)) for name, rows in strategy.hot_rows.items()}
+            )
+        names = [table.name for table in tables]
+        space = make_space(names, [table.num_embeddings for table in own], [[name] for name in names], names)
+        super().__init__(own, space, strategy=strategy, **given)
+        self._labels: tuple[Tensor, Tensor] | None = None
+
+    def _count(self, rows: int) -> int:
+        """Return how many of the first ``rows`` rows of a table are with this rank."""
+        rank, ranks = self.part
+        return (rows - rank + ranks - 1) // ranks
+
+    def _init_rows(self, out: Tensor, key: int, scale: float) -> None:
+        rank, ranks = self.part
+        step = max(1, 2**20 // (ranks * self.dim))
+        for start in range(0, len(out), step):
+            part = out[start : start + step]
+            rows = part.new_empty(len(part) * ranks, self.dim)
+            self.backend.init_rows(rows, key, start * ranks, scale)
+            part.copy_(rows[rank::ranks])
+
+    def acquire(self, lookups: Lookups) -> Lease | None:
+        lease = super().acquire(lookups)
+        return None if lease is None else self._labelled(lease)
+
+    def _labelled(self, lease: Lease) -> Lease:
+        """Say which rows the addresses are, for the random bits of bfloat16."""
+        if self.storage.weight.dtype == torch.bfloat16 and lease.rows is None:
+            if self._labels is None:
+                rank, ranks = self.part
+                sizes = torch.tensor(self.space.rows)
+                table = torch.repeat_interleave(sizes)
+                local = torch.arange(len(table)) - torch.from_numpy(self.space.first_row)[table]
+                device = self.storage.weight.device
+                self._labels = table.to(device), (local * ranks + rank).to(device)
+            lease.tables, lease.rows = self._labels
+        return lease
+
+    def _over_ranks(self, totals: list[int]) -> list[int]:
+        return self.ranks.sums("add norms of tables", totals)
+
+    def rows_at(self, wanted: Tensor, lease: Lease | None) -> Tensor:
+        """Return the weights [n, D] of the addresses ``wanted`` [n], ascending; ``lease``: on them, if they fit."""
+        if lease is None or not lease.begin():
+            return self.storage.gather(wanted.cpu().numpy()).weight
+        try:
+            bags = lease.bags
+            at = addresses(bags.ids, lease.space.on(bags.ids.device).bases, bags.offsets)
+            return self.storage.weight[at]
+        finally:
+            lease.end()
+
+
+@dataclass(eq=False)
+class _Asked:
+    """The rows of a lookup: what this rank asked the owners for, and what all ranks asked it for."""
+
+    rows: Tensor  # [n] addresses among its own rows that some rank wants, ascending
+    places: list[Tensor]  # of each rank: the place in ``rows`` of what it wants
+    lease: Lease | None  # on them; None: they do not fit, or no longer
+    version: int = -1
+    values: Tensor | None = None  # [U, D] the rows of the lookup, as they were at that version
+
+    def release(self) -> None:
+        """End the lease of the owner."""
+        if self.lease is not None:
+            self.lease.release(changed=False)
+
+
+class DividedGroup(TableGroup):
+    """Tables of a group divided among ranks; arguments as for :class:`TableGroup`. All ranks call the same methods."""
+
+    def __init__(self, ranks: Ranks, tables: Sequence[TableConfig], space: AddressSpace, **given: Any) -> None:
+        self.ranks, self._given = ranks, given
+        self._spaces: dict[tuple[AddressSpace, int], AddressSpace] = {}
+        self._name = f"table {tables[0].name!r}"
+        super().__init__(tables, space, **given)
+
+    def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
+        self.own = OwnedGroup(self.ranks, self.tables, **self._given)
+        return self.own.storage
+
+    def set_optimizer(self, optimizer: RowOptimizer) -> None:
+        same = optimizer.kind == self.optimizer.kind
+        self.own.set_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.tick = self.tick if same else 0
+
+    # ---- addresses
+
+    def _local(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the table of each address, and the row in it."""
+        first = self.space.on(rows.device).first_row
+        table = torch.searchsorted(first, rows, right=True) - 1
+        return table, rows - first[table]
+
+    def _owned(self, rows: Tensor) -> Tensor:
+        """Return the addresses among the own rows of addresses that are with this rank."""
+        table, local = self._local(rows)
+        return self.own.space.on(rows.device).first_row[table] + local // self.ranks.size
+
+    def _by_owner(self, rows: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the order of ``rows`` by owner, and how many each has."""
+        owner = self._local(rows)[1] % self.ranks.size
+        return torch.argsort(owner, stable=True), torch.bincount(owner, minlength=self.ranks.size).tolist()
+
+    # ---- lookups
+
+    def acquire(self, lookups: Lookups) -> Lease:
+        """Ask the owners for the rows of a batch; the lease is on those that other ranks ask this one for."""
+        ranks, bags = self.ranks, lookups.bags
+        with ranks.guard():
+            found, which = distinct_rows(bags.cpu(), lookups.space)
+            order, counts = self._by_owner(rows := torch.from_numpy(found))
+            place = torch.empty_like(order)
+            place[order] = torch.arange(len(order))
+            ids = place[which.long()].to(torch.int32).to(bags.ids.device)
+            wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
+        asked = ranks.exchange(f"ask for rows of {self._name}", list(rows[order].to(wide).split(counts)))
+        with ranks.guard():
+            wanted, inverse = torch.unique(torch.cat(asked).long(), return_inverse=True)
+            mine = self._owned(wanted)
+            places = list(inverse.split([len(each) for each in asked]))
+            token = _Asked(mine, places, self.own.acquire(self.own.lookups_of(mine.to(self.storage.weight.device))))
+        space = self._space(lookups.space, len(rows))
+        return Lease(replace(bags, ids=ids), space, token=token, give_back=lambda token, changed: token.release())
+
+    def _space(self, space: AddressSpace, count: int) -> AddressSpace:
+        """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""
+        key = space, max(_FEWEST, 1 << (count - 1).bit_length())
+        if key not in self._spaces:
+            self._spaces[key] = slot_space(*key)
+        return self._spaces[key]
+
+    def _values(self, lease: Lease) -> Tensor:
+        """Return the rows of a lookup [U, D], from their owners."""
+        asked: _Asked = lease.token
+        if asked.values is None or asked.version != self.version:
+            with self.ranks.guard():
+                rows = self.own.rows_at(asked.rows, asked.lease)
+                sent = [rows[each.to(rows.device)] for each in asked.places]
+            asked.values = torch.cat(self.ranks.exchange(f"send rows of {self._name}", sent))
+            asked.version = self.version
+        return asked.values
+
+    def _lookup(self, lease: Lease) -> Tensor:
+        return self.backend.lookup(self._values(lease), lease.space, lease.bags)
+
+    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
+        return self.backend.weight_gradient(self._values(lease), lease.space, lease.bags, grad)
+
+    # ---- steps
+
+    def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
+        shards = lookups.bags.shards
+        assert shards is not None
+        with ranks.guard():
+            own = shard_sums(self.backend, lookups, grad, shards)
+            order, counts = self._by_owner(own.sums.rows)
+            parts = list(packed(own)[order].split(counts))
+        found = torch.cat(ranks.exchange(f"send gradients of {self._name}", parts))
+        self.own.tick = self.tick
+        with ranks.guard():
+            sums, occurs = joined_sums(unpacked(found), tree)
+            self.own.step(self._owned(sums.rows), sums.values, occurs)
+        if lease is not None:
+            lease.release(changed=True)
+        self.version += 1
+        self.tick += 1
+
+    # ---- contents
+
+    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
+        """Yield all rows of one table, on every rank: all of them read together."""
+        table = self.space.names.index(name)
+        ranks = self.ranks.size
+        total = self.space.rows[table]
+        storage, begin, _ = self.own.place(name)
+        chunk = -(-chunk_rows // ranks)
+        for start in range(0, -(-total // ranks), chunk):
+            with self.ranks.guard():
+                stop = min(start + chunk, self.own._count(total))
+                rows = storage.read(begin + start, begin + max(start, stop))
+            first, last = start * ranks, min((start + chunk) * ranks, total)
+
+            def joined(mine: Tensor, count: int = last - first) -> Tensor:
+                found = self.ranks.gather(f"read {self._name}", mine.detach())
+                whole = mine.new_empty(count, *mine.shape[1:])
+                for place, each in enumerate(found):
+                    whole[place::ranks] = each
+                return whole
+
+            yield first, rows.map(joined)
+
+    def write(self, name: str, start: int, rows: Rows | Tensor) -> None:
+        """Replace rows of one table: each rank is given all of them, and writes its own."""
+        rank, ranks = self.own.part
+        weight = rows.weight if isinstance(rows, Rows) else rows
+        total = self.space.rows[self.space.names.index(name)]
+        if start < 0 or start + len(weight) > total:
+            raise IndexError(f"rows {start} to {start + len(weight)} do not fit table {name!r} of {total} rows")
+        skip = (rank - start) % ranks
+        own = rows[skip::ranks]
+        self.version += 1
+        if len(own.weight if isinstance(own, Rows) else own):
+            self.own.write(name, (start + skip) // ranks, own)
+
+    def to(self, device: torch.device) -> None:
+        self.own.to(device)
+        self.backend = self.own.backend
