@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import socket
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,11 @@ from stoker import (
     TableConfig,
     TensorTrain,
     optim,
+    stage,
 )
 from stoker.base.errors import ConfigError
 from stoker.ops.tree import Node, nodes_of, shard_bounds, shards_of, tree_sum
-from stoker.tables import Ranks, RanksError
+from stoker.tables import Ranks, RanksError, Replicas
 
 RULES: list[optim.RowOptimizer] = [
     optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
@@ -125,7 +129,7 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
         assert each == digest(alone)
 
 
-@settings(deadline=None, max_examples=scaled(200))
+@settings(deadline=None, max_examples=scaled(100))
 @given(
     seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
@@ -259,6 +263,118 @@ def test_more_ranks_than_shards_are_refused() -> None:
     on_threads(3, work)
 
 
+# ---- divided tables
+
+
+def _some(ranks: Ranks | None = None, rows: int = 30, **options: Any) -> EmbeddingTables:
+    table = TableConfig(name="t", num_embeddings=rows, embedding_dim=4, features=("f", "g"))
+    given: dict[str, Any] = {"optimizer": optim.Adagrad(lr=0.1), "backend": "reference", "shards": 4, **options}
+    return EmbeddingTables([table], ranks=ranks, **given)
+
+
+def _batch(ranks: Ranks | None, number: int, rows: int = 30) -> Tensor:
+    """The own examples of a batch of 8."""
+    ids = torch.randint(rows, (8, 2), generator=torch.Generator().manual_seed(number))
+    own = shards_of(ranks.rank, ranks.size, 4) if ranks else range(4)
+    return ids[2 * own.start : 2 * own.stop]
+
+
+@pytest.mark.parametrize("rule", [optim.Adagrad(lr=0.1), optim.LAMB(lr=0.1)])
+def test_a_table_may_have_fewer_rows_than_ranks(rule: Any) -> None:
+    def work(group: Ranks | None) -> dict[str, str]:
+        tables = _some(group, rows=2, optimizer=rule)
+        for step in range(3):
+            tables(_batch(group, step, rows=2)).square().sum().backward()
+        return digest(tables)
+
+    assert on_threads(4, work) == [work(None)] * 4
+
+
+def test_divided_tables_take_the_state_of_one_process_and_go_on() -> None:
+    alone = _some(optimizer=optim.Adam(lr=0.1))
+    alone(_batch(None, 0)).square().sum().backward()
+    state = {name: value.clone() for name, value in alone.state_dict().items()}
+    alone(_batch(None, 1)).square().sum().backward()
+
+    def work(group: Ranks) -> dict[str, str]:
+        tables = _some(group, optimizer=optim.Adam(lr=0.1), seed=9)
+        tables.load_state_dict(state)
+        tables(_batch(group, 1)).square().sum().backward()
+        return digest(tables)
+
+    assert on_threads(3, work) == [digest(alone)] * 3
+
+
+def test_divided_tables_give_gradients_of_weights_and_keep_frozen_rows() -> None:
+    def work(group: Ranks | None) -> tuple[Tensor, dict[str, str]]:
+        tables = _some(group)
+        ids = _batch(group, 0)
+        weights = torch.full(ids.shape, 0.5, requires_grad=True)
+        tables(ids, weights=weights).square().sum().backward()
+        tables.freeze()
+        before = digest(tables)
+        tables(_batch(group, 1)).square().sum().backward()
+        after = digest(tables)
+        assert {name for name in before if before[name] != after[name]} <= {"tick"}
+        assert weights.grad is not None
+        return weights.grad, before
+
+    grad, rows = work(None)
+    found = on_threads(3, work)
+    assert torch.equal(torch.cat([each for each, _ in found]), grad)
+    assert all(each == rows for _, each in found)
+
+
+def test_a_stage_passes_batches_of_divided_tables_on() -> None:
+    def work(group: Ranks | None) -> dict[str, str]:
+        tables = _some(group, placement=Cached(slots=16))
+        for ids in stage([_batch(group, step) for step in range(5)], tables, lookups=lambda ids: ids):
+            tables(ids).square().sum().backward()
+        return digest(tables)
+
+    assert on_threads(2, work) == [work(None)] * 2
+
+
+def test_an_id_that_is_no_row_ends_all_ranks() -> None:
+    def work(group: Ranks) -> str:
+        tables = _some(group)
+        with pytest.raises((IndexError, RanksError)) as caught:
+            tables(torch.full((4, 2), 30 * group.rank))
+        return str(caught.value)
+
+    first, second = on_threads(2, work)
+    assert "30" in second
+    assert first == f"rank 1 stopped: IndexError: {second}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"placement": TensorTrain(rank=2)}, "TensorTrain"), ({"steps": {"g": 2}}, "steps"),
+        ({"shards": 1}, "shards=8"), ({"device": "cuda"}, "the device cuda"),
+    ],
+)  # fmt: skip
+def test_divided_tables_refuse_what_they_do_not_do(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on_threads(2, lambda group: _some(group, **given))
+
+
+def test_divided_tables_refuse_padding_means_copies_and_other_ranks() -> None:
+    padded = TableConfig(name="t", num_embeddings=9, embedding_dim=4, padding_idx=0)
+    with pytest.raises(ConfigError, match="padding_idx"):
+        on_threads(2, lambda group: EmbeddingTables([padded], optimizer=optim.SGD(lr=0.1), shards=2, ranks=group))
+    with pytest.raises(ConfigError, match="means of Replicas"):
+        on_threads(2, _some, Replicas)
+
+    def work(group: Ranks) -> None:
+        tables = _some(group)
+        for wrong in (lambda: deepcopy(tables), lambda: tables.replicate(None), lambda: tables.to("meta")):
+            with pytest.raises(ConfigError, match="divided among ranks"):
+                wrong()
+
+    on_threads(2, work)
+
+
 # ---- processes
 
 
@@ -271,14 +387,18 @@ def _join(rank: int, ranks: int, folder: str) -> Ranks:
 
 def _train_all(rank: int, ranks: int, folder: str) -> None:
     group = _join(rank, ranks, folder)
-    found = {}
+    found, divided = {}, {}
     for number, rule in enumerate(RULES):
         for place in PLACES if number == 4 else ("device", "pipelined"):
             tables = make(rule, place, width=8, dtype="bfloat16" if number % 2 else "float32")
             tables.replicate(group)
             train(tables, 7, 37, "weighted")
             found[number, place] = digest(tables)
-    torch.save(found, f"{folder}/{rank}.pt")
+            if number % 2 == 0:
+                tables = make(rule, place, width=8, ranks=group)
+                train(tables, 7, 37, "weighted")
+                divided[number, place] = digest(tables)
+    torch.save((found, divided), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -286,12 +406,41 @@ def _train_all(rank: int, ranks: int, folder: str) -> None:
 def test_processes_write_the_files_of_one(ranks: int, tmp_path: Path) -> None:
     start_ranks(_train_all, ranks, str(tmp_path), ranks=ranks)
     files = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    assert len(files[0]) == len(PLACES) + 2 * (len(RULES) - 1)
-    for (number, place), expected in files[0].items():
+    replicated, divided = files[0]
+    assert len(replicated) == len(PLACES) + 2 * (len(RULES) - 1)
+    assert len(divided) == len(PLACES) + 2 * 5
+    for (number, place), expected in replicated.items():
         alone = make(RULES[number], place, width=8, dtype="bfloat16" if number % 2 else "float32")
         train(alone, 7, 37, "weighted")
         assert expected == digest(alone), (number, place)
+        if number % 2 == 0:
+            assert divided[number, place] == expected, (number, place)
     assert all(each == files[0] for each in files)
+
+
+def _run_example(rank: int, code: str, environment: dict[str, str], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment, RANK=str(rank))
+    os.chdir(folder)
+    exec(compile(code, "docs/ranks.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_example_of_the_documentation_writes_the_same_rows_on_any_number_of_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text(encoding="utf-8")
+    (code,) = [each for each in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "ranks=ranks" in each]
+    files = []
+    for ranks in (1, 2):
+        (folder := tmp_path / str(ranks)).mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        start_ranks(_run_example, code, environment, str(folder), ranks=ranks)
+        files.append(torch.load(folder / "tables.pt"))
+    one, two = files
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert int(one["tick"]) == 20
 
 
 def _end_one(rank: int, ranks: int, folder: str) -> None:

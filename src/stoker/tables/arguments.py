@@ -7,9 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from stoker.base.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Strategy, TableConfig
+from stoker.tables.config import Strategy, TableConfig, TensorTrain
 from stoker.tables.ranks.transport import Ranks
 
 
@@ -29,3 +30,22 @@ class TablesArguments:
     steps: Mapping[str, int] | None = None
     shards: int = 1
     ranks: Ranks | None = None
+
+    def check_divided(self, strategies: Sequence[Strategy]) -> None:
+        """Check what tables divided among ranks do not do yet; ``strategies``: of each table.
+
+        Raises:
+            ConfigError: one of the arguments is among it.
+        """
+        assert self.ranks is not None
+        cannot = {
+            "compressed tables (TensorTrain), which every rank may hold: make tables of their own and replicate them":
+                any(isinstance(each, TensorTrain) for each in strategies),
+            "padding_idx: leave these ids out of their bags": any(each.padding_idx is not None for each in self.tables),
+            "steps: features must be pooled": bool(self.steps),
+            "one shard: give shards=8, or another power of two": self.shards == 1,
+            "the means of Replicas: give stoker.tables.Ranks()": self.ranks.means,
+            f"the device {self.device}: take the CPU": torch.device(self.device).type != "cpu",
+        }  # fmt: skip
+        if found := [what for what, asked in cannot.items() if asked]:
+            raise ConfigError(f"tables with ranks= divide their rows, which does not go yet with {found[0]}.")

@@ -81,7 +81,7 @@ class EmbeddingTables(nn.Module):
         shards: logical shards of a batch, a power of two. The gradient of a row is summed within each shard, then over
             shards by a binary tree (docs/ranks.md). The shards of several backwards of one step are joined.
         ranks: divide the rows among these processes, which train as one (:meth:`replicate`): row i is with rank i % R.
-            All ranks then read, write and save together. Tensor trains are on every rank.
+            Experimental; all ranks then read and write together (docs/ranks.md).
 
     Raises:
         ConfigError: there are no tables, two tables of one name, a feature named twice, or steps of an unknown feature.
@@ -116,6 +116,9 @@ class EmbeddingTables(nn.Module):
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ConfigError(f"tables {twice} are named twice. Give every table its own name.")
+        strategies = strategies_of(names, asked.placement)
+        if asked.ranks is not None:
+            asked.check_divided(strategies)
         self.tables = tuple(tables)
         self.features = feature_order(tables, asked.features)
         self.include_last_offset = asked.include_last_offset
@@ -134,14 +137,14 @@ class EmbeddingTables(nn.Module):
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
         lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
-        for table, strategy in zip(tables, strategies_of(names, asked.placement), strict=True):
+        for table, strategy in zip(tables, strategies, strict=True):
             alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has its own cores
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # A group takes every step for a feature: kernels and placement know nothing of sequences.
             kind: Any = CompressedGroup if alone else TableGroup
-            if asked.ranks is not None and not alone:
+            if asked.ranks is not None:
                 kind = partial(DividedGroup, asked.ranks)
             self.groups.append(
                 kind(
@@ -701,8 +704,8 @@ class EmbeddingTables(nn.Module):
         """Return the constructor arguments of these tables."""
         if self.divided:
             raise ConfigError(
-                "tables whose rows are divided among ranks cannot be copied or pickled. Save them (stoker.save, "
-                "state_dict()), and load them into other tables."
+                "tables whose rows are divided among ranks cannot be copied or pickled. Take their state_dict() on "
+                "every rank, and load it into other tables."
             )
         return {
             "tables": self.tables,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses
@@ -257,5 +258,4 @@ class DividedGroup(TableGroup):
             self.own.write(name, (start + skip) // ranks, own)
 
     def to(self, device: torch.device) -> None:
-        self.own.to(device)
-        self.backend = self.own.backend
+        raise ConfigError(f"tables whose rows are divided among ranks stay on the CPU; they do not go to {device} yet.")
