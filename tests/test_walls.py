@@ -23,7 +23,7 @@ LINES = {
     "base": 2_130, "ops": 6_750, "dataset": 2_940, "optim": 620, "tables": 9_853, "models": 1_660, "placement": 3_060,
     "training": 8_050, "rewrite": 1_945, "prep": 11_520, "synthetic": 1_690, "cli": 2_840,
 }  # fmt: skip
-ALL_LINES = 52_920
+ALL_LINES = 52_957
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
