@@ -34,11 +34,13 @@ from stoker import (
     TableConfig,
     TensorTrain,
     optim,
+    save,
     stage,
 )
-from stoker.base.errors import ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.ops.tree import Node, nodes_of, shard_bounds, shards_of, tree_sum
 from stoker.tables import Ranks, RanksError, Replicas
+from stoker.tables.autograd import compiled_lookup
 
 RULES: list[optim.RowOptimizer] = [
     optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
@@ -368,8 +370,11 @@ def test_divided_tables_refuse_padding_means_copies_and_other_ranks() -> None:
 
     def work(group: Ranks) -> None:
         tables = _some(group)
-        for wrong in (lambda: deepcopy(tables), lambda: tables.replicate(None), lambda: tables.to("meta")):
-            with pytest.raises(ConfigError, match="divided among ranks"):
+        for wrong in (
+            lambda: deepcopy(tables), lambda: tables.replicate(None), lambda: tables.to("meta"),
+            lambda: compiled_lookup(tables, _batch(group, 0), None, None), lambda: save("none", tables),
+        ):  # fmt: skip
+            with pytest.raises((ConfigError, CheckpointError), match="divided among ranks"):
                 wrong()
 
     on_threads(2, work)

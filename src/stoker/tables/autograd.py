@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.tree import Shards
 from stoker.tables.lookups import Lookups
@@ -126,6 +127,8 @@ def _lookup(
     handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, number: int, trains: bool
 ) -> tuple[Tensor, Tensor]:
     tables = _tables[number]
+    if tables.divided:
+        raise ConfigError("tables whose rows are divided among ranks cannot be compiled by torch.compile yet.")
     if trains:
         tables._steps.check()
     versions = torch.tensor(tables.versions)

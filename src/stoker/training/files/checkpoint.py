@@ -148,6 +148,11 @@ def save(*given: Any, **settings: Any) -> Path:
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
     refuse_url(directory, "a checkpoint of stoker.save")
     module = module_state.unwrap(module)
+    if any(tables.divided for tables in module_state.tables_in(module).values()):
+        raise CheckpointError(
+            "stoker.save does not write tables whose rows are divided among ranks yet. Take module.state_dict() on "
+            "every rank, and torch.save it on one (docs/ranks.md)."
+        )
     optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
     temporary = target.with_name(target.name + ".tmp")
