@@ -29,11 +29,6 @@ def derive_key(seed: int, *labels: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
 
 
-def wrapped(number: int) -> int:
-    """Return a number as signed 64-bit arithmetic has it."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -30,7 +30,7 @@ from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.ops.cpu.arena import flat
-from stoker.ops.reference import GOLDEN, derive_key, uniform, wrapped
+from stoker.ops.reference import GOLDEN, derive_key, uniform
 from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import DTYPES, Slotted, TableConfig
 from stoker.tables.storage import Rows, allocate, row_bytes, shapes_of
@@ -72,7 +72,8 @@ class Initial:
         """Return the initial rows of ``tables`` end to end, as in the address space of their group."""
         dim = tables[0].embedding_dim
         skipped = part[0] * dim * GOLDEN  # a key plus this draws the numbers that begin with row part[0]
-        keys = [wrapped(derive_key(seed, "init", table.name) + skipped) for table in tables]
+        keys = [derive_key(seed, "init", table.name) + skipped for table in tables]
+        keys = [(key + 2**63) % 2**64 - 2**63 for key in keys]  # as signed 64-bit arithmetic wraps
         first = np.zeros(len(tables) + 1, dtype=np.int64)
         np.cumsum([table.num_embeddings for table in tables], out=first[1:])
         return cls(
