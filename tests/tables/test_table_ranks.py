@@ -399,7 +399,7 @@ def _train_all(rank: int, ranks: int, folder: str) -> None:
             tables.replicate(group)
             train(tables, 7, 37, "weighted")
             found[number, place] = digest(tables)
-            if number % 2 == 0:
+            if number in (0, 3, 4, 6, 9):
                 tables = make(rule, place, width=8, ranks=group)
                 train(tables, 7, 37, "weighted")
                 divided[number, place] = digest(tables)
@@ -413,12 +413,12 @@ def test_processes_write_the_files_of_one(ranks: int, tmp_path: Path) -> None:
     files = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
     replicated, divided = files[0]
     assert len(replicated) == len(PLACES) + 2 * (len(RULES) - 1)
-    assert len(divided) == len(PLACES) + 2 * 5
+    assert len(divided) == len(PLACES) + 2 * 4
     for (number, place), expected in replicated.items():
         alone = make(RULES[number], place, width=8, dtype="bfloat16" if number % 2 else "float32")
         train(alone, 7, 37, "weighted")
         assert expected == digest(alone), (number, place)
-        if number % 2 == 0:
+        if number in (0, 3, 4, 6, 9):
             assert divided[number, place] == expected, (number, place)
     assert all(each == files[0] for each in files)
 
