@@ -395,12 +395,13 @@ def _train_all(rank: int, ranks: int, folder: str) -> None:
     found, divided = {}, {}
     for number, rule in enumerate(RULES):
         for place in PLACES if number == 4 else ("device", "pipelined"):
-            tables = make(rule, place, width=8, dtype="bfloat16" if number % 2 else "float32")
+            options: dict[str, Any] = {"width": 8, "dtype": "bfloat16" if number % 2 else "float32"}
+            tables = make(rule, place, **options)
             tables.replicate(group)
             train(tables, 7, 37, "weighted")
             found[number, place] = digest(tables)
             if number in (0, 3, 4, 6, 9):
-                tables = make(rule, place, width=8, ranks=group)
+                tables = make(rule, place, ranks=group, **options)
                 train(tables, 7, 37, "weighted")
                 divided[number, place] = digest(tables)
     torch.save((found, divided), f"{folder}/{rank}.pt")
