@@ -101,7 +101,7 @@ def digest(tables: EmbeddingTables) -> dict[str, str]:
     }
 
 
-@settings(deadline=None, max_examples=scaled(200))
+@settings(deadline=None, max_examples=scaled(80))
 @given(
     seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
@@ -131,7 +131,7 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
         assert each == digest(alone)
 
 
-@settings(deadline=None, max_examples=scaled(100))
+@settings(deadline=None, max_examples=scaled(60))
 @given(
     seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
