@@ -90,6 +90,21 @@ def test_a_resumed_run_keeps_its_shards(data: Dataset, tmp_path: Path) -> None:
     assert_same_run(whole, part, kinds=("valid",))
 
 
+def test_a_loaded_run_scores_by_shards(data: Dataset, tmp_path: Path) -> None:
+    wide = {"model_options": {"bottom": (300,), "top": (300, 200)}}
+    out = run(data, tmp_path / "run", "dlrm", threads=2, **wide)
+    model, before = stoker.load(out).model.eval(), torch.get_num_threads()
+    assert model.embeddings.shards == RUN["shards"]
+    scores = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        scores.append(model.predict(batch_of(data, 1000)))
+    torch.set_num_threads(before)
+    assert torch.equal(*scores)
+    whole = stoker.load(run(data, tmp_path / "whole", "dlrm", shards=1, **wide)).model
+    assert whole.by_shards is None
+
+
 def test_tools_take_a_run_with_shards(data: Dataset, tmp_path: Path) -> None:
     out = run(data, tmp_path / "run", "tabular", threads=2, device_memory=TENTH)
     assert stoker.verify(out, steps=5, threads=1).identical

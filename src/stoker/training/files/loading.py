@@ -25,6 +25,7 @@ from stoker.training.files import module_state
 from stoker.training.files.checkpoint import DENSE, Checkpoint, M, read_manifest, verify
 from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
+from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
     from stoker.tables import Strategy
@@ -119,11 +120,14 @@ def load(
         raise CheckpointError(f"{error} {whole_checkpoints(directory)}") from error
     if into is None:
         kind = saved_model(directory, manifest)
-        module: nn.Module = MODELS[kind].from_config(
+        module: Any = MODELS[kind].from_config(
             FeatureSpec.from_dict(manifest["features"]), manifest["model"],
             optimizer=RowOptimizer.from_dict(manifest["row_optimizer"]), device=device, backend=backend,
             placement=placement,
         )  # fmt: skip
+        if (shards := int(manifest.get("extra", {}).get("settings", {}).get("shards", 1))) > 1:
+            module.embeddings.shards = shards  # so that scores are those of the run, to the bit
+            ShardedLoss(module)
     else:
         module = module_state.unwrap(into)
     optimizers = module_state.named_optimizers(optimizer)
