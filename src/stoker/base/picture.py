@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -58,15 +59,15 @@ class Grid(NamedTuple):
         return f"<table>{caption}<thead>{line(self.headings, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
-class Shown:
+class Shown(ABC):
     """Base of results: ``print`` shows one line, a notebook shows tables, and :meth:`report` returns both as text.
 
     A subclass defines :meth:`summary` and, if one line is not enough, :meth:`grids`.
     """
 
+    @abstractmethod
     def summary(self) -> str:
         """Return the most important figures in one line."""
-        raise NotImplementedError
 
     def grids(self) -> Sequence[Grid]:
         """Return the figures as tables."""
@@ -108,9 +109,9 @@ def blank(width: float, height: float) -> Figure:
 class Plotted(Shown):
     """Base of results that can be drawn; a subclass defines :meth:`figure`."""
 
+    @abstractmethod
     def figure(self) -> Figure:
         """Return the picture, as Matplotlib's figure."""
-        raise NotImplementedError
 
     def plot(self, path: str | Path) -> None:
         """Write :meth:`figure` as a PNG.

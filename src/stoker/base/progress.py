@@ -173,7 +173,7 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Note that a kernel is compiled, or loaded, within the block."""
+    """Note that a kernel is compiled within the block."""
     if (listener := _listener) is not None:
         listener.start(name)
     try:
