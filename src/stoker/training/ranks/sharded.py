@@ -147,13 +147,24 @@ class _Slices:
 
     def __init__(self, like: Tensor) -> None:
         self._shape, self._lock = like.shape, Lock()
-        self.joined: Tensor | None = None
+        self._joined: Tensor | None = None
+        self._absent: list[slice] = []  # of shards whose loss does not depend on the input
 
-    def put(self, start: int, grad: Tensor) -> None:
+    def put(self, start: int, stop: int, grad: Tensor | None) -> None:
+        if grad is None:
+            self._absent.append(slice(start, stop))
+            return
         with self._lock:
-            if self.joined is None:
-                self.joined = self._empty(grad)
-        self.joined[start : start + len(grad)] = grad
+            if self._joined is None:
+                self._joined = self._empty(grad)
+        self._joined[start:stop] = grad
+
+    def joined(self) -> Tensor | None:
+        """Return the gradient of the whole input; None if no shard has one."""
+        if self._joined is not None:
+            for each in self._absent:
+                self._joined[each] = 0.0
+        return self._joined
 
     def _empty(self, like: Tensor) -> Tensor:
         """Return memory for all of them, in which the second dimension is the outer one if it is so in ``like``."""
@@ -266,8 +277,8 @@ class ShardedLoss:
                 wanted = [each for each in own if each.requires_grad]
                 loss, slopes = _loss(logits.detach(), labels[start:stop], len(labels))
                 found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
-            for joined, leaf, grad in zip(filter(None, slices), wanted, found, strict=False):
-                joined.put(start, torch.zeros_like(leaf) if grad is None else grad)
+            for each, grad in zip(filter(None, slices), found, strict=False):  # those of parameters follow
+                each.put(start, stop, grad)
             tree.add(shards.first + index, _Found(loss, _own_memory(found[len(wanted) :])))
 
         self._run(work, len(shards.bounds) - 1)
@@ -282,7 +293,7 @@ class ShardedLoss:
         [found] = tree.sums.values()
         if found is None:  # an empty batch
             return labels.new_tensor(torch.nan), [None] * (len(inputs) + len(parameters))
-        return found.loss, [*(None if each is None else each.joined for each in slices), *found.grads]
+        return found.loss, [*(None if each is None else each.joined() for each in slices), *found.grads]
 
     @torch.no_grad()
     def logits(self, inputs: tuple[Tensor, ...]) -> Tensor:
