@@ -33,6 +33,7 @@ from stoker import (
     Mapped,
     TableConfig,
     TensorTrain,
+    load,
     optim,
     save,
     stage,
@@ -101,14 +102,17 @@ def digest(tables: EmbeddingTables) -> dict[str, str]:
     }
 
 
-@settings(deadline=None, max_examples=scaled(80))
-@given(
+PROGRAMS = given(
     seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]),
     batch=st.sampled_from([16, 37, 300]), ranks=st.integers(1, 4), width=st.sampled_from([4, 8]),
     how=st.sampled_from(["backward", "accumulate", "optimizer"]), backend=st.sampled_from(["reference", "auto"]),
 )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=scaled(80))
+@PROGRAMS
 def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
     seed, rule, place, dtype, bags, batch, ranks, width, how, backend
 ):
@@ -132,13 +136,7 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
 
 
 @settings(deadline=None, max_examples=scaled(60))
-@given(
-    seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]),
-    batch=st.sampled_from([16, 37, 300]), ranks=st.integers(1, 4), width=st.sampled_from([4, 8]),
-    how=st.sampled_from(["backward", "accumulate", "optimizer"]), backend=st.sampled_from(["reference", "auto"]),
-)  # fmt: skip
+@PROGRAMS
 def test_divided_tables_of_any_number_of_ranks_are_those_of_one_process(
     seed, rule, place, dtype, bags, batch, ranks, width, how, backend
 ):
@@ -302,6 +300,21 @@ def test_divided_tables_take_the_state_of_one_process_and_go_on() -> None:
         tables = _some(group, optimizer=optim.Adam(lr=0.1), seed=9)
         tables.load_state_dict(state)
         tables(_batch(group, 1)).square().sum().backward()
+        return digest(tables)
+
+    assert on_threads(3, work) == [digest(alone)] * 3
+
+
+def test_a_checkpoint_of_one_process_opens_in_divided_tables(tmp_path: Path) -> None:
+    alone = make(optim.Adam(lr=0.1), "cached")
+    train(alone, 1, 37, "single")
+    save(tmp_path / "saved", torch.nn.ModuleDict({"tables": alone}))
+    train(alone, 5, 37, "single")
+
+    def work(group: Ranks) -> dict[str, str]:
+        tables = make(optim.Adam(lr=0.1), "cached", ranks=group)
+        load(tmp_path / "saved", torch.nn.ModuleDict({"tables": tables}))
+        train(tables, 5, 37, "single")
         return digest(tables)
 
     assert on_threads(3, work) == [digest(alone)] * 3
