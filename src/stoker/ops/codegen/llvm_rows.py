@@ -5,6 +5,7 @@ Results equal :mod:`stoker.ops.reference` to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -15,6 +16,7 @@ from stoker.ops.codegen.llvm import (
     I32,
     I64,
     LANES,
+    WIDEST,
     Array,
     Double,
     Float,
@@ -33,6 +35,7 @@ from stoker.ops.codegen.llvm import (
 from stoker.ops.rule import RULES, Constants, condition, direction, moments
 
 MOVE, DECOUPLED = 16, 32  # flags of row_lamb
+KEPT = 4 * WIDEST  # elements of a sum in registers: 16 vectors of AVX-512
 
 
 class _Loaded:
@@ -61,6 +64,87 @@ def row_accumulate(b: ir.IRBuilder, dim: Known, scaled: Known, fresh: Known, out
         value = row.load(start, width) * scale if scaled else row.load(start, width)
         zero = Vec(b, [ir.Constant(ir.VectorType(FLOAT, width), [0.0] * width)])
         out.store(start, (zero if fresh else out.load(start, width)) + value)
+
+
+def _in_registers(b: ir.IRBuilder, dim: int) -> Iterator[tuple[int, list[tuple[ir.Value, int, int]]]]:
+    """Yield sums of up to KEPT elements of a row that start at 0: where each is kept, its first element, its width."""
+    for first in range(0, dim, KEPT):
+        sums = []
+        for start, width in chunks(min(KEPT, dim - first)):
+            kind = ir.VectorType(FLOAT, width)
+            kept = cgutils.alloca_once(b, kind)
+            b.store(ir.Constant(kind, [0.0] * width), kept)
+            sums.append((kept, first + start, width))
+        yield first, sums
+
+
+@operation
+def bag_sum(
+    b: ir.IRBuilder, dim: Known, scaled: Known, out: Row, weight: Array, base: Int, limit: Int, ids: Array, begin: Int,
+    end: Int, scale: Array,
+) -> Int:  # fmt: skip
+    """Sum the rows of ``ids[begin:end]`` in order, times their ``scale``; return 1 if an id is out of range."""
+    wrong = cgutils.alloca_once_value(b, I64(0))
+    for _, sums in _in_registers(b, dim):
+        with cgutils.for_range_slice(b, begin, end, I64(1)) as (k, _):
+            given = b.load(ids.at(k))
+            row = given if given.type == I64 else b.sext(given, I64)
+            bad = b.icmp_unsigned(">=", row, limit)
+            b.store(b.or_(b.load(wrong), b.zext(bad, I64)), wrong)
+            found = weight.row(b.add(base, b.mul(b.select(bad, I64(0), row), I64(dim))))
+            factor = b.load(scale.at(k)) if scaled else None
+            for kept, start, width in sums:
+                value = found.load(start, width)
+                b.store((Vec(b, [b.load(kept)]) + (value if factor is None else value * factor)).parts[0], kept)
+        for kept, start, _ in sums:
+            out.store(start, Vec(b, [b.load(kept)]))
+    return b.load(wrong)
+
+
+@operation
+def chain_sum(
+    b: ir.IRBuilder, dim: Known, scaled: Known, most: Known, shard_bits: Known, out: Row, grad: Array,
+    following: Array, sources: Array, scales: Array, first: Int, last: Int,
+) -> Int:  # fmt: skip
+    """Sum the gradients of a row's lookups from ``first`` on, in order: at most ``most``, at most to ``last``.
+
+    Lookup n has the gradient from element ``sources[n]`` on, times ``scales[n]``; ``following[n]`` is the next one. The
+    number of its shard is above the lowest ``shard_bits`` of its source, if they are not 0: the sum ends with a shard.
+    Returns the last lookup of the sum, and from bit 32 on how many it has.
+    """
+    n, count = cgutils.alloca_once(b, I64), cgutils.alloca_once(b, I64)
+    for _, sums in _in_registers(b, dim):
+        body, more, after = (b.append_basic_block(name) for name in ("lookup", "more", "done"))
+        b.store(first, n)
+        b.store(I64(0), count)
+        b.branch(body)
+        b.position_at_end(body)
+        at = b.load(n)
+        source = b.load(sources.at(at))
+        place = b.and_(source, I64(2**shard_bits - 1)) if shard_bits else source
+        factor = b.load(scales.at(at)) if scaled else None
+        found = grad.row(place)
+        for kept, start, width in sums:
+            value = found.load(start, width)
+            b.store((Vec(b, [b.load(kept)]) + (value if factor is None else value * factor)).parts[0], kept)
+        done = b.add(b.load(count), I64(1))
+        b.store(done, count)
+        ended = b.or_(b.icmp_signed("==", at, last), b.icmp_signed("==", done, I64(most)))
+        b.cbranch(ended, after, more)
+        b.position_at_end(more)
+        later = b.zext(b.load(following.at(at)), I64)
+        if shard_bits:
+            other = b.xor(b.load(sources.at(later)), source)
+            same = b.icmp_unsigned("<", other, I64(2**shard_bits))
+            following_on = b.append_basic_block("same")
+            b.cbranch(same, following_on, after)
+            b.position_at_end(following_on)
+        b.store(later, n)
+        b.branch(body)
+        b.position_at_end(after)
+        for kept, start, _ in sums:
+            out.store(start, Vec(b, [b.load(kept)]))
+    return b.or_(b.load(n), b.shl(b.load(count), I64(32)))
 
 
 @operation

@@ -19,6 +19,8 @@ from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
+    bag_sum,
+    chain_sum,
     row_accumulate,
     row_condition,
     row_copy,
@@ -123,14 +125,9 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
                     error[0] = 1
                     return
                 to = b * width + known[f + 1]
-                for d in range(dim):
-                    out[to + d] = 0.0
-                for k in range(begin, end):
-                    i = np.int64(ids[np.uint64(k)])
-                    if i < 0 or i >= limit:
-                        error[0] = 1
-                        return
-                    row_accumulate(dim, scaled, 0, out, to, weight, base + i * dim, scale[k])
+                if bag_sum(dim, scaled, out, to, weight, base, limit, ids, begin, end, scale):
+                    error[0] = 1
+                    return
                 if mean and end > begin:
                     row_scale(dim, out, to, np.float32(1.0) / np.float32(end - begin))
 
@@ -266,7 +263,7 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool, sharded: bool = 
     times = 1 if scaled else 0
     definition = next(each for each in RULES.values() if each.code == rule)
     states, state_dim = len(definition.state), 1 if definition.scalar else dim
-    ahead = max(4, min(_AHEAD, 1024 // dim))
+    ahead, shard_bits = max(4, min(_AHEAD, 1024 // dim)), _PLACE_BITS if sharded else 0
 
     def apply(p, me, table, count):
         (
@@ -290,18 +287,23 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool, sharded: bool = 
                 continue
             local, ends = rows[np.uint64(2 * u)], rows[np.uint64(2 * u + 1)]
             n, last = np.uint64(ends & _LOW), np.uint64(ends >> 32)
-            source = sources[n]
-            shard, waiting, levels = source >> _PLACE_BITS, np.int64(2 * dim), np.int64(0)
-            row_accumulate(dim, times, 1, total, 0, grad, source & _PLACE if sharded else source, scales[n])
-            occurs, to, before = np.int64(1), np.int64(0), np.int64(0)
-            while n != last:
+            shard, waiting, levels = sources[n] >> _PLACE_BITS, np.int64(2 * dim), np.int64(0)
+            occurs, to = np.int64(0), np.int64(0)
+            while True:
+                summed = chain_sum(
+                    dim, times, CHUNK, shard_bits, total, to, grad, following, sources, scales, np.int64(n),
+                    np.int64(last),
+                )  # fmt: skip
+                occurs += summed >> 32
+                if to:
+                    row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
+                n, to = np.uint64(summed & _LOW), np.int64(dim)
+                if n == last:
+                    break
                 n = np.uint64(following[n])
-                source = sources[n]
                 if sharded:
-                    other, source = source >> _PLACE_BITS, source & _PLACE
+                    other = sources[n] >> _PLACE_BITS
                     if other != shard:
-                        if to:
-                            row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
                         level, done = np.int64(1), np.int64(0)
                         while (shard ^ other) >> level:
                             level += 1
@@ -312,20 +314,7 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool, sharded: bool = 
                         if not done:
                             row_copy(dim, total, waiting, total, 0)
                         waiting, levels = waiting + dim, levels << _LEVEL_BITS | level
-                        row_accumulate(dim, times, 1, total, 0, grad, source, scales[n])
-                        shard, before, to = other, occurs, np.int64(0)
-                        occurs += 1
-                        continue
-                if (occurs - before) % CHUNK == 0:
-                    if to:
-                        row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
-                    to = dim
-                    for d in range(dim):
-                        total[dim + d] = 0.0
-                row_accumulate(dim, times, 0, total, to, grad, source, scales[n])
-                occurs += 1
-            if to:
-                row_accumulate(dim, 0, 0, total, 0, total, dim, np.float32(1.0))
+                        shard, to = other, np.int64(0)
             done = np.int64(0)
             if sharded:
                 while waiting > 2 * dim:
