@@ -1,4 +1,4 @@
-"""docs/start.md and docs/sessions.md, block by block, as a newcomer would run them."""
+"""docs/start.md, sessions.md and every_day.md, block by block, as a newcomer would run them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from stoker.cli import main
@@ -64,3 +65,24 @@ def test_every_block_of_the_session_tutorial_runs(tmp_path: Path, capsys: pytest
     [notebook] = [text for kind, text in blocks if kind == "python"]
     exec(notebook, {})
     assert "only rates-in-memory has item_rate" in capsys.readouterr().out
+
+
+def test_every_block_of_every_day_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a thirtieth of the log, so that it stays short."""
+    log = pl.read_parquet(DOCS.parent / "data/online_retail/invoices.parquet")
+    (tmp_path / "data/online_retail").mkdir(parents=True)
+    few = log["CustomerID"].cast(pl.Float64).fill_null(1) % 30 == 0
+    log.filter(few).write_parquet(tmp_path / "data/online_retail/invoices.parquet")
+    scope: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    for kind, text in blocks_of("every_day.md"):
+        if kind == "toml":
+            (tmp_path / "shop.toml").write_text(text)
+        elif kind == "python":
+            exec(text, scope)
+        else:
+            said |= {command: run(command, capsys) for command in text.splitlines()}
+    assert "not seen" in said["stoker update run day_2.csv"]
+    assert (tmp_path / "scores.parquet").exists()
+    assert scope["follower"].version.number == 2
+    assert [piece["rows"] for piece in scope["found"].manifest["tables"][0]["changed"]] == [2]

@@ -16,14 +16,14 @@ import stoker
 ROOT = Path(stoker.__file__).parent
 FLOORS = {
     "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
-    "rewrite": 6, "prep": 7, "synthetic": 8, "cli": 9, "testing": 9, "__init__": 10, "__main__": 10,
+    "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "cli": 9, "testing": 9, "__init__": 10, "__main__": 10,
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_130, "ops": 6_821, "dataset": 2_940, "optim": 620, "tables": 9_853, "models": 1_660, "placement": 3_060,
-    "training": 8_050, "rewrite": 1_945, "prep": 11_520, "synthetic": 1_690, "cli": 2_840,
+    "base": 2_130, "ops": 6_821, "dataset": 2_940, "optim": 620, "tables": 10_010, "models": 1_660, "placement": 3_060,
+    "training": 8_115, "rewrite": 1_945, "prep": 11_520, "synthetic": 1_690, "cli": 2_965, "live": 880,
 }  # fmt: skip
-ALL_LINES = 55_530
+ALL_LINES = 57_173
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

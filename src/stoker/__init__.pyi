@@ -12,6 +12,10 @@ from stoker.dataset.batch import Batch as Batch
 from stoker.dataset.dataset import Dataset as Dataset
 from stoker.dataset.spec import Feature as Feature
 from stoker.dataset.spec import FeatureSpec as FeatureSpec
+from stoker.live.follow import Follower as Follower
+from stoker.live.history import compact as compact
+from stoker.live.history import rollback as rollback
+from stoker.live.update import update as update
 from stoker.models import DCN as DCN
 from stoker.models import DIN as DIN
 from stoker.models import DLRM as DLRM
@@ -67,6 +71,7 @@ from stoker.training import evaluate as evaluate
 from stoker.training import load as load
 from stoker.training import predict as predict
 from stoker.training import save as save
+from stoker.training import track_changes as track_changes
 from stoker.training import train as train
 from stoker.training.tools.baseline import baseline as baseline
 from stoker.training.tools.compare import compare as compare

@@ -17,10 +17,12 @@ import torch
 from stoker.base.settings import with_arguments_of
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from stoker.dataset.dataset import Dataset
     from stoker.tables.stores.home import Home
 
-__all__ = ["check_store", "make_dataset"]
+__all__ = ["check_store", "make_daily_run", "make_dataset"]
 
 _SPLITS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # shares of the rows
 
@@ -128,6 +130,38 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
         },
     )
     return Dataset(path)
+
+
+def make_daily_run(path: str | Path, days: int = 2, rows: int = 300) -> list[pl.DataFrame]:
+    """Train a run on the log of a day, and return the logs of the days after it.
+
+    Args:
+        path: of the run; its dataset is next to it.
+        days: logs to return.
+        rows: of each log.
+
+    >>> from stoker.testing import make_daily_run
+    >>> [tuesday] = make_daily_run("run", days=1)
+    >>> tuesday.columns
+    ['click', 'item', 'user']
+    """
+    import polars as pl
+
+    from stoker.prep.prepare import prepare
+    from stoker.prep.schema import Schema
+    from stoker.training import train
+
+    random = np.random.default_rng(0)
+    item, user = random.integers(0, 20, (days + 1, rows)), random.integers(0, 9, (days + 1, rows))
+    logs = [pl.DataFrame({"click": (i + u) % 3 // 2, "item": i, "user": u}) for i, u in zip(item, user, strict=True)]
+    columns = [{"name": name, "type": "int"} for name in ("item", "user")]
+    schema = Schema.from_dict({"name": "days", "label": "click", "categorical": columns})
+    data = prepare(schema, logs[0], out=Path(path).with_name(f"{Path(path).name}-data"), split="random:0.8,0.1")
+    train(
+        data, out=path, display="quiet", tensorboard=False, embedding_dim=4, batch_size=64, epochs=1,
+        model_options={"bottom": (8,), "top": (8,)},
+    ).model.embeddings.close()  # fmt: skip
+    return logs[1:]
 
 
 def check_store(make: Callable[..., Home], *, rounds: int = 60, seed: int = 0) -> None:

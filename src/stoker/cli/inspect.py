@@ -13,6 +13,8 @@ from stoker.base.remote import local_run
 from stoker.base.units import format_size, plural
 from stoker.cli.options import OneObject, say, show_rows, show_table
 
+_UPDATES = 20  # that are shown, the last ones
+
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="Dataset, checkpoint or run directory, or its URL.")],
@@ -105,8 +107,10 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
     files = manifest["files"]
     tables = []
     for table in manifest["tables"]:
-        size = sum(int(files[shard["file"]]["bytes"]) for shard in table["shards"])
-        tables.append({**{key: value for key, value in table.items() if key != "shards"}, "bytes": size})
+        own = {kind: table[kind] for kind in ("shards", "changed", "deleted") if kind in table}
+        size = sum(int(files[piece["file"]]["bytes"]) for pieces in own.values() for piece in pieces)
+        rows = {kind: sum(int(piece["rows"]) for piece in pieces) for kind, pieces in own.items() if kind != "shards"}
+        tables.append({**{key: value for key, value in table.items() if key not in own}, **rows, "bytes": size})
     found = {
         "kind": "checkpoint",
         "path": str(path),
@@ -121,17 +125,30 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         "bytes": sum(int(entry["bytes"]) for entry in files.values()),
         "extra": manifest.get("extra", {}),
     }
+    if "parent" in manifest:
+        found["parent"] = manifest["parent"]
     if "trained" in manifest:
         found |= {"trained": manifest["trained"], "extra_state": sorted(manifest["extra_state"])}
         found["optimizers"] = {name: values["kind"] for name, values in manifest["optimizers"].items()}
     if run != path:
-        found |= {"run": str(run), "checkpoints": _describe_run(run)}
+        found |= {"run": str(run), "checkpoints": _describe_run(run), "updates": _describe_updates(run)}
     if verify:
         try:
             found["verified_files"] = verify_files(path, manifest)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {whole_checkpoints(path)}") from error
     return found
+
+
+def _describe_updates(path: Path) -> list[dict[str, Any]]:
+    """Return the record of each update of a run."""
+    from stoker.training.files.rundir import RunDirectory
+
+    if RunDirectory(path).head() is None:
+        return []
+    from stoker.live.journal import Journal
+
+    return Journal(path).lines
 
 
 def _describe_run(path: Path) -> list[dict[str, Any]]:
@@ -259,6 +276,8 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
         _show_run(found)
     _line("checkpoint", found["path"])
     _line("step", f"{found['step']:,}")
+    if "parent" in found:
+        _line("segment", f"only what changed since {found['parent']['name']}")
     _line("model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
     _line("optimizers", _optimizers(found))
     if found.get("extra_state"):
@@ -302,6 +321,11 @@ def _show_run(found: dict[str, Any]) -> None:
         score = "-" if entry.get("value") is None else f"{entry['metric']} {entry['value']:.4f}"
         rows.append([f"{entry['step']:,}", size, score, ", ".join(marks)])
     show_table("Checkpoints", ["step", "size", "validation", ""], rows)
+    updates = [{**each, "auc": each["before"].get("auc"), "names": ", ".join(log["name"] for log in each["logs"])}
+               for each in found["updates"][-_UPDATES:]]  # fmt: skip
+    if updates:
+        columns = {"update": "{0[number]}", "rows": "{0[rows]:,}", "AUC before": "{0[auc]:.4f}", "logs": "{0[names]}"}
+        show_rows("The last updates, and how good the model before each was on its rows", columns, updates)
 
 
 def _show_machine(found: dict[str, Any]) -> None:

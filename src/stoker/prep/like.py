@@ -117,6 +117,7 @@ class Like:
             if name.startswith(prefix):
                 source = self.check(name)
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
+                (out / name).unlink(missing_ok=True)  # after a kill it may be a link to a file of the unfinished work
                 shutil.copyfile(source, out / name)
                 entries[name] = dict(entry)
         return entries

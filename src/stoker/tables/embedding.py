@@ -27,6 +27,7 @@ from stoker.ops.tree import Shards, check_shards
 from stoker.optim import RowOptimizer
 from stoker.tables.arguments import TablesArguments
 from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
+from stoker.tables.changes import ChangedRows
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
 from stoker.tables.group import TableGroup
@@ -41,8 +42,8 @@ from stoker.tables.storage import Lease, Rows, Staged, release_all
 
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
-    "groups", "number", "splitter", "ranks", "_joint", "_copied", "_group_of", "_staged", "_steps", "_layout",
-    "__weakref__",
+    "groups", "number", "splitter", "ranks", "_joint", "_copied", "group_of", "_staged", "_steps", "_layout",
+    "changes", "__weakref__",
 )  # fmt: skip
 _numbers = itertools.count()
 
@@ -132,6 +133,7 @@ class EmbeddingTables(nn.Module):
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
+        self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
         self._layout = StepLayout(self.features, asked.steps or {})
         self._staged: dict[int, Staged] = {}  # by id of the ids tensor
@@ -154,15 +156,15 @@ class EmbeddingTables(nn.Module):
             )  # fmt: skip
         self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=asked.include_last_offset)
         self._joint = joint_of(self.groups, self.splitter)
-        self._group_of: dict[str, TableGroup] = {}
+        self.group_of: dict[str, TableGroup] = {}
         for group in self.groups:
             for name in {table.name for table in (*group.tables, *group.stored)}:
-                if name in self._group_of:
+                if name in self.group_of:
                     raise ConfigError(
                         f"{name!r} is a table and a core of another: those of a tensor-train table are named "
                         "<table>.core1 and so on. Rename the table."
                     )
-                self._group_of[name] = group
+                self.group_of[name] = group
         if asked.ranks is not None:
             self.replicate(asked.ranks)
 
@@ -639,10 +641,9 @@ class EmbeddingTables(nn.Module):
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
         """Yield canonical rows of one table as (first row, :class:`Rows`) chunks.
 
-        Chunks of rows that are on the device are views, which later steps change and which are not to be written to;
-        others are copies.
+        Chunks of rows that are on the device are views, which later steps change: do not write to them.
         """
-        return self._group_of[table].read(table, chunk_rows)
+        return self.group_of[table].read(table, chunk_rows)
 
     def write(self, table: str, start: int, rows: Rows | Tensor) -> None:
         """Replace canonical rows of one table from row ``start`` on.
@@ -653,7 +654,7 @@ class EmbeddingTables(nn.Module):
             rows: weights with optimizer state, or weights [n, D] alone, which leave the state as it is: a tensor, or an
                 array with ``__dlpack__``.
         """
-        self._group_of[table].write(table, start, rows if isinstance(rows, Rows) else as_tensor(rows))
+        self.group_of[table].write(table, start, rows if isinstance(rows, Rows) else as_tensor(rows))
 
     def rows(self, table: str) -> Tensor:
         """Return a copy of the weights of one table [num_embeddings, embedding_dim]."""
@@ -662,7 +663,7 @@ class EmbeddingTables(nn.Module):
     @property
     def stored(self) -> tuple[TableConfig, ...]:
         """The contents of files, in the order of the tables: each table, or its cores if it is compressed."""
-        groups = {table.name: self._group_of[table.name] for table in self.tables}
+        groups = {table.name: self.group_of[table.name] for table in self.tables}
         trains = {name: each.strategy for name, each in groups.items() if isinstance(each.strategy, TensorTrain)}
         return stored_tables(self.tables, trains)
 
@@ -681,7 +682,7 @@ class EmbeddingTables(nn.Module):
         known = {f"{prefix}tick"}
         state = self.optimizer.state
         for table in self.stored:
-            group = self._group_of[table.name]
+            group = self.group_of[table.name]
             keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *state)}
             known.update(keys.values())
             absent = [key for key in keys.values() if key not in state_dict]
@@ -715,7 +716,7 @@ class EmbeddingTables(nn.Module):
             "device": self.device,
             "backend": self.groups[0].backend_name,
             "include_last_offset": self.include_last_offset,
-            "placement": {table.name: self._group_of[table.name].strategy for table in self.tables},
+            "placement": {table.name: self.group_of[table.name].strategy for table in self.tables},
             "steps": self.steps,
             "shards": self.shards,
         }
@@ -769,11 +770,12 @@ class EmbeddingTables(nn.Module):
                     stacklevel=3,
                 )
                 break
-        device = probes[0].device
-        if device != self.device:
+        if (device := probes[0].device) != self.device:
             for group in self.groups:
                 group.to(device)
             self._joint = joint_of(self.groups, self.splitter)
+            if self.changes is not None:
+                self.changes.link(self._joint)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.handle.dtype != torch.float32:
             self.handle.data = self.handle.data.float()

@@ -23,11 +23,13 @@ from stoker.ops.reference import addresses, derive_key, update_rows
 from stoker.ops.space import make_space
 from stoker.ops.tree import Shards
 from stoker.optim import RowOptimizer
+from stoker.tables.changes import mark
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
 from stoker.tables.lookups import Lookups, examples_of, keep_lookups
 from stoker.tables.ranks.sums import shared_sums
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import ShardSums, row_gradients, shard_sums, square_sum
+from stoker.tables.slots.residency import Ints
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Lease, MappedRows, Rows, Storage
 
@@ -61,6 +63,7 @@ class TableGroup:
         self.storage: Storage = self._make_storage(optimizer, device)
         self.version = 0  # changes of the rows, of any kind
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
+        self.marks: Tensor | None = None  # a byte a row if changes are tracked (:mod:`stoker.tables.changes`)
         self._squares: list[int] | None = None  # of each table, in units of 2^-80; None: not known
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
@@ -134,7 +137,7 @@ class TableGroup:
         """
         keys = self.rounding_keys()
         rule = self.optimizer.rule(self.tick)
-        self.version += 1
+        self._note_change(lookups)
 
         def work(lease: Lease) -> None:
             self.backend.update(
@@ -153,6 +156,19 @@ class TableGroup:
         if lease is not None:
             lease.release(changed=True)
         self.tick += 1
+
+    def _note_change(self, changed: Lookups | Tensor | slice) -> None:
+        """Count a change of the rows, and mark those of some lookups, addresses [n] or a slice of addresses."""
+        self.version += 1
+        if self.marks is None:
+            return
+        if isinstance(changed, slice):
+            self.marks[changed] = 1
+            return
+        if isinstance(changed, Lookups):
+            (bags, space), device = changed, changed.bags.ids.device
+            changed = addresses(bags.ids, space.on(device).bases, bags.offsets)
+        mark(self.marks, changed)
 
     def step_together(
         self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None
@@ -192,7 +208,7 @@ class TableGroup:
             TooFewSlots: the rows do not fit, and ``spill`` is "refuse".
         """
         keys, rule = self.rounding_keys(), self.optimizer.rule(self.tick)
-        self.version += 1
+        self._note_change(rows)
         if rule.definition.scope == "table":
             self._step_layers(rows, grads, counts, rule, keys)
         else:
@@ -286,6 +302,7 @@ class TableGroup:
         self.optimizer = optimizer
         if not same:
             self._squares = None
+            self._note_change(slice(None))
             self.storage.reset_state(dict(optimizer.state))
             self.tick = 0
 
@@ -408,8 +425,21 @@ class TableGroup:
             rows = storage.read(begin + start, begin + start + len(weight))
             rows = Rows(weight.to(rows.weight.dtype), rows.state)
         self._squares = None
-        self.version += 1
+        self._note_change(slice(begin + start, begin + start + len(weight)))
         storage.write(begin + start, rows)
+
+    def gather(self, name: str, rows: Ints) -> Rows:
+        """Copy ``rows`` [n] of one table from wherever they are."""
+        self.backend.synchronize()
+        storage, begin, _ = self.place(name)
+        return storage.gather(begin + rows)
+
+    def scatter(self, name: str, rows: Ints, values: Rows) -> None:
+        """Replace distinct ``rows`` [n] of one table, with their state."""
+        storage, begin, _ = self.place(name)
+        self._squares = None
+        self._note_change(torch.from_numpy(begin + rows))
+        storage.scatter(begin + rows, values)
 
     def to(self, device: torch.device) -> None:
         """Move to ``device`` and take the back end that fits there."""

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from stoker.base.timeline import spanned
 from stoker.ops import Bags, Part, Parts, Rounding
+from stoker.ops.reference import addresses
 from stoker.ops.space import make_space
+from stoker.tables.changes import mark
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, Splitter
 from stoker.tables.storage import DeviceRows
@@ -31,6 +33,7 @@ class Joint:
 
     def __init__(self, groups: Sequence[TableGroup], splitter: Splitter) -> None:
         self.groups = groups
+        self.marks: Tensor | None = None  # of the rows of all groups, as :attr:`TableGroup.marks`
         self._output_shape: Callable[[int], tuple[Any, ...]] = splitter.output_shape
         tables = [table for group in groups for table in group.tables]
         self.space = make_space(
@@ -85,6 +88,9 @@ class Joint:
         keys = tuple(key for group in self.groups for key in group.rounding_keys())
         for group in self.groups:
             group.version += 1
+        if self.marks is not None:
+            bags, bases = lookups.bags, lookups.space.on(lookups.bags.ids.device).bases
+            mark(self.marks, addresses(bags.ids, bases, bags.offsets))
         first.backend.update_parts(self._parts, lookups.space, lookups.bags, grad, rule, Rounding(keys))
 
 

@@ -247,6 +247,10 @@ class Storage(ABC):
         """Replace the rows from ``start`` on."""
 
     @abstractmethod
+    def scatter(self, rows: npt.NDArray[np.int64], values: Rows) -> None:
+        """Replace the rows at the distinct addresses ``rows`` [n], ascending."""
+
+    @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move the fast tier to ``device``."""
 
@@ -306,6 +310,10 @@ class DeviceRows(Storage):
 
     def write(self, start: int, rows: Rows) -> None:
         self.slots[start : start + len(rows.weight)] = rows
+
+    def scatter(self, rows: npt.NDArray[np.int64], values: Rows) -> None:
+        device = self.weight.device
+        self.slots[torch.from_numpy(rows).to(device)] = values.map(lambda tensor: tensor.to(device))
 
     def to(self, device: torch.device) -> None:
         moved = self.slots.map(lambda tensor: tensor.to(device))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stoker.training.config import TrainConfig
     from stoker.training.ends import TrainResult
-    from stoker.training.files.checkpoint import Checkpoint, save
+    from stoker.training.files.checkpoint import Checkpoint, save, track_changes
     from stoker.training.files.loading import load
     from stoker.training.files.logs import Logger
     from stoker.training.loop import train
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 
 _MODULES = {
-    "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save", "files.loading": "load",
-    "files.logs": "Logger", "loop": "train", "progress": "Interrupted", "scores.evaluation": "Scores evaluate predict",
-    "scores.metrics": "RankingMetrics StreamingMetrics",
+    "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save track_changes",
+    "files.loading": "load", "files.logs": "Logger", "loop": "train", "progress": "Interrupted",
+    "scores.evaluation": "Scores evaluate predict", "scores.metrics": "RankingMetrics StreamingMetrics",
 }  # fmt: skip
 _HOME = {name: f"stoker.training.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Checkpoint", "Interrupted", "Logger", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig", "TrainResult",
-    "evaluate", "load", "predict", "save", "train",
+    "evaluate", "load", "predict", "save", "track_changes", "train",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

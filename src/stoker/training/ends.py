@@ -167,7 +167,14 @@ def _reopen(
     settings: dict[str, Any],
 ) -> tuple[Dataset, TrainConfig]:
     """Return the dataset and the settings of a run to resume."""
-    values = RunDirectory(resume).config()
+    run = RunDirectory(resume)
+    values = run.config()
+    if (head := run.head()) is not None:
+        raise ConfigError(
+            f"{resume} was updated with newer rows ({head['checkpoint']}), which a resumed training would not know. Go "
+            f"on with stoker update, train a new run, or take the updates back first: stoker rollback {quoted(resume)} "
+            "--to 0"
+        )
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
         given = {name: value for name, value in config.to_dict().items() if name not in left_out(config)}

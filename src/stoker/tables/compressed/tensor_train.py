@@ -124,6 +124,9 @@ class TensorTrainCores(Storage):
             "(EmbeddingTables.stored), or compress a dense table with TTEmbeddingBag.from_dense."
         )
 
+    def scatter(self, rows: npt.NDArray[np.int64], values: Rows) -> None:
+        self.write(0, values)
+
     def to(self, device: torch.device) -> None:
         for core in self.cores:
             core.to(device)
@@ -214,9 +217,12 @@ class CompressedGroup(TableGroup):
         """Update the cores, given the gradient of each row [places, D]."""
         rule = self.optimizer.rule(self.tick)
         slices = self._slices(found, sums)
-        self.version += 1
+        self._note_change(slice(None))
         for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
             update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+
+    def _note_change(self, changed: Lookups | Tensor | slice) -> None:
+        super()._note_change(slice(None))  # each row depends on all cores, which are small
 
     def _slices(self, found: _Expanded, sums: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each core the distinct slices and their gradients, from those of the rows [places, D]."""

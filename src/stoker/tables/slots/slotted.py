@@ -322,11 +322,29 @@ class SlottedRows(Storage):
                     self.home.write(begin, part)
                 else:
                     self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
-            slots = self.residency.resident(start, start + len(rows.weight))
-            if len(slots):
-                self._link.released(self._link.mark())  # also rows under a lease, as if it had ended
-                self._link.fetch(self.residency.row_in_slot[slots], slots)
-                self._link.ready()
+            self._refresh(self.residency.resident(start, start + len(rows.weight)))
+
+    def _refresh(self, slots: Ints) -> None:
+        """Fetch the rows in some slots again."""
+        if len(slots):
+            self._link.released(self._link.mark())  # also rows under a lease, as if it had ended
+            self._link.fetch(self.residency.row_in_slot[slots], slots)
+            self._link.ready()
+
+    def scatter(self, rows: Ints, values: Rows) -> None:
+        with self._lock:
+            self.flush()
+            self._link.finish()
+            hot = self.hot.places(rows)
+            own, away = np.flatnonzero(hot >= 0), np.flatnonzero(hot < 0)
+            device = self.weight.device
+            if len(own):
+                at = torch.from_numpy(own).to(values.weight.device)
+                self.slots[torch.from_numpy(hot[own]).to(device)] = values[at].map(lambda tensor: tensor.to(device))
+            if len(away):
+                self.home.store(rows[away], values, away)
+            slots = self._slots_of(rows)
+            self._refresh(slots[(slots >= 0) & (hot < 0)] - self.num_hot)
 
     def to(self, device: torch.device) -> None:
         if device != self.weight.device:

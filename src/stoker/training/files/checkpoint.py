@@ -8,11 +8,19 @@
       tables/000.00000.safetensors   rows and row-optimizer state of table 0, at most 256 MiB a file
                                  (each core of a tensor-train table counts as a table)
 
+A segment is a checkpoint that holds only the rows that changed since another one, its parent, in the same folder::
+
+      tables/000.00000.safetensors           "row" [n] int64, ascending, and these rows with their state
+      tables/000.deleted.00000.safetensors   "row" [n] of the rows that became zeros
+
+Its manifest has the sha256 of its parent's manifest, so a whole chain of segments is checked from its end. The rows
+of a segment are those of its parent but for these; :mod:`stoker.training.files.segments` reads and joins them.
+
 A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory with the final name is
 whole. Tables are written in chunks, so memory does not grow with them. Any placement and device can load the files.
 
 Format 1 is for a :class:`RecModel` with one optimizer. Format 2 is for any module, several optimizers and extra state:
-its manifest names the :class:`EmbeddingTables` of each table.
+its manifest names the :class:`EmbeddingTables` of each table. Format 3 is a segment.
 """
 
 from __future__ import annotations
@@ -22,18 +30,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.base.errors import CheckpointError, errors_as
+from stoker.base.errors import CheckpointError, ConfigError, errors_as
 from stoker.base.files import exchange, hash_file, move, refuse_url, sync_folder
 from stoker.base.picture import Shown
 from stoker.base.settings import with_arguments_of
@@ -41,12 +49,15 @@ from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
 from stoker.tables import EmbeddingTables, TableConfig
+from stoker.tables.changes import Change, ChangedRows
 from stoker.training.files import module_state
 from stoker.training.files.module_state import Optimizers
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_SEGMENT = 3
 _MANIFEST = "manifest.json"
-_SHARD_BYTES = 256 * 2**20  # of rows and state in one file
+SHARD_BYTES = 256 * 2**20  # of rows and state in one file
+_ID_BYTES = 8  # of the number of a row in a segment
 DENSE = "dense.safetensors"
 
 M = TypeVar("M", bound=nn.Module)
@@ -94,9 +105,10 @@ class SaveArguments:
     extra_state: Mapping[str, Any] | None = None
     step: int | None = None
     extra: Mapping[str, Any] | None = None
+    parent: str | Path | None = None
     overwrite: bool = False
     require_finite: bool = False
-    shard_bytes: int = _SHARD_BYTES
+    shard_bytes: int = SHARD_BYTES
 
 
 @with_arguments_of(SaveArguments)
@@ -117,6 +129,8 @@ def save(*given: Any, **settings: Any) -> Path:
             learning-rate schedulers and GradScaler, or values made of JSON values and tensors.
         step: batches trained; None takes the count of the tables.
         extra: JSON values to add to the manifest.
+        parent: write a segment: only the rows that changed since this checkpoint, in the same folder, which it needs
+            from then on. ``module`` must have been tracked since then (:func:`stoker.track_changes`).
         overwrite: replace an existing checkpoint.
         require_finite: refuse a model with infinite or undefined values.
         shard_bytes: largest file of rows.
@@ -155,6 +169,28 @@ def save(*given: Any, **settings: Any) -> Path:
         )
     optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
+    parent = None if asked.parent is None else _parent_entry(Path(asked.parent), target, module)
+    with writing(target, overwrite=overwrite, require_finite=asked.require_finite) as writer:
+        manifest = _write_files(
+            writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes, changes=parent is not None
+        )
+        manifest |= {"stoker_version": __version__, "extra": dict(asked.extra or {})}
+        if parent is not None:
+            manifest |= {"parent": parent, "format_version": _SEGMENT}
+        if asked.step is not None:
+            manifest["step"] = asked.step
+        writer.finish(manifest)
+    restart_changes(module, target)
+    return target
+
+
+@contextmanager
+def writing(target: Path, *, overwrite: bool = True, require_finite: bool = False) -> Iterator[_Writer]:
+    """Yield the writer of a new checkpoint, which gets its name at the end of the block, or not at all.
+
+    Raises:
+        CheckpointError: it exists and is not to be replaced, or the disk is full.
+    """
     temporary = target.with_name(target.name + ".tmp")
     try:
         if overwrite and not target.exists() and (kept := left_by_a_kill(target)) is not None:
@@ -163,16 +199,7 @@ def save(*given: Any, **settings: Any) -> Path:
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         _remove(temporary)
         (temporary / "tables").mkdir(parents=True)
-        writer = _Writer(temporary, require_finite=asked.require_finite)
-        manifest = _write_files(writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes)
-        manifest |= {"stoker_version": __version__, "extra": dict(asked.extra or {})}
-        if asked.step is not None:
-            manifest["step"] = asked.step
-        text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
-        with (temporary / _MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        yield _Writer(temporary, require_finite=require_finite)
         for folder in (temporary / "tables", temporary):
             sync_folder(folder)
         exchange(temporary, target, target.with_name(target.name + ".tmp-old"), _remove)
@@ -185,7 +212,65 @@ def save(*given: Any, **settings: Any) -> Path:
     except BaseException:
         _remove(temporary)
         raise
-    return target
+
+
+def track_changes(module: nn.Module) -> None:
+    """Note from now on which rows of ``module`` change, so that :func:`save` can write only these.
+
+    A byte for each row is taken for that. Changes count since the last checkpoint that the module was saved to or
+    loaded from; save or load one after this call.
+
+    >>> import tempfile
+    >>> net = stoker.EmbeddingTables(
+    ...     [stoker.TableConfig(name="item", num_embeddings=1000, embedding_dim=8)], optimizer=stoker.SGD(lr=0.1))
+    >>> stoker.track_changes(net)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     base = stoker.save(f"{folder}/monday", net)
+    ...     net(torch.tensor([[7], [9]])).sum().backward()
+    ...     segment = stoker.save(f"{folder}/tuesday", net, parent=base)
+    ...     sum(entry["rows"] for entry in stoker.load(segment, net).manifest["tables"][0]["changed"])
+    2
+    """
+    for name, tables in module_state.tables_in(module_state.unwrap(module)).items():
+        if tables.divided:
+            raise ConfigError(
+                f"the rows of {name or 'these tables'} are divided among ranks, whose changes are not tracked yet. "
+                "Write whole checkpoints, or train with replicas (docs/ranks.md)."
+            )
+        if tables.changes is None:
+            tables.changes = ChangedRows(tables.groups, tables._joint)
+
+
+def restart_changes(module: nn.Module, checkpoint: Path) -> None:
+    """Let changes of ``module`` count from a checkpoint on, to which its rows are equal."""
+    for tables in module_state.tables_in(module).values():
+        if tables.changes is not None:
+            tables.changes.restart(hash_manifest(checkpoint))
+
+
+def hash_manifest(checkpoint: Path) -> str:
+    """Return the sha256 of a manifest: of the checkpoint, as it has those of all files."""
+    with errors_as(CheckpointError, f"the manifest of {checkpoint} cannot be read", "Take another checkpoint."):
+        return hash_file(checkpoint / _MANIFEST)[1]
+
+
+def _parent_entry(parent: Path, target: Path, module: nn.Module) -> dict[str, Any]:
+    """Return the entry about its parent in the manifest of a segment.
+
+    Raises:
+        CheckpointError: the parent is in another folder, or the changes of the module do not count from it.
+    """
+    if parent.absolute().parent != target.absolute().parent:
+        raise CheckpointError(f"{parent} is not in the folder of {target}. A segment is written next to its parent.")
+    step, digest = int(read_manifest(parent)["step"]), hash_manifest(parent)
+    for name, tables in module_state.tables_in(module).items():
+        if tables.changes is None or tables.changes.origin != digest:
+            since = "are not tracked" if tables.changes is None else "are tracked since another checkpoint"
+            raise CheckpointError(
+                f"changes of {name or 'the tables'} {since}, so a segment after {parent} would not be complete. Call "
+                f"stoker.track_changes(module), then load {parent.name} or save a new one, then train."
+            )
+    return {"name": parent.name, "step": step, "manifest": digest}
 
 
 def _remove(folder: Path) -> None:
@@ -241,14 +326,55 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     return manifest
 
 
+class Link(NamedTuple):
+    """A checkpoint in a chain."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+
+def chain(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> list[Link]:
+    """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last.
+
+    Raises:
+        CheckpointError: a checkpoint of the chain is missing, or another one than the next was written after.
+    """
+    path = Path(directory)
+    found = [Link(path, read_manifest(path) if manifest is None else manifest)]
+    while (wanted := found[-1].manifest.get("parent")) is not None:
+        child, name = found[-1].path.name, Path(str(wanted["name"])).name
+        parent = path.with_name(name)
+        if not parent.exists():
+            parent = left_by_a_kill(parent) or parent
+        if not parent.exists():
+            raise CheckpointError(
+                f"{parent} is missing. {child} has only the rows that changed since then. Put it back from a copy, or "
+                "go back to an earlier checkpoint."
+            )
+        found.append(Link(parent, read_manifest(parent)))
+        known = {hash_manifest(parent), found[-1].manifest.get("compacted")}
+        if wanted["manifest"] not in known or int(wanted["step"]) != int(found[-1].manifest["step"]):
+            raise CheckpointError(
+                f"{parent} is another checkpoint than the one that {child} was written after: {child} names a manifest "
+                f"with sha256 {wanted['manifest'][:16]}... at step {wanted['step']:,}. Segments were exchanged, or one "
+                "was written again. Put the right one back from a copy, or go back to an earlier checkpoint."
+            )
+        if len({link.path for link in found}) < len(found):
+            raise CheckpointError(f"{parent} is its own parent: its manifest was altered. Take another checkpoint.")
+    return found[::-1]
+
+
 def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> int:
-    """Check every file of a checkpoint against its sha256; return the number of files.
+    """Check every file of a checkpoint, and of those that it builds on, against its sha256; return their number.
 
     Raises:
         CheckpointError: a file is missing, incomplete or altered; the message names the first.
     """
-    directory = Path(directory)
-    manifest = read_manifest(directory) if manifest is None else manifest
+    return sum(verify_files(link.path, link.manifest) for link in chain(directory, manifest))
+
+
+def verify_files(directory: Path, manifest: Mapping[str, Any]) -> int:
+    """Do :meth:`verify` for the files of one checkpoint alone."""
     for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file():
@@ -284,10 +410,22 @@ class _Writer:
         except SafetensorError as error:  # it wraps the error of the operating system
             number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
-        with path.open("rb") as file:
+        self.count(name)
+
+    def count(self, name: str) -> None:
+        """Bring a file that is there to disk, and count it."""
+        with (self.folder / name).open("rb") as file:
             os.fsync(file.fileno())
-        size, digest = hash_file(path)
+        size, digest = hash_file(self.folder / name)
         self.files[name] = {"bytes": size, "sha256": digest}
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest, last."""
+        text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
+        with (self.folder / _MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
         """Write the rows of a table, up to ``shard_bytes`` a file; return its entry in the manifest."""
@@ -297,8 +435,30 @@ class _Writer:
             file = f"{prefix}.{number:05d}.safetensors"
             self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
             shards.append({"file": file, "start": start, "rows": len(rows.weight)})
-        fields = ("name", "num_embeddings", "embedding_dim", "dtype")
-        return {**{field: getattr(table, field) for field in fields}, "shards": shards}
+        return {**_table_entry(table), "shards": shards}
+
+    def write_changes(
+        self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int
+    ) -> dict[str, Any]:
+        """Write the rows of a table that changed, and the numbers of deleted ones; return its entry in the manifest."""
+        assert tables.changes is not None
+        found: dict[str, list[dict[str, Any]]] = {}
+        for kind, change, middle in (("changed", Change.WRITTEN, ""), ("deleted", Change.DELETED, ".deleted")):
+            each = _ID_BYTES + (row_bytes(table, tables.optimizer.state) if kind == "changed" else 0)
+            found[kind], size = [], max(1, shard_bytes // each)
+            rows = tables.changes.rows(table.name, change)
+            for number, start in enumerate(range(0, len(rows), size)):
+                some = rows[start : start + size]
+                values = tables.group_of[table.name].gather(table.name, some) if kind == "changed" else None
+                tensors = {} if values is None else {"weight": values.weight, **values.state}
+                file = f"{prefix}{middle}.{number:05d}.safetensors"
+                self.write(file, f"table {table.name!r}", {"row": torch.from_numpy(some), **tensors})
+                found[kind].append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
+        return {**_table_entry(table), **found}
+
+
+def _table_entry(table: TableConfig) -> dict[str, Any]:
+    return {field: getattr(table, field) for field in ("name", "num_embeddings", "embedding_dim", "dtype")}
 
 
 def _write_files(
@@ -308,15 +468,18 @@ def _write_files(
     stream: Positioned | None,
     extra_state: Mapping[str, Any] | None,
     shard_bytes: int,
+    *,
+    changes: bool,
 ) -> dict[str, Any]:
-    """Write all files of a checkpoint but the manifest; return the manifest."""
+    """Write all files of a checkpoint, or of a segment, but the manifest; return the manifest of the checkpoint."""
     trained = module_state.trained_in(module)
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
     entries: list[dict[str, Any]] = []
     for name, tables in module_state.tables_in(module).items():
         for table in tables.stored:
-            entry = writer.write_table(f"tables/{len(entries):03d}", tables, table, shard_bytes)
+            write = writer.write_changes if changes else writer.write_table
+            entry = write(f"tables/{len(entries):03d}", tables, table, shard_bytes)
             entries.append(entry if first else {**entry, "module": name})
     tensors: dict[str, Tensor] = {}
     manifest: dict[str, Any] = {"kind": "checkpoint", "tables": entries, "dense_optimizer": None}
@@ -338,7 +501,7 @@ def _write_files(
     writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
         "files": writer.files,
-        "format_version": 1 if first else FORMAT_VERSION,
+        "format_version": 1 if first else 2,
         "step": max((each.tick for each in trained.values()), default=0),
         "stream": None if stream is None else stream.state_dict(),
     }

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -20,11 +19,11 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.storage import Rows
 from stoker.training.files import module_state
-from stoker.training.files.checkpoint import DENSE, Checkpoint, M, read_manifest, verify
+from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, chain, read_manifest, restart_changes, verify
 from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
+from stoker.training.files.segments import SavedTable
 from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
@@ -145,8 +144,15 @@ def load(
             torch.set_rng_state(tensors["generator.cpu"])
             if (on := module_state.device_of(module)).type == "cuda" and "generator.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["generator.cuda"], on)
+        restart_changes(module, directory)
         kept = {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
     return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
+
+
+def load_dense(link: Link, module: nn.Module) -> None:
+    """Load all but the rows of a checkpoint, whose files were checked, into a module that has loaded one like it."""
+    with safe_open(link.path / DENSE, framework="pt") as file:
+        _Saved(link.path, link.manifest, _Tensors(file), module_state.unwrap(module)).fill_dense()
 
 
 def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
@@ -194,7 +200,8 @@ class _Saved:
     def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module) -> None:
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
         self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
-        self.first = int(manifest["format_version"]) == 1
+        self.first = "trained" not in manifest
+        self.chain = chain(directory, manifest)
         self.trained: dict[str, Any] = manifest.get("trained", {})
         self.optimizers: dict[str, Any] = manifest.get("optimizers", {})
         self.extras: dict[str, Any] = manifest.get("extra_state", {})
@@ -255,6 +262,18 @@ class _Saved:
             self.mine[name].optimizer = row_optimizer
         for entry in self.manifest["tables"]:
             self._load_table(entry)
+        self.fill_dense()
+        for name, optimizer in optimizers.items():
+            found = self.optimizers[name]
+            module_state.load_optimizer(found, found["prefix"], self.tensors, optimizer)
+        for name, each in extra_state.items():
+            what = f"extra_state[{name!r}], a {type(each).__name__}, refuses the state saved in {self.directory}"
+            remedy, kinds = "Make it as it was made when it was saved.", (KeyError, RuntimeError, TypeError, ValueError)
+            with errors_as(CheckpointError, what, remedy, kinds):
+                each.load_state_dict(module_state.decode(self.extras[name]["state"], self.tensors))
+
+    def fill_dense(self) -> None:
+        """Copy what is neither rows nor optimizers: parameters, buffers and counts of updates."""
         for name, tables in self.tables.items():
             tables.tick = int(self.trained[name]["tick"])
         if self.first:
@@ -267,14 +286,6 @@ class _Saved:
             module_state.load_dense_state(
                 self.module, values | {name: self.tensors[f"model.{name}"] for name in self.dense}
             )
-        for name, optimizer in optimizers.items():
-            found = self.optimizers[name]
-            module_state.load_optimizer(found, found["prefix"], self.tensors, optimizer)
-        for name, each in extra_state.items():
-            what = f"extra_state[{name!r}], a {type(each).__name__}, refuses the state saved in {self.directory}"
-            remedy, kinds = "Make it as it was made when it was saved.", (KeyError, RuntimeError, TypeError, ValueError)
-            with errors_as(CheckpointError, what, remedy, kinds):
-                each.load_state_dict(module_state.decode(self.extras[name]["state"], self.tensors))
 
     def _check_model(self, model: RecModel) -> None:
         saved: dict[str, Any] = {**self.manifest["model"], "features": self.manifest["features"]}
@@ -366,21 +377,9 @@ class _Saved:
                 yield name, RowOptimizer.from_dict(saved)
 
     def _load_table(self, entry: Mapping[str, Any]) -> None:
-        tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
-        done = 0
-        for shard in entry["shards"]:
-            if shard["start"] != done:
-                raise CheckpointError(f"{self.directory} lacks rows {done:,} to {shard['start']:,} of table {name!r}.")
-            path = self.directory / shard["file"]
-            with errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError,)):
-                found = load_file(path)
-            tables.write(name, done, Rows(found.pop("weight"), found))
-            done += int(shard["rows"])
-        if done != entry["num_embeddings"]:
-            raise CheckpointError(
-                f"{self.directory}: table {name!r} has {done:,} rows in its files, the manifest says "
-                f"{entry['num_embeddings']:,}."
-            )
+        tables = self.tables[entry.get("module", "embeddings")]
+        for start, rows in SavedTable(self.chain, entry).chunks():
+            tables.write(entry["name"], start, rows)
 
 
 def _names(names: Collection[str]) -> str:

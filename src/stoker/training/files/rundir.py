@@ -8,6 +8,7 @@
     RUN/metrics.jsonl         one JSON object per line
     RUN/tensorboard/
     RUN/report.json           final metrics, written at the end
+    RUN/head.json             the newest update, if there is one (stoker.live.journal)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
-from stoker.base.files import atomic_file, lock_file
+from stoker.base.files import atomic_file, lock_file, sync_folder
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
@@ -37,6 +38,7 @@ _STEP = re.compile(r"step_(\d{9,})")
 LOST = "Put a checkpoint back from a copy, or train a new run."
 
 Upload: TypeAlias = Callable[[], str | None]  # uploads new files; returns the problem in words, else None
+_HEAD = "head.json"
 _DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
@@ -143,6 +145,32 @@ class RunDirectory:
             ) from error
         return values
 
+    def head(self) -> dict[str, Any] | None:
+        """Return ``head.json``: the name of the checkpoint that updates have reached, its number, step and manifest.
+
+        None: the run was not updated.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = self.path / _HEAD
+        if not path.exists():
+            return None
+        remedy = f"Take back the last update with: stoker rollback {quoted(self.path)}"
+        with errors_as(CheckpointError, f"{path} is garbled", remedy, (OSError, ValueError, KeyError, TypeError)):
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
+            return values
+
+    def write_head(self, values: Mapping[str, Any]) -> None:
+        """Replace ``head.json`` at once."""
+        self.write(_HEAD, values)
+
+    def remove_head(self) -> None:
+        """Go back to the model that was trained first."""
+        (self.path / _HEAD).unlink(missing_ok=True)
+        sync_folder(self.path)
+
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of ``step``."""
         return self.checkpoints / f"step_{step:09d}"
@@ -216,7 +244,7 @@ class RunDirectory:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the path of a checkpoint: of a run its best one, else its newest whole one.
+    """Return the path of a checkpoint: of a run the one that it was updated to, else its best or its newest whole one.
 
     Raises:
         CheckpointError: ``path`` is neither a checkpoint nor a run with one.
@@ -239,6 +267,16 @@ def find_checkpoint(path: str | Path) -> Path:
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run directory. Name the directory that stoker train --out made."
         )
+    if (head := run.head()) is not None:
+        updated: Path = run.checkpoints / head["checkpoint"]
+        if not updated.exists():
+            updated = ckpt.left_by_a_kill(updated) or updated
+        if not updated.exists():
+            raise CheckpointError(
+                f"{updated} is missing, to which {path} was updated. Put it back from a copy, or go back to an earlier "
+                f"update with: stoker rollback {quoted(path)}"
+            )
+        return updated
     if best := run.best():
         return best
     newest, problems = run.newest_whole()

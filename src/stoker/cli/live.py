@@ -1,0 +1,116 @@
+"""Commands on runs that live on: update, rollback, compact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.base.errors import ConfigError
+from stoker.base.progress import Bars
+from stoker.base.units import format_size, plural
+from stoker.cli.options import Data, Json, OneObject, printed, say, show_grids, takes
+from stoker.live.settings import UpdateSettings
+from stoker.placement.budget import MemoryBudget
+from stoker.training.settings import MachineConfig
+
+if TYPE_CHECKING:
+    from stoker.live.update import UpdateResult
+
+Updated = Annotated[Path, typer.Argument(help="Run directory.")]
+
+
+@takes(UpdateSettings, of_run=(MemoryBudget, MachineConfig))
+def update(
+    run: Annotated[Path, typer.Argument(help="Run directory, whose training has ended.")],
+    logs: Annotated[list[str] | None, typer.Argument(help="New rows, in order of time: files or patterns.")] = None,
+    watch: Path | None = typer.Option(None, help="Take each new file of this directory, until Ctrl-C."),
+    poll: float = typer.Option(10.0, help="Seconds between two looks at that directory."),
+    data: Data = None,
+    *,
+    settings: dict[str, Any],
+    as_json: Json = False,
+) -> None:
+    """Train a run on new rows, and write only what changed.
+
+    Prepares the new rows like those of the run. Scores them first, which shows
+    how good the model is on rows it has not seen. Then trains on each row once.
+    The new model counts from then on: for predict, evaluate, the next update.
+
+    A killed update is continued by the same command, and a log that was used
+    is left out, so a script can simply run it again.
+
+    \b
+    stoker update runs/a day_02.csv
+    stoker update runs/a 'logs/day_*.csv.gz' --rate 0.5
+    stoker update runs/a --watch logs --json
+    """
+    if bool(logs) == (watch is not None):
+        raise ConfigError("give either logs, or a directory with --watch.")
+    if watch is None:
+        from stoker.live.update import update as run_update
+
+        with Bars(quiet=as_json) as bars:
+            found = run_update(run, logs, data=data, progress=bars, **settings)
+        _show(found, as_json)
+        return
+    from stoker.live.watch import watch as watch_folder
+
+    for found in watch_folder(run, watch, poll=poll, data=data, **settings):
+        _show(found, as_json)
+
+
+def _show(found: UpdateResult, as_json: bool) -> None:
+    if printed(found.to_dict(), as_json):
+        return
+    for text in found.notes:
+        say(f"note: {text}", "yellow")
+    if not found.rows:
+        say(found.summary())
+        return
+    show_grids(found.grids())
+    share = f" ({found.bytes / found.whole_bytes:.1%} of a whole checkpoint)" if found.whole_bytes else ""
+    say(f"update {found.number}: trained on {plural(found.rows, 'row')}, loss {found.loss:.4f}")
+    say(f"{found.checkpoint}: {format_size(found.bytes)}{share}")
+
+
+def rollback(
+    run: Updated,
+    to: int | None = typer.Option(None, help="Update to go back to; 0 is the model before all. (default: one back)"),
+    as_json: OneObject = False,
+) -> None:
+    """Go back to an earlier update of a run.
+
+    Later updates have not happened then, and their logs can be used again.
+
+    \b
+    stoker rollback runs/a
+    stoker rollback runs/a --to 3
+    """
+    from stoker.live.history import rollback as go_back
+
+    found = go_back(run, to)
+    if not printed({"run": str(run), "checkpoint": str(found)}, as_json):
+        say(f"{run} is at {found.name} now")
+
+
+def compact(
+    run: Updated,
+    to: int | None = typer.Option(None, help="Last update to join. (default: the newest)"),
+    as_json: OneObject = False,
+) -> None:
+    """Join the updates of a run to a whole checkpoint.
+
+    Deletes what only they needed. The run can then not go back beyond it.
+
+    \b
+    stoker compact runs/a
+    stoker compact runs/a --to 30
+    """
+    from stoker.live.history import compact as join_updates
+
+    found = join_updates(run, to)
+    record = {"run": str(run), "checkpoint": str(found.checkpoint), "joined": found.joined, "freed": found.freed}
+    if not printed(record, as_json):
+        say(found.summary())

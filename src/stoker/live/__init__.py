@@ -1,0 +1,1 @@
+"""Models that live on: daily updates, the delta log, followers."""

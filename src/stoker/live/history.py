@@ -1,0 +1,142 @@
+"""Go back to an earlier update, or join updates to a whole checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.picture import Shown
+from stoker.base.units import format_size, plural, quoted
+from stoker.live.journal import Journal, set_head
+from stoker.training.files import checkpoint
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.segments import join
+
+
+def rollback(run: str | Path, to: int | None = None) -> Path:
+    """Go back to an earlier update of a run: later ones have not happened, and their logs may be used again.
+
+    Their segments remain until the next :func:`stoker.update`, so a reader that applies them is not disturbed.
+
+    Args:
+        run: a run that was updated.
+        to: number of the update to go back to; 0 is the model that was trained first; None: the one before the last.
+
+    Returns:
+        The checkpoint that counts now.
+
+    Raises:
+        ConfigError: the run was not updated, or there is no such update before the last.
+        CheckpointError: the model of that update is missing or damaged, or was joined to a later one.
+
+    >>> from stoker.testing import make_daily_run
+    >>> tuesday, wednesday = make_daily_run("run")
+    >>> for day in (tuesday, wednesday):
+    ...     found = stoker.update("run", day)
+    >>> stoker.rollback("run").name
+    'update_000001'
+    """
+    directory = RunDirectory(run)
+    with directory.locked():
+        head = directory.head()
+        if head is None:
+            raise ConfigError(f"{run} was not updated, so there is nothing to take back.")
+        number = int(head["number"])
+        wanted = number - 1 if to is None else to
+        if not 0 <= wanted <= number:
+            raise ConfigError(
+                f"{run} is at update {number}, so it cannot go back to update {wanted}. Give a number from 0 to "
+                f"{max(0, number - 1)}.", settings=("to",),
+            )  # fmt: skip
+        found = _model_of(directory, directory.checkpoints / head["checkpoint"], wanted)
+        checkpoint.verify(found)
+        if wanted:
+            set_head(directory, found)
+        else:
+            directory.remove_head()
+    return found
+
+
+def _model_of(run: RunDirectory, head: Path, number: int) -> Path:
+    path = run.checkpoints / f"update_{number:06d}"
+    if number:
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing: it was joined to a later update (stoker compact), or deleted.")
+        return path
+    base = checkpoint.chain(head)[0]
+    if "update" in base.manifest["extra"]:
+        first = base.manifest["extra"]["update"]["number"]
+        raise CheckpointError(
+            f"{run.path} was compacted at update {first}, so earlier models are gone. Go back to update {first} at "
+            f"most: stoker rollback {quoted(run.path)} --to {first}"
+        )
+    return base.path
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compaction(Shown):
+    """What :func:`compact` returns."""
+
+    checkpoint: Path  # whole now
+    joined: int  # segments that it replaces
+    freed: int  # bytes
+
+    def summary(self) -> str:
+        """Return the checkpoint, the segments and the bytes."""
+        if not self.joined:
+            return f"{self.checkpoint} is a whole checkpoint already"
+        return (
+            f"{self.checkpoint} is whole now, {plural(self.joined, 'segment')} joined, {format_size(self.freed)} freed"
+        )
+
+
+def compact(run: str | Path, to: int | None = None) -> Compaction:
+    """Join the updates of a run to a whole checkpoint, and delete the updates before it.
+
+    The files of the whole checkpoint are those that :func:`stoker.save` would have written. Later updates go on from
+    it, and :func:`rollback` reaches no earlier one. The checkpoints of the training remain. Memory is that of one file
+    of rows. A kill leaves a run that works; the next call finishes.
+
+    Args:
+        run: a run that was updated.
+        to: number of the last update to join; None: the newest.
+
+    Raises:
+        ConfigError: the run was not updated, or there is no such update.
+        CheckpointError: a segment is missing or damaged, or the disk has no room for a whole checkpoint.
+
+    >>> from stoker.testing import make_daily_run
+    >>> tuesday, wednesday = make_daily_run("joined")
+    >>> for day in (tuesday, wednesday):
+    ...     found = stoker.update("joined", day)
+    >>> stoker.compact("joined").joined
+    2
+    """
+    journal = Journal(run)
+    with journal.run.locked():
+        if not journal.number:
+            raise ConfigError(f"{run} was not updated, so there is nothing to join.")
+        number = journal.number if to is None else to
+        if not 0 < number <= journal.number:
+            raise ConfigError(
+                f"{run} is at update {journal.number}, so updates up to {number} cannot be joined. Give a number from "
+                f"1 to {journal.number}.", settings=("to",),
+            )  # fmt: skip
+        target = _model_of(journal.run, journal.checkpoint, number)
+        before = _bytes(journal.run.path)
+        joined = join(target)
+        set_head(journal.run, journal.checkpoint)
+        kept = {link.path for link in checkpoint.chain(journal.checkpoint)}
+        for path in sorted(journal.run.checkpoints.glob("update_*")):
+            if path < target and path not in kept:
+                checkpoint.discard(path)
+        for path in sorted(journal.rows_of(0).parent.glob("[0-9]*")):
+            if int(path.name) < number:
+                shutil.rmtree(path)
+        return Compaction(checkpoint=target, joined=joined, freed=before - _bytes(journal.run.path))
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,220 @@
+"""What a run was updated with: the logs that were used, the newest model, and an update that is under way.
+
+::
+
+    RUN/head.json                      the checkpoint that counts: that of the last update
+    RUN/updates.jsonl                  a line for each update: its logs, how good the model before was on them
+    RUN/updates/000001/                its rows, prepared; the next ones continue from their window features
+    RUN/checkpoints/update_000001/     a segment: what it changed
+    RUN/update.json                    the update under way; a killed one is continued or discarded by the next
+
+``head.json`` is written last and replaced at once, so an update has happened or it has not. Whatever is newer than the
+head was left by a kill, or taken back by a roll-back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
+from stoker.base.units import plural, quoted
+from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest
+from stoker.training.files.rundir import RunDirectory, find_checkpoint, own_dataset
+
+_UPDATES = "updates"
+_LINES = "updates.jsonl"
+_ORDER = "update.json"
+_BLOCK = 2**20  # bytes of a log that are hashed at a time
+
+
+class Log(NamedTuple):
+    """The contents of a log."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an update is to do. Equal orders give equal files."""
+
+    number: int
+    logs: tuple[Log, ...]
+    settings: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "logs": [log._asdict() for log in self.logs], "settings": dict(self.settings)}
+
+
+class Journal:
+    """The updates of a run up to its head.
+
+    Raises:
+        ConfigError: there is no run, or its training has not ended.
+        CheckpointError: the run has no checkpoint.
+        DataError: a file is damaged.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        self.run = RunDirectory(run)
+        self.config = self.run.config()
+        head = self.run.head()
+        if head is None and not (self.run.path / "report.json").is_file():
+            raise ConfigError(
+                f"the training of {self.run.path} has not ended, so there is no model to update. End it with: "
+                f"stoker train --resume {quoted(self.run.path)}"
+            )
+        self.checkpoint = find_checkpoint(self.run.path)
+        self.number = int((head or {}).get("number", 0))
+        self.lines = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        path = self.run.path / _LINES
+        found: list[dict[str, Any]] = []
+        if path.exists():
+            with errors_as(DataError, f"{path} is garbled", "Put it back from a copy.", (OSError, ValueError)):
+                for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut by a kill
+                    found.append(json.loads(line))
+        known = [each for each in found if each["number"] <= self.number]
+        if [each["number"] for each in known] != list(range(1, self.number + 1)):
+            raise DataError(
+                f"{path} has {plural(len(known), 'line')} up to update {self.number}, of which each should have one: "
+                "logs that were used already would not be recognised. Put it back from a copy."
+            )
+        return known
+
+    @property
+    def dataset(self) -> Path:
+        """The dataset whose rows, vocabularies and window features new rows continue."""
+        if self.number:
+            return self.rows_of(self.number)
+        return Path(own_dataset(self.config, "Name it with data=DATASET (--data DATASET)."))
+
+    def rows_of(self, number: int) -> Path:
+        """Return the directory of the prepared rows of an update."""
+        return self.run.path / _UPDATES / f"{number:06d}"
+
+    def segment(self, number: int, step: int | None = None) -> Path:
+        """Return the path of the segment of an update, or of one that it wrote at ``step``."""
+        return self.run.checkpoints / f"update_{number:06d}{'' if step is None else f'_{step:09d}'}"
+
+    def unused(self, files: Sequence[Path], names: Mapping[Path, str]) -> tuple[list[tuple[Path, Log]], list[str]]:
+        """Return the logs that no update has used yet, and say why others are left out.
+
+        Raises:
+            DataError: a log has grown since it was used.
+        """
+        used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
+        before: dict[str, dict[int, str]] = {}
+        for line in self.lines:
+            for log in line["logs"]:
+                before.setdefault(log["name"], {})[int(log["bytes"])] = log["sha256"]
+        fresh: list[tuple[Path, Log]] = []
+        left_out: list[str] = []
+        for path in files:
+            name = names.get(path, path.name)
+            size, digest, prefixes = _hash(path, before.get(name, {}))
+            if digest in used:
+                number, known = used[digest]
+                alias = "" if known == name else f" as {known}"
+                left_out.append(f"{name} was used by update {number}{alias}: it is left out")
+            elif prefixes:
+                raise DataError(
+                    f"{path} begins with the {prefixes[-1]:,} bytes that an earlier update has trained on. Give a file "
+                    "of the new rows only."
+                )
+            elif digest in {log.sha256 for _, log in fresh}:
+                left_out.append(f"{name} has the same contents as another of these logs: it is left out")
+            else:
+                fresh.append((path, Log(name, size, digest)))
+        return fresh, left_out
+
+    def begin(self, order: Order) -> bool:
+        """Note that an update is under way; return True if a killed one with the same order is continued.
+
+        Discard what any other left.
+        """
+        path = self.run.path / _ORDER
+        text = order.to_dict()
+        continued = False
+        with suppress(OSError, ValueError):
+            continued = bool(json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(text)))
+        if not continued:
+            self.discard()
+            self.run.write(_ORDER, text)
+        return continued
+
+    def discard(self) -> None:
+        """Delete what is newer than the head: of an update that was killed, or taken back."""
+        (self.run.path / _ORDER).unlink(missing_ok=True)
+        for path in sorted(self.run.checkpoints.glob("update_*"), reverse=True):
+            if ".tmp" in path.name:
+                shutil.rmtree(path, ignore_errors=True)
+            elif int(path.name.split("_")[1]) > self.number:
+                discard(path)
+        for path in (self.run.path / _UPDATES).glob("[0-9]*"):
+            if int(path.name.split(".")[0]) > self.number:
+                shutil.rmtree(path)
+
+    def partial(self, number: int) -> Path | None:
+        """Return the newest whole segment that a killed update wrote within it."""
+        found = sorted(self.run.checkpoints.glob(f"update_{number:06d}_*"), reverse=True)
+        return next((path for path in found if ".tmp" not in path.name and self._is_whole(path)), None)
+
+    def finished(self, number: int) -> Path | None:
+        """Return the segment of an update that was killed before it was published."""
+        path = self.segment(number)
+        return path if path.exists() and self._is_whole(path) else None
+
+    @staticmethod
+    def _is_whole(path: Path) -> bool:
+        try:
+            chain(path)
+        except CheckpointError:
+            return False
+        return True
+
+    def publish(self, number: int, segment: Path) -> None:
+        """Make ``segment`` the model of the run: append the line of its update, then replace the head."""
+        line = {"number": number, "checkpoint": segment.name, **read_manifest(segment)["extra"]["update"]}
+        path = self.run.path / _LINES
+        kept = path.read_bytes().splitlines(keepends=True)[: len(self.lines)] if self.lines else []
+        with path.open("r+b" if kept else "wb") as file:
+            file.seek(sum(map(len, kept)))
+            file.truncate()  # lines of updates that were taken back, or killed
+            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        set_head(self.run, segment)
+        (self.run.path / _ORDER).unlink(missing_ok=True)
+
+
+def set_head(run: RunDirectory, checkpoint: Path) -> None:
+    """Make a checkpoint the one that counts: of ``predict``, of followers, of the next update."""
+    manifest = read_manifest(checkpoint)
+    number = int(manifest["extra"].get("update", {}).get("number", 0))
+    run.write_head({"checkpoint": checkpoint.name, "manifest": hash_manifest(checkpoint), "number": number,
+                    "step": int(manifest["step"])})  # fmt: skip
+
+
+def _hash(path: Path, sizes: Mapping[int, str]) -> tuple[int, str, list[int]]:
+    """Return the size and sha256 of a file, and which of its first ``sizes`` bytes have these sha256."""
+    digest, done, found = hashlib.sha256(), 0, []
+    with path.open("rb") as file:
+        for stop in (*sorted(sizes), None):
+            while block := file.read(_BLOCK if stop is None else min(_BLOCK, stop - done)):
+                digest.update(block)
+                done += len(block)
+            if stop is not None and done == stop and digest.hexdigest() == sizes[stop]:
+                found.append(stop)
+    return done, digest.hexdigest(), [size for size in found if size and size < done]

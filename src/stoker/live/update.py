@@ -1,0 +1,306 @@
+"""Train a run on tomorrow's rows: score them first, then train on each once, in order, and write what changed.
+
+An update is atomic and takes each log once (:mod:`stoker.live.journal`). A killed one goes on with the same call, to
+the same files as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stoker.base.errors import DataError, StokerError
+from stoker.base.picture import Grid, Shown
+from stoker.base.progress import Progress, quiet
+from stoker.base.settings import with_arguments_of
+from stoker.base.units import format_size, plural
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.split import BatchStream, Split
+from stoker.live.journal import Journal, Order
+from stoker.live.settings import UpdateSettings
+from stoker.models import RecModel
+from stoker.optim import ROW_OPTIMIZERS, Constant
+from stoker.placement.budget import MemoryBudget
+from stoker.prep.inputs import Inputs, files_of
+from stoker.prep.parse.sources import expand
+from stoker.prep.prepare import PrepareReport, run_prepare
+from stoker.prep.stages.task import Progress as Stage
+from stoker.training.config import TrainConfig
+from stoker.training.files import checkpoint, loading
+from stoker.training.files.checkpoint import Link
+from stoker.training.placing import iterate, place_run, slotted
+from stoker.training.replica import Replica, process_settings
+from stoker.training.scheduled import Feed
+from stoker.training.scores.evaluation import check_dataset, dataset_identity, evaluate, finite
+from stoker.training.scores.metrics import metric_grid
+from stoker.training.settings import DENSE_LR, MACHINE, MachineConfig
+
+_READ_EVERY = 50  # steps between two looks at the losses, for which a GPU waits
+
+
+@dataclass(frozen=True)
+class UpdateArguments(UpdateSettings, MachineConfig, MemoryBudget):
+    """The arguments of :func:`update`."""
+
+    run: str | Path
+    logs: Any
+    _: KW_ONLY
+    data: Dataset | str | Path | None = None
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UpdateResult(Shown):
+    """What :func:`update` returns."""
+
+    run: Path
+    checkpoint: Path  # the model now
+    number: int  # of the last update
+    step: int  # steps trained in all
+    rows: int  # new rows; 0 if all logs were used before
+    before: dict[str, float | None]  # metrics on the new rows of the model that had not seen them
+    loss: float | None  # mean while training on them
+    bytes: int  # of the files that hold what changed
+    whole_bytes: int  # of a whole checkpoint
+    notes: list[str] = field(default_factory=list)  # logs that were left out, warnings
+
+    def summary(self) -> str:
+        """Return the rows, and the AUC of the model before on them."""
+        if not self.rows:
+            return f"nothing new, {self.run} is at update {self.number}"
+        auc = self.before.get("auc")
+        known = "" if auc is None else f", AUC {auc:.4f} before they were trained on"
+        return f"update {self.number}: {plural(self.rows, 'row')}{known}, {format_size(self.bytes)} written"
+
+    def grids(self) -> tuple[Grid, ...]:
+        """Return the metrics of the model before on the new rows."""
+        return (metric_grid({"new rows": self.before}, "the model before, on rows it had not seen"),) * bool(self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**vars(self), "run": str(self.run), "checkpoint": str(self.checkpoint)}
+
+
+@with_arguments_of(UpdateArguments)
+def update(*given: Any, **settings: Any) -> UpdateResult:
+    """Train a run on new rows, and write what changed.
+
+    The rows are prepared like those of the run: window features go on from where the last update left them, and an id
+    that the vocabulary does not have is row 0. First the model scores them as it is, which says how good it is on rows
+    it has not seen (progressive validation). Then it trains on each row once, in the order of the logs. The rows of
+    tables that changed are a new segment, and ``load(run)``, ``predict`` and ``evaluate`` take the model as it is now.
+
+    All of it happens or nothing. A killed update is continued by the same call. A log that was used already, under
+    whatever name, is left out.
+
+    Args:
+        run: a run whose training has ended.
+        logs: new rows, as for :func:`stoker.prepare`: paths, patterns, or tables in memory. Order them by time.
+        rate: factor on the learning rates of the run, which are constant in an update.
+        batch_size: examples per batch; None: that of the run.
+        save_every: steps between segments within an update, from which a killed one continues; None: one, at the end.
+        max_bad: allowed share of bad lines.
+        data: the dataset of the run, if it was moved.
+        progress: called with what is being done, how much is done, and how much there is.
+        settings: :class:`TrainConfig`'s settings of the machine and of memory, which change no number.
+
+    Raises:
+        ConfigError: ``run`` is not a run, its training has not ended, or it is in use.
+        DataError: logs cannot be read, have rows without a label, or begin with rows that were used already.
+        CheckpointError: the model is damaged, or the disk is full.
+        StokerError: the loss is no longer finite; the run is as before.
+
+    >>> from stoker.testing import make_daily_run
+    >>> tuesday, wednesday = make_daily_run("run")
+    >>> found = stoker.update("run", tuesday)
+    >>> found.rows, found.number, found.checkpoint.name
+    (300, 1, 'update_000001')
+    >>> stoker.update("run", tuesday)
+    <UpdateResult: nothing new, run is at update 1>
+    """
+    asked = UpdateArguments(*given, **settings)
+    machine = {name: settings[name] for name in MACHINE if name in settings}
+    show = asked.progress or quiet
+    with files_of(asked.logs) as inputs:
+        journal = Journal(asked.run)
+        with journal.run.locked():
+            files = expand(inputs.files)[0]
+            show("reading logs", 0, 1)
+            fresh, notes = journal.unused(files, inputs.names)
+            if not fresh:
+                return _result(journal, journal.checkpoint, notes, new=False)
+            own = {name: getattr(asked, name) for name in UpdateSettings.__dataclass_fields__}
+            order = Order(journal.number + 1, tuple(log for _, log in fresh), own)
+            journal.begin(order)
+            try:
+                return _update(journal, order, Inputs([path for path, _ in fresh], inputs.names), machine, asked, notes)
+            except KeyboardInterrupt as stop:
+                again = "interrupted; the run is as before. The same command continues."
+                raise KeyboardInterrupt(again) from stop
+
+
+def _update(
+    journal: Journal, order: Order, inputs: Inputs, machine: Mapping[str, Any], asked: UpdateArguments, notes: list[str]
+) -> UpdateResult:
+    config = TrainConfig.from_dict(journal.config["settings"])
+    config = config.replace(
+        schedule="constant", warmup=0, dense_warmup=0, decay_steps=None, batch_order="shuffled",
+        batch_size=asked.batch_size or config.batch_size, **machine,
+    )  # fmt: skip
+    segment = journal.finished(order.number)
+    if segment is None:
+        data, report = prepare_rows(journal, order, inputs, asked)
+        notes += report.warnings
+        segment = _train(journal, order, data, config, asked)
+    journal.publish(order.number, segment)
+    return _result(journal, segment, notes, new=True)
+
+
+def prepare_rows(
+    journal: Journal, order: Order, inputs: Inputs, asked: UpdateArguments
+) -> tuple[Dataset, PrepareReport]:
+    """Prepare the rows of an update like those before; a killed preparation goes on.
+
+    Raises:
+        DataError: a row has no label, or there is none.
+    """
+    show = asked.progress or quiet
+
+    def progress(stage: Stage) -> None:
+        show("preparing new rows", stage.done, stage.total)
+
+    like = journal.dataset if order.number > 1 or asked.data is None else asked.data
+    report = run_prepare(
+        None, inputs, out=journal.rows_of(order.number), like=like, max_bad=asked.max_bad, threads=asked.threads,
+        progress=progress,
+    )  # fmt: skip
+    shutil.rmtree(report.path / ".work", ignore_errors=True)  # of a preparation that was killed at its very end
+    data = Dataset(report.path)
+    if not len(data.test):
+        raise DataError(f"the new logs have no rows, so {journal.run.path} stays as it is.")
+    if absent := len(data.test) - data.test.labelled:
+        raise DataError(
+            f"{plural(absent, 'row')} of {len(data.test):,} have no label, so the run cannot be "
+            "trained on them. Wait until their labels are known; stoker predict scores rows without."
+        )
+    return data, report
+
+
+def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:
+    """Score the rows, train on them, and return the segment that was written."""
+    show = asked.progress or quiet
+    rows = data.test
+    parent = journal.partial(order.number)
+    begun = checkpoint.read_manifest(parent or journal.checkpoint)
+    with process_settings(config) as models:
+        rates = _scaled(config, order.settings["rate"])
+        placement = place_run(rates, data, rates.make_row_optimizer(Constant()))
+        replica = Replica(rates, data.schema, Constant(), placement)
+        models.append(replica.model)
+        own_rates = [group["lr"] for group in replica.dense.param_groups]
+        checkpoint.track_changes(replica.model)
+        stream = _stream(config, rows, replica.model)
+        check_dataset(data, replica.model.spec, begun["extra"].get("dataset"))
+        loading.load(parent or journal.checkpoint, replica.model, replica.dense, None if parent is None else stream)
+        for group, rate in zip(replica.dense.param_groups, own_rates, strict=True):
+            group["initial_lr"] = rate
+        if parent is None:
+            parent, first = journal.checkpoint, int(begun["step"])
+            show("scoring new rows", 0, len(rows))
+            before = finite(evaluate(replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k))
+            note = {**order.to_dict(), "rows": len(rows), "before": before, "first": first, "loss_sum": 0.0}
+        else:
+            note = dict(begun["extra"]["update"])
+        replica.model.train()
+        losses = _Losses(note["loss_sum"])
+        feed = Feed(stream, len(stream), replica.model, config)
+
+        def save(parent: Path, path: Path, done: int) -> Path:
+            losses.read()
+            seen = {**note, "loss_sum": losses.total}
+            extra = {"update": seen, "dataset": dataset_identity(data), "settings": begun["extra"].get("settings", {})}
+            return checkpoint.save(
+                path, replica.model, replica.dense, feed, step=note["first"] + done, extra=extra, parent=parent,
+                overwrite=True, require_finite=True,
+            )  # fmt: skip
+
+        with closing(iterate(feed)) as batches:
+            for batch in batches:
+                losses.add(replica.step(replace(batch, step=note["first"] + batch.step)), len(batch))
+                done = batch.step + 1
+                if done % _READ_EVERY == 0:
+                    losses.read()
+                    show("training on new rows", done, len(stream))
+                if asked.save_every is not None and done % asked.save_every == 0 and done < len(stream):
+                    parent = save(parent, journal.segment(order.number, note["first"] + done), done)
+        segment = save(parent, journal.segment(order.number), len(stream))
+        replica.close()
+    return segment
+
+
+def _scaled(config: TrainConfig, rate: float) -> TrainConfig:
+    """Return the settings with both learning rates times ``rate``."""
+    if rate == 1.0:
+        return config
+    row = ROW_OPTIMIZERS[config.row_optimizer].default_lr if config.row_lr is None else config.row_lr
+    dense = DENSE_LR[config.dense_optimizer] if config.dense_lr is None else config.dense_lr
+    return config.replace(row_lr=row * rate, dense_lr=dense * rate)
+
+
+def _stream(config: TrainConfig, rows: Split, model: RecModel) -> BatchStream:
+    """Return the rows in the order of the logs."""
+    gpu = model.device.type == "cuda"
+    placed = any(group.storage.reads_ids for group in model.embeddings.groups) or bool(slotted(model))
+    device = model.device if gpu and not placed else None
+    return rows.batches(config.batch_size, reuse=not gpu and not placed, pin_memory=gpu, device=device)
+
+
+class _Losses:
+    """The sum of the losses of all examples, in float64 and in their order."""
+
+    def __init__(self, total: float) -> None:
+        self.total = total
+        self._unread: list[tuple[Tensor, int]] = []
+
+    def add(self, loss: Tensor, examples: int) -> None:
+        """Add the mean loss of some examples."""
+        self._unread.append((loss, examples))
+
+    def read(self) -> None:
+        """Bring :attr:`total` up to date, for which a GPU waits.
+
+        Raises:
+            StokerError: a loss is not finite.
+        """
+        for loss, examples in self._unread:
+            self.total += loss.item() * examples
+        self._unread.clear()
+        if not math.isfinite(self.total):
+            raise StokerError(
+                "the loss is no longer finite. Nothing was written, and the run is as before. Lower the learning rates "
+                "with rate=0.1 (--rate 0.1), or look at the new rows."
+            )
+
+
+def _result(journal: Journal, segment: Path, notes: list[str], *, new: bool) -> UpdateResult:
+    links = checkpoint.chain(segment)
+    manifest = links[-1].manifest
+    done = manifest["extra"].get("update", {})
+    rows = int(done.get("rows", 0)) if new else 0
+    own = [link for link in links if link.manifest["extra"].get("update", {}).get("number") == done.get("number")]
+    return UpdateResult(
+        run=journal.run.path, checkpoint=segment, number=int(done.get("number", 0)), step=int(manifest["step"]),
+        rows=rows, before=done["before"] if new else {}, loss=done["loss_sum"] / rows if rows else None,
+        bytes=sum(map(_size, own)) if new else 0, whole_bytes=_size(links[0]), notes=notes,
+    )  # fmt: skip
+
+
+def _size(link: Link) -> int:
+    return sum(int(entry["bytes"]) for entry in link.manifest["files"].values())

@@ -1,0 +1,58 @@
+"""Update a run whenever new logs are complete in a directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import DataError
+from stoker.live.update import UpdateResult, update
+from stoker.prep.parse.sources import number_order
+
+_UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
+
+
+def watch(
+    run: str | Path, folder: str | Path, *, poll: float = 10.0, sleep: Callable[[float], None] = time.sleep,
+    **settings: Any,
+) -> Iterator[UpdateResult]:  # fmt: skip
+    """Update a run with each new file of a directory, and yield each result, for ever.
+
+    A file is taken when it has not changed between two looks at the directory. Hidden files, and names that end in .tmp
+    or .part, are left alone: write a log under such a name, and rename it. Files that appear together are one update,
+    in the order of their names, with numbers by value.
+
+    Args:
+        run: as for :func:`stoker.update`.
+        folder: the directory.
+        poll: seconds between two looks.
+        sleep: waits so many seconds.
+        settings: as for :func:`stoker.update`.
+
+    Raises:
+        DataError: the directory does not exist; or as :func:`stoker.update`, for a log that cannot be used.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a directory. Name the one to which new logs are written.")
+    done: dict[Path, tuple[int, int]] = {}
+    before: dict[Path, tuple[int, int]] = {}
+    while True:
+        now = {path: (state.st_size, state.st_mtime_ns) for path, state in _files(folder)}
+        ready = [path for path, state in now.items() if before.get(path) == state and done.get(path) != state]
+        before = now
+        if ready:
+            result = update(run, sorted(ready, key=number_order), **settings)
+            done |= {path: now[path] for path in ready}
+            if result.rows:
+                yield result
+        else:
+            sleep(poll)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
+    for path in folder.iterdir():
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
+            yield path, path.stat()

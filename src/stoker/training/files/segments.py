@@ -1,0 +1,219 @@
+"""The rows of checkpoints and segments: read without a model, and joined to a whole checkpoint.
+
+Legend: n rows, D columns.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from stoker.base.errors import CheckpointError, errors_as
+from stoker.tables.storage import Rows
+from stoker.training.files.checkpoint import DENSE, SHARD_BYTES, Link, chain, hash_manifest, verify, writing
+
+Ints = npt.NDArray[np.int64]
+_NEAR = 64  # rows between two that are read together
+_AT_ONCE = 2**16  # rows
+
+
+class SavedTable:
+    """The rows of one table, or of a core of a tensor train, in a chain of checkpoints.
+
+    Args:
+        links: of :func:`stoker.training.files.checkpoint.chain`.
+        entry: of the table in the last manifest.
+
+    Raises:
+        CheckpointError: the table is not in the whole checkpoint, or the files do not have all rows.
+    """
+
+    def __init__(self, links: Sequence[Link], entry: Mapping[str, Any]) -> None:
+        self.name, self.rows = str(entry["name"]), int(entry["num_embeddings"])
+        key = entry.get("module"), self.name
+        self._parts = []  # (folder, entry), the whole checkpoint first
+        for path, manifest in links:
+            found = [one for one in manifest["tables"] if (one.get("module"), one["name"]) == key]
+            if not found:
+                raise CheckpointError(f"{path} has no table {self.name!r}, but {links[-1].path} has.")
+            self._parts.append((path, found[0]))
+        folder, base = self._parts[0]
+        self._base = min(int(base["num_embeddings"]), self.rows)
+        self._check(folder, base)
+
+    @staticmethod
+    def _overlap(folder: Path, piece: Mapping[str, Any], start: int, stop: int) -> tuple[int, Ints]:
+        """Return where the rows ``start..stop`` begin in a file of a segment, and which of them it has."""
+        if int(piece["last"]) < start or int(piece["first"]) >= stop:
+            return 0, np.empty(0, np.int64)
+        rows = _numbers(folder / piece["file"])
+        first, last = np.searchsorted(rows, (start, stop)).tolist()
+        return first, rows[first:last]
+
+    def _check(self, folder: Path, base: Mapping[str, Any]) -> None:
+        done = 0
+        for shard in base["shards"]:
+            if shard["start"] != done:
+                raise CheckpointError(f"{folder} lacks rows {done:,} to {shard['start']:,} of table {self.name!r}.")
+            done += int(shard["rows"])
+        if done != base["num_embeddings"]:
+            raise CheckpointError(
+                f"{folder}: table {self.name!r} has {done:,} rows in its files, the manifest says "
+                f"{base['num_embeddings']:,}."
+            )
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a file of the whole checkpoint."""
+        shards = self._parts[0][1]["shards"]
+        if len(shards) > 1:
+            return int(shards[0]["rows"])
+        size = sum(tensor.nbytes for tensor in self.read(0, 1).tensors)
+        return max(1, SHARD_BYTES // size)
+
+    def chunks(self) -> Iterator[tuple[int, Rows]]:
+        """Yield all rows in chunks of (first row, rows)."""
+        size = self.chunk_rows
+        for start in range(0, self.rows, size):
+            yield start, self.read(start, min(start + size, self.rows))
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Return the rows ``start..stop``.
+
+        Raises:
+            CheckpointError: a file cannot be read, or a row is in none.
+        """
+        folder, base = self._parts[0]
+        end = min(stop, self._base)
+        pieces: list[Rows] = []
+        for shard in base["shards"]:
+            first, last = max(start, int(shard["start"])), min(end, int(shard["start"]) + int(shard["rows"]))
+            if first < last or (start >= end and not pieces):  # no rows, but their widths
+                first, last = (first, last) if first < last else (int(shard["start"]),) * 2
+                with _opened(folder / shard["file"]) as file:
+                    pieces.append(_slice(file, first - int(shard["start"]), last - int(shard["start"])))
+        found = pieces[0] if len(pieces) == 1 else _joined(pieces)
+        if stop > max(start, end):  # rows that were added since
+            more = stop - max(start, end)
+            found = _joined([found, found[:1].map(lambda tensor: tensor.new_zeros(more, *tensor.shape[1:]))])
+        known = np.arange(start, stop) < self._base
+        for folder, entry in self._parts[1:]:
+            for kind in ("deleted", "changed"):
+                for piece in entry[kind]:
+                    begin, rows = self._overlap(folder, piece, start, stop)
+                    if not len(rows):
+                        continue
+                    known[rows - start] = True
+                    at = torch.from_numpy(rows - start)
+                    if kind == "deleted":
+                        found[at] = found[at].map(torch.zeros_like)
+                    else:
+                        with _opened(folder / piece["file"]) as file:
+                            found[at] = _slice(file, begin, begin + len(rows))
+        if not known.all():
+            raise CheckpointError(
+                f"{self._parts[-1][0]} has no row {start + int(np.argmin(known)):,} of table {self.name!r}: a segment "
+                "that added it is not complete."
+            )
+        return found
+
+    def gather(self, rows: Ints) -> Rows:
+        """Return ``rows`` [n], ascending. Rows that are near each other are read together."""
+        found, done = [], 0
+        ends = np.flatnonzero(np.diff(rows) > _NEAR) + 1
+        for part in np.split(rows, ends):
+            for start in range(0, len(part), _AT_ONCE):
+                some = part[start : start + _AT_ONCE]
+                whole = self.read(int(some[0]), int(some[-1]) + 1)
+                found.append(whole[torch.from_numpy(some - some[0])])
+                done += len(some)
+        assert done == len(rows)
+        return _joined(found) if found else self.read(0, 0)
+
+    def segments(self, after: int) -> Iterator[tuple[Ints, Rows]]:
+        """Yield the rows of each file of the segments after number ``after`` of the chain; deleted ones are zeros."""
+        for folder, entry in self._parts[after + 1 :]:
+            for piece in entry["changed"]:
+                with _opened(folder / piece["file"]) as file:
+                    yield file.get_tensor("row").numpy(), _slice(file, 0, int(piece["rows"]))
+            for piece in entry["deleted"]:
+                rows, one = _numbers(folder / piece["file"]), self.read(0, 1)
+                yield rows, one[torch.zeros(len(rows), dtype=torch.int64)].map(torch.zeros_like)
+
+    def changed(self, after: int) -> Ints:
+        """Return the rows that changed in segments after number ``after`` of the chain, ascending."""
+        found = [
+            _numbers(folder / piece["file"])
+            for folder, entry in self._parts[after + 1 :] for piece in (*entry["changed"], *entry["deleted"])
+        ]  # fmt: skip
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError, OSError)):
+        file = safe_open(path, framework="pt")
+    with file:
+        yield file
+
+
+def _slice(file: Any, first: int, last: int) -> Rows:
+    state = {name: file.get_slice(name)[first:last] for name in file.keys() if name not in ("row", "weight")}  # noqa: SIM118
+    return Rows(file.get_slice("weight")[first:last], state)
+
+
+def _numbers(path: Path) -> Ints:
+    with _opened(path) as file:
+        found: Ints = file.get_tensor("row").numpy()
+    return found
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Return copies of all rows in one."""
+    state = {name: torch.cat([each.state[name] for each in parts]) for name in parts[0].state}
+    return Rows(torch.cat([each.weight for each in parts]), state)
+
+
+def join(directory: str | Path) -> int:
+    """Replace a segment by the whole checkpoint that it stands for, with the bytes that ``save`` would have written.
+
+    Segments after it remain valid. What it was written after is no longer needed for it. Tables are read and written in
+    chunks, and a kill leaves one or the other.
+
+    Returns:
+        The number of segments that were joined; 0 if the checkpoint was whole.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the disk is full.
+    """
+    target = Path(directory)
+    links = chain(target)
+    if len(links) == 1:
+        return 0
+    verify(target)
+    manifest = dict(links[-1].manifest)
+    entries = manifest.pop("tables")
+    del manifest["parent"]
+    with writing(target) as writer:
+        tables = []
+        for number, entry in enumerate(entries):
+            saved, shards = SavedTable(links, entry), []
+            for place, (start, rows) in enumerate(saved.chunks()):
+                file = f"tables/{number:03d}.{place:05d}.safetensors"
+                writer.write(file, f"table {saved.name!r}", {"weight": rows.weight, **rows.state})
+                shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+            kept = {name: value for name, value in entry.items() if name not in ("changed", "deleted")}
+            tables.append({**kept, "shards": shards})
+        shutil.copyfile(target / DENSE, writer.folder / DENSE)
+        writer.count(DENSE)
+        manifest |= {"tables": tables, "files": writer.files, "format_version": 2 if "trained" in manifest else 1}
+        writer.finish(manifest | {"compacted": hash_manifest(target)})
+    return len(links) - 1

@@ -1,0 +1,367 @@
+"""Updates with new rows: scored first, trained on once, in order; each log once; only what changed is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from days import day, first_run, write_days
+
+import stoker
+from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.live.watch import watch
+from stoker.training.files import checkpoint
+from stoker.training.files.rundir import find_checkpoint
+from stoker.training.files.segments import join
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_days(folder / "logs", 4)
+    first_run(folder)
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A copy of a run on day 0, its dataset and the logs of four days."""
+    shutil.copytree(made, tmp_path / "p")
+    config = json.loads((tmp_path / "p/run/config.json").read_text())
+    (tmp_path / "p/run/config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "p/data")}))
+    return tmp_path / "p"
+
+
+def logs(place: Path, *days: int) -> list[Path]:
+    return [place / "logs" / f"day_{number}.csv" for number in days]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock"
+    }
+
+
+def without_manifest(checkpoint: Path) -> dict[str, bytes]:
+    return {name: value for name, value in contents(checkpoint).items() if name != "manifest.json"}
+
+
+def test_an_update_scores_first_then_trains(place: Path) -> None:
+    run = place / "run"
+    old = stoker.load(run).model
+    day_1 = stoker.prepare(files=place / "logs/day_1.csv", like=place / "data", out=place / "day-1")
+    expected = stoker.evaluate(old, day_1.test)
+    result = stoker.update(run, logs(place, 1))
+    assert result.before == expected
+    assert (result.number, result.rows, result.step) == (1, 300, stoker.load(place / "run").step)
+    new = stoker.load(run)
+    assert find_checkpoint(run) == result.checkpoint == run / "checkpoints/update_000001"
+    assert new.step == checkpoint.chain(result.checkpoint)[0].manifest["step"] + 5
+    assert stoker.evaluate(new.model, day_1.test)["log_loss"] < expected["log_loss"]
+    [line] = [json.loads(text) for text in (run / "updates.jsonl").read_text().splitlines()]
+    assert (line["rows"], line["before"], line["logs"][0]["name"]) == (300, expected, "day_1.csv")
+    assert result.bytes == sum(len(value) for value in without_manifest(result.checkpoint).values())
+
+
+def test_it_is_a_pass_over_the_rows_in_their_order(place: Path) -> None:
+    """The same numbers as a loop of one's own."""
+    run = place / "run"
+    base = find_checkpoint(run)
+    data = stoker.prepare(files=place / "logs/day_1.csv", like=place / "data", out=place / "day-1")
+    model = stoker.load(base, backend="reference").model
+    dense = torch.optim.Adam(model.dense_parameters(), lr=1e-3, fused=True)
+    stoker.load(base, model, dense)
+    model.embeddings.step_each_backward()
+    for batch in data.test.batches(64):
+        model.loss(batch).backward()
+        dense.step()
+        dense.zero_grad()
+    result = stoker.update(run, logs(place, 1))
+    found = stoker.load(result.checkpoint).model
+    for (name, one), (_, other) in zip(model.dense_tensors(), found.dense_tensors(), strict=True):
+        assert torch.equal(one, other), name
+    for table in model.tables:
+        assert torch.equal(model.embeddings.rows(table.name), found.embeddings.rows(table.name))
+
+
+def test_window_features_go_on_from_day_to_day(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2, 3):
+        stoker.update(run, logs(place, number))
+    together = pl.concat([pl.read_csv(path) for path in logs(place, 0, 1, 2, 3)])
+    together.write_csv(place / "all.csv")
+    schema = stoker.Dataset(place / "data").manifest["schema"]
+    whole = stoker.prepare(
+        stoker.Schema.from_dict(schema), place / "all.csv", out=place / "all", split="time:0.25,0.25"
+    )
+    # A window count is the only column that depends on rows before; its fitted scale differs.
+    own = stoker.Dataset(run / "updates/000003").test
+    columns = [column["name"] for column in schema["dense"]]
+    at = columns.index("seen")
+    ours = torch.cat([batch.dense[:, at].clone() for batch in own.batches(64)])
+    theirs = torch.cat([batch.dense[:, at].clone() for batch in whole.test.batches(64)])[-300:]
+    assert np.corrcoef(ours, theirs)[0, 1] > 0.99999
+
+
+def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
+    found = stoker.update(place / "run", logs(place, 1, 2))
+    assert (found.number, found.rows) == (1, 600)
+
+
+@pytest.mark.parametrize("placement", [{"device_memory": "2KiB"}, {"device_memory": "2KiB", "host_memory": "1KiB"}])
+def test_any_placement_writes_the_same_files(place: Path, placement: dict[str, Any]) -> None:
+    shutil.copytree(place, place.with_name("other"))
+    other = place.with_name("other")
+    for number in (1, 2):
+        stoker.update(place / "run", logs(place, number))
+        stoker.update(other / "run", logs(other, number), data=other / "data", **placement)
+    for name in ("update_000001", "update_000002"):
+        assert contents(place / "run/checkpoints" / name) == contents(other / "run/checkpoints" / name)
+
+
+def test_a_log_is_used_once(place: Path) -> None:
+    run = place / "run"
+    stoker.update(run, logs(place, 1))
+    before = contents(run)
+    again = stoker.update(run, logs(place, 1))
+    assert (again.rows, again.number, again.notes) == (0, 1, ["day_1.csv was used by update 1: it is left out"])
+    assert contents(run) == before
+    shutil.copy(place / "logs/day_1.csv", place / "renamed.csv")
+    found = stoker.update(run, [place / "renamed.csv", *logs(place, 2)])
+    assert found.rows == 300
+    assert found.notes == ["renamed.csv was used by update 1 as day_1.csv: it is left out"]
+    shutil.copy(place / "logs/day_3.csv", place / "copy.csv")
+    found = stoker.update(run, [*logs(place, 3), place / "copy.csv"])
+    assert found.rows == 300
+    assert "same contents" in found.notes[0]
+
+
+def test_a_log_that_grew_is_refused(place: Path) -> None:
+    today = place / "today.csv"
+    day(1).write_csv(today)
+    stoker.update(place / "run", today)
+    with today.open("a") as file:
+        file.write(day(2).write_csv(include_header=False))
+    with pytest.raises(DataError, match=r"today.csv begins with the [\d,]+ bytes that an earlier update"):
+        stoker.update(place / "run", today)
+    day(2).write_csv(today)  # another day under the same name
+    assert stoker.update(place / "run", today).rows == 300
+
+
+def test_tables_in_memory(place: Path) -> None:
+    assert stoker.update(place / "run", day(1)).rows == 300
+    assert stoker.update(place / "run", day(1)).rows == 0
+
+
+def test_unknown_ids_are_row_0(place: Path) -> None:
+    strange = day(1).with_columns(item=pl.lit("never seen"))
+    stoker.update(place / "run", strange)
+    path = find_checkpoint(place / "run")
+    [entry] = [each for each in checkpoint.read_manifest(path)["tables"] if each["name"] == "item"]
+    assert [(piece["rows"], piece["first"]) for piece in entry["changed"]] == [(1, 0)]
+
+
+def test_rows_without_a_label_are_refused_and_leave_nothing(place: Path) -> None:
+    before = contents(place / "run")
+    with pytest.raises(DataError, match="300 rows of 300 have no label"):
+        stoker.update(place / "run", day(1).drop("click"))
+    stoker.update(place / "run", logs(place, 1))
+    changed = {name for name, value in contents(place / "run").items() if before.get(name) != value}
+    assert not [name for name in changed if not name.startswith(("updates", "checkpoints/update_000001", "head.json"))]
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(place: Path) -> None:
+    base = find_checkpoint(place / "run")
+    with pytest.raises(StokerError, match="no longer finite"):
+        stoker.update(place / "run", logs(place, 1), rate=1e30)
+    assert find_checkpoint(place / "run") == base
+    assert stoker.update(place / "run", logs(place, 1)).number == 1
+
+
+def test_runs_that_cannot_be_updated(place: Path) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        stoker.update(place / "run", place / "nothing.csv")
+    (place / "run/report.json").unlink()
+    with pytest.raises(ConfigError, match=r"has not ended.*stoker train --resume"):
+        stoker.update(place / "run", logs(place, 1))
+    with pytest.raises(ConfigError, match="not a run"):
+        stoker.update(place / "data", logs(place, 1))
+
+
+def test_training_does_not_resume_an_updated_run(place: Path) -> None:
+    stoker.update(place / "run", logs(place, 1))
+    with pytest.raises(ConfigError, match=r"was updated with newer rows.*rollback"):
+        stoker.train(resume=place / "run", epochs=2)
+    stoker.rollback(place / "run", 0)
+    stoker.train(resume=place / "run", epochs=2, display="quiet")
+
+
+def test_rollback_and_the_same_day_again(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+    before = contents(run)
+    first = stoker.load(run / "checkpoints/update_000001").model.embeddings.rows("item")
+    assert stoker.rollback(run).name == "update_000001"
+    assert torch.equal(stoker.load(run).model.embeddings.rows("item"), first)
+    assert stoker.update(run, logs(place, 2)).number == 2, "its log may be used again"
+    assert contents(run) == before
+    assert stoker.rollback(run, 0) == checkpoint.chain(run / "checkpoints/update_000001")[0].path
+    assert stoker.update(run, logs(place, 1)).number == 1
+    with pytest.raises(ConfigError, match="is at update 1, so it cannot go back to update 7"):
+        stoker.rollback(run, 7)
+    stoker.rollback(run)
+    with pytest.raises(ConfigError, match="was not updated"):
+        stoker.rollback(run)
+
+
+def test_compacting_changes_no_number(place: Path) -> None:
+    shutil.copytree(place, place.with_name("other"))
+    run, other = place / "run", place.with_name("other") / "run"
+    for each in (run, other):
+        for number in (1, 2):
+            stoker.update(each, logs(place, number), data=place / "data")
+    found = stoker.compact(run)
+    assert (found.joined, found.checkpoint.name) == (2, "update_000002")
+    assert find_checkpoint(run) == found.checkpoint
+    assert [path.name for path in sorted((run / "updates").iterdir())] == ["000002"]
+    assert stoker.compact(run).joined == 0
+    with pytest.raises(CheckpointError, match=r"was compacted at update 2.*--to 2"):
+        stoker.rollback(run, 0)
+    for each in (run, other):
+        stoker.update(each, logs(place, 3))
+        join(each / "checkpoints/update_000003")
+    one, two = (without_manifest(each / "checkpoints/update_000003") for each in (run, other))
+    assert one == two
+    assert (run / "updates.jsonl").read_bytes() == (other / "updates.jsonl").read_bytes()
+
+
+def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2, 3):
+        stoker.update(run, logs(place, number))
+    before = stoker.load(run).model.embeddings.rows("user")
+    assert stoker.compact(run, 2).joined == 2
+    assert len(checkpoint.chain(find_checkpoint(run))) == 2
+    assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
+    assert stoker.rollback(run).name == "update_000002"
+
+
+def test_a_follower_has_the_model_of_the_run(place: Path) -> None:
+    run = place / "run"
+    follower = stoker.Follower(run)
+    placed = stoker.Follower(run, placement=stoker.Cached(slots=30))
+
+    def check(number: int) -> None:
+        truth = stoker.load(run).model
+        for each in (follower, placed):
+            assert each.version.number == number
+            for table in truth.tables:
+                assert torch.equal(each.model.embeddings.rows(table.name), truth.embeddings.rows(table.name))
+            for (name, one), (_, two) in zip(each.model.dense_tensors(), truth.dense_tensors(), strict=True):
+                assert torch.equal(one, two), name
+
+    assert not follower.poll()
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+        assert follower.poll()
+        assert placed.poll()
+        check(number)
+    stoker.rollback(run, 0)
+    assert follower.poll()
+    assert placed.poll()
+    check(0)
+    stoker.update(run, logs(place, 3))
+    assert follower.poll()
+    assert placed.poll()
+    check(1)
+    stoker.compact(run)
+    assert not follower.poll(), "the same model"
+    stoker.update(run, logs(place, 4))
+    assert follower.poll()
+    assert placed.poll()
+    check(2)
+
+
+def test_a_follower_keeps_its_model_if_an_update_is_damaged(place: Path) -> None:
+    follower = stoker.Follower(place / "run")
+    before = follower.model.embeddings.rows("item")
+    path = stoker.update(place / "run", logs(place, 1)).checkpoint
+    victim = sorted((path / "tables").iterdir())[0]
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="was cut short or altered"):
+        follower.poll()
+    assert torch.equal(follower.model.embeddings.rows("item"), before)
+    assert follower.version.number == 0
+
+
+def test_segments_within_an_update_give_the_same_model(place: Path) -> None:
+    shutil.copytree(place, place.with_name("other"))
+    other = place.with_name("other") / "run"
+    whole = stoker.update(place / "run", logs(place, 1))
+    parts = stoker.update(other, logs(place, 1), save_every=2, data=place / "data")
+    assert len(checkpoint.chain(parts.checkpoint)) == 4
+    for path in (whole.checkpoint, parts.checkpoint):
+        join(path)
+    one, two = contents(whole.checkpoint), contents(parts.checkpoint)
+    assert {n: v for n, v in one.items() if n != "manifest.json"} == {
+        n: v for n, v in two.items() if n != "manifest.json"
+    }
+
+
+def test_a_directory_is_watched(place: Path) -> None:
+    incoming = place / "incoming"
+    incoming.mkdir()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            (incoming / "day_1.csv.part").write_bytes((place / "logs/day_1.csv").read_bytes())
+            (incoming / ".hidden").write_text("x")
+        elif len(slept) == 2:
+            assert not (place / "run/head.json").exists(), "not while it is written"
+            (incoming / "day_1.csv.part").rename(incoming / "day_1.csv")
+        elif len(slept) == 5:
+            for number in (2, 3):
+                shutil.copy(place / f"logs/day_{number}.csv", incoming / f"day_{number}.csv")
+        assert len(slept) < 12
+
+    results = watch(place / "run", incoming, poll=3.0, sleep=sleep)
+    assert next(results).rows == 300
+    assert next(results).rows == 600
+    assert set(slept) == {3.0}
+    with pytest.raises(DataError, match="is not a directory"):
+        next(watch(place / "run", place / "nowhere"))
+
+
+def test_damaged_records_are_named(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+    lines = (run / "updates.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "updates.jsonl").write_bytes(lines[1])
+    with pytest.raises(DataError, match="would not be recognised"):
+        stoker.update(run, logs(place, 3))
+    (run / "updates.jsonl").write_bytes(b"{" + lines[0] + lines[1])
+    with pytest.raises(DataError, match=r"updates.jsonl is garbled"):
+        stoker.update(run, logs(place, 3))
+    (run / "updates.jsonl").write_bytes(lines[0] + lines[1] + lines[1][:9])
+    assert stoker.update(run, logs(place, 3)).number == 3, "what a kill cut is left out"
+    (run / "head.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"head.json is garbled"):
+        stoker.load(run)
+
+
+def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
+    write_days(tmp_path / "logs", 1)
+    first_run(tmp_path, row_optimizer="adam", shards=2, schedule="cosine", dtype="bfloat16")
+    found = stoker.update(tmp_path / "run", logs(tmp_path, 1))
+    assert found.rows == 300
+    assert checkpoint.read_manifest(found.checkpoint)["row_optimizer"]["schedule"]["kind"] == "constant"
