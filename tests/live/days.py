@@ -66,8 +66,8 @@ def schema(folder: Path) -> Schema:
     return Schema.from_file(path)
 
 
-def first_run(folder: Path, **settings: Any) -> Path:
+def first_run(folder: Path, columns: Schema | None = None, **settings: Any) -> Path:
     """A run on day 0, next to the dataset ``data``."""
-    stoker.prepare(schema(folder), folder / "logs" / "day_0.csv", out=folder / "data", threads=1)
+    stoker.prepare(columns or schema(folder), folder / "logs" / "day_0.csv", out=folder / "data", threads=1)
     stoker.train(folder / "data", out=folder / "run", **{**RUN, **settings}).model.embeddings.close()
     return folder / "run"

@@ -11,10 +11,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from days import day, first_run, write_days
+from days import day, first_run, schema, write_days
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.cli import main
 from stoker.live.watch import watch
 from stoker.training.files import checkpoint
 from stoker.training.files.rundir import find_checkpoint
@@ -152,6 +153,30 @@ def test_a_log_that_grew_is_refused(place: Path) -> None:
         stoker.update(place / "run", today)
     day(2).write_csv(today)  # another day under the same name
     assert stoker.update(place / "run", today).rows == 300
+
+
+def test_a_day_that_comes_too_late_is_noted(tmp_path: Path) -> None:
+    write_days(tmp_path / "logs", 2)
+    plain = schema(tmp_path).to_dict() | {"feature": [], "dense": [{"name": "price"}]}
+    first_run(tmp_path, stoker.Schema.from_dict(plain))
+    assert not stoker.update(tmp_path / "run", logs(tmp_path, 2)).notes
+    [note] = stoker.update(tmp_path / "run", logs(tmp_path, 1)).notes
+    assert "begin at 1" in note
+    assert "before the last row that the model has seen, of 29" in note
+
+
+def test_rows_to_predict_go_on_from_the_last_update(place: Path) -> None:
+    stoker.update(place / "run", logs(place, 1))
+    out = place / "scores.parquet"
+    with pytest.raises(SystemExit) as ended:
+        main(["predict", str(place / "run"), "--data", str(place / "logs/day_2.csv"), "--out", str(out)])
+    assert not ended.value.code
+    result = stoker.update(place / "run", logs(place, 2))
+    scores = pl.read_parquet(out)
+    metrics = stoker.training.StreamingMetrics()
+    metrics.update(torch.logit(torch.from_numpy(scores["score"].to_numpy().copy()).double()).float(),
+                   torch.from_numpy(scores["label"].to_numpy().copy()))  # fmt: skip
+    assert metrics.compute()["auc"] == pytest.approx(result.before["auc"], abs=1e-4)
 
 
 def test_tables_in_memory(place: Path) -> None:

@@ -134,11 +134,11 @@ def _data_to_score(
     run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool
 ) -> Iterator[tuple[Path | None, int]]:
     """Yield the dataset to score and its bad lines; raw rows are prepared like the run's, to a temporary directory."""
-    from stoker.training.files.rundir import find_checkpoint, find_dataset
+    from stoker.training.files.rundir import find_checkpoint, newest_rows
 
     if data is not None and is_log(data):
         remedy = f"stoker prepare --like DATASET {quoted(data)} --out NEW, and score NEW with --data NEW"
-        with prepared_like(data, find_dataset(find_checkpoint(run), remedy), keep, quiet=quiet) as made:
+        with prepared_like(data, newest_rows(find_checkpoint(run), remedy), keep, quiet=quiet) as made:
             yield made
     elif keep:
         raise ConfigError("--keep takes columns of raw rows along. Of a dataset: stoker prepare --keep COLUMN")

@@ -132,7 +132,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
         for path in sorted(journal.run.checkpoints.glob("update_*")):
             if path < target and path not in kept:
                 checkpoint.discard(path)
-        for path in sorted(journal.rows_of(0).parent.glob("[0-9]*")):
+        for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):
             if int(path.name) < number:
                 shutil.rmtree(path)
         return Compaction(checkpoint=target, joined=joined, freed=before - _bytes(journal.run.path))

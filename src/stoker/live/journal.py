@@ -29,7 +29,6 @@ from stoker.base.units import plural, quoted
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest
 from stoker.training.files.rundir import RunDirectory, find_checkpoint, own_dataset
 
-_UPDATES = "updates"
 _LINES = "updates.jsonl"
 _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
@@ -97,12 +96,8 @@ class Journal:
     def dataset(self) -> Path:
         """The dataset whose rows, vocabularies and window features new rows continue."""
         if self.number:
-            return self.rows_of(self.number)
+            return self.run.rows_of(self.number)
         return Path(own_dataset(self.config, "Name it with data=DATASET (--data DATASET)."))
-
-    def rows_of(self, number: int) -> Path:
-        """Return the directory of the prepared rows of an update."""
-        return self.run.path / _UPDATES / f"{number:06d}"
 
     def segment(self, number: int, step: int | None = None) -> Path:
         """Return the path of the segment of an update, or of one that it wrote at ``step``."""
@@ -162,7 +157,7 @@ class Journal:
                 shutil.rmtree(path, ignore_errors=True)
             elif int(path.name.split("_")[1]) > self.number:
                 discard(path)
-        for path in (self.run.path / _UPDATES).glob("[0-9]*"):
+        for path in self.run.rows_of(0).parent.glob("[0-9]*"):
             if int(path.name.split(".")[0]) > self.number:
                 shutil.rmtree(path)
 

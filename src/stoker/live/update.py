@@ -178,7 +178,7 @@ def prepare_rows(
 
     like = journal.dataset if order.number > 1 or asked.data is None else asked.data
     report = run_prepare(
-        None, inputs, out=journal.rows_of(order.number), like=like, max_bad=asked.max_bad, threads=asked.threads,
+        None, inputs, out=journal.run.rows_of(order.number), like=like, max_bad=asked.max_bad, threads=asked.threads,
         progress=progress,
     )  # fmt: skip
     shutil.rmtree(report.path / ".work", ignore_errors=True)  # of a preparation that was killed at its very end
@@ -190,7 +190,19 @@ def prepare_rows(
             f"{plural(absent, 'row')} of {len(data.test):,} have no label, so the run cannot be "
             "trained on them. Wait until their labels are known; stoker predict scores rows without."
         )
+    times = [_times(each) for each in (Dataset(like) if not isinstance(like, Dataset) else like, data)]
+    if all(times) and times[1][0] < times[0][1]:
+        report.warnings.append(
+            f"the new rows begin at {times[1][0]}, before the last row that the model has seen, of {times[0][1]}. "
+            "Updates in order of time keep the model up to date, and test it on rows that it could not know"
+        )
     return data, report
+
+
+def _times(data: Dataset) -> tuple[Any, Any] | tuple[()]:
+    """Return the first and the last time of the rows; () if they have none."""
+    found = [split["time"] for split in data.manifest["splits"].values() if "time" in split]
+    return (min(each["first"] for each in found), max(each["last"] for each in found)) if found else ()
 
 
 def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:

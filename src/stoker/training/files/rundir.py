@@ -166,6 +166,10 @@ class RunDirectory:
         """Replace ``head.json`` at once."""
         self.write(_HEAD, values)
 
+    def rows_of(self, number: int) -> Path:
+        """Return the directory of the prepared rows of an update."""
+        return self.path / "updates" / f"{number:06d}"
+
     def remove_head(self) -> None:
         """Go back to the model that was trained first."""
         (self.path / _HEAD).unlink(missing_ok=True)
@@ -329,6 +333,22 @@ def find_dataset(checkpoint: Path, remedy: str = "Name it with --data DATASET.")
     if run is None:
         raise ConfigError(f"{checkpoint} is not in a run directory, so its dataset is unknown. Give --data DATASET.")
     return Path(own_dataset(run.read("config.json"), remedy))
+
+
+def newest_rows(checkpoint: Path, remedy: str) -> Path:
+    """Return the dataset of the rows that a checkpoint was trained on last: new rows are prepared like those.
+
+    Raises:
+        ConfigError: the checkpoint is not in a run directory.
+        DataError: the dataset was moved, or was deleted when updates were joined.
+    """
+    run, update = _run_around(checkpoint), ckpt.read_manifest(checkpoint)["extra"].get("update")
+    if run is None or update is None:
+        return find_dataset(checkpoint, remedy)
+    path = run.rows_of(int(update["number"]))
+    if not path.is_dir():
+        raise DataError(f"{path} is missing: the rows of that update were deleted. {remedy}")
+    return path
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""``stoker update``, ``rollback`` and ``compact``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from calling import output
+
+from stoker.testing import make_daily_run
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> list[Path]:
+    """The logs of three days after the one that a run was trained on."""
+    paths = [tmp_path / f"day_{number}.csv" for number in (1, 2, 3)]
+    for path, log in zip(paths, make_daily_run(tmp_path / "run", days=3), strict=True):
+        log.write_csv(path)
+    return paths
+
+
+def test_days_of_a_run(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    code, out, err = output(capsys, "update", run, *logs[:2])
+    assert code == 0, err
+    assert "rows it had not seen" in " ".join(out.split())
+    assert "update 1: trained on 600 rows" in out
+    code, out, _ = output(capsys, "update", run, logs[0], logs[2], "--json", "--rate", "0.5")
+    assert code == 0
+    record = json.loads(out)
+    assert (record["number"], record["rows"], record["checkpoint"]) == (2, 300, str(run / "checkpoints/update_000002"))
+    assert record["notes"] == ["day_1.csv was used by update 1: it is left out"]
+    code, out, _ = output(capsys, "update", run, logs[2])
+    assert code == 0, "a script may simply run it again"
+    assert "nothing new" in out
+    code, out, _ = output(capsys, "inspect", run, "--verify")
+    assert code == 0
+    assert "only what changed since update_000001" in out
+    assert "day_1.csv, day_2.csv" in out
+    code, out, _ = output(capsys, "rollback", run, "--json")
+    assert json.loads(out) == {"run": str(run), "checkpoint": str(run / "checkpoints/update_000001")}
+    code, out, _ = output(capsys, "compact", run)
+    assert "is whole now, 1 segment joined" in out
+
+
+def test_mistakes(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for wrong in (["update", run], ["update", run, logs[0], "--watch", tmp_path]):
+        code, _, err = output(capsys, *wrong)
+        assert code == 2
+        assert "either logs, or a directory with --watch" in err
+    code, _, err = output(capsys, "update", run, logs[0], "--rate", "-1")
+    assert code == 2
+    assert "--rate" in err
+    code, _, err = output(capsys, "rollback", run)
+    assert code == 2
+    assert "was not updated" in err
+    code, _, err = output(capsys, "update", tmp_path / "run-data", logs[0])
+    assert code == 2
+    assert "is a dataset, not a run directory" in err
