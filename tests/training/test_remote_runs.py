@@ -17,7 +17,8 @@ import stoker
 from stoker.base import remote
 from stoker.base.errors import ConfigError, DataError
 from stoker.dataset.rebuild import check_out
-from stoker.testing import make_dataset
+from stoker.testing import make_daily_run, make_dataset
+from stoker.training.files import checkpoint
 from stoker.training.files.checkpoint import verify
 from tests.cli.calling import output
 from tests.data.prepared import digests
@@ -127,3 +128,28 @@ def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:
         stoker.save("memory://b/model", model)
     with pytest.raises(ConfigError, match="cannot be written to a URL"):
         check_out(Path("memory://b/ordered"), overwrite=False)
+
+
+def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
+    days = make_daily_run(tmp_path / "run", days=3)
+    memory.put(f"{tmp_path}/run-data/", "/b/data", recursive=True)
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    memory.put(f"{tmp_path}/run/", "/b/run", recursive=True)
+    memory.pipe_file("/b/run/config.json", json.dumps({**config, "dataset": "memory://b/data"}).encode())
+    for day in days[:2]:
+        stoker.update(tmp_path / "run", day)
+        assert stoker.update("memory://b/run", day).rows == 300
+        shutil.rmtree(tmp_path / "cache")  # another machine
+    assert stoker.update("memory://b/run", days[0]).rows == 0
+    found = stoker.load("memory://b/run/checkpoints/update_000002").model
+    assert digests(stoker.load("memory://b/run").path) == digests(stoker.load(tmp_path / "run").path)
+    follower = stoker.Follower("memory://b/run", found)
+    assert stoker.rollback("memory://b/run", 0).name.startswith("step_")
+    assert not memory.exists("/b/run/head.json")
+    assert follower.poll()
+    stoker.update("memory://b/run", days[2])
+    assert follower.poll()
+    assert follower.version.number == 1
+    assert stoker.compact("memory://b/run").joined == 1
+    assert not follower.poll()
+    assert "parent" not in checkpoint.read_manifest(stoker.load("memory://b/run").path)

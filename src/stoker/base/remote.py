@@ -32,6 +32,7 @@ _CHANGES = (
     *("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created", "generation", "md5Hash"),
     *("content_md5", "Content-MD5", "blob_id"),
 )  # keys of file systems that change when the content of a file changes
+_HEAD = "head.json"  # of a run that was updated
 _MANIFEST = "manifest.json"
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
 _MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
@@ -132,18 +133,20 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
             return fetch_sealed(url)
         folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
         names = remote.names()
-        manifest = re.compile(r"checkpoints/(step_\d+)/manifest\.json")
+        manifest = re.compile(r"checkpoints/((?:step|update)_[\d_]+)/manifest\.json")
         checkpoints = {found[1] for name in names if (found := manifest.fullmatch(name))}
         if "config.json" not in names and not checkpoints:
             raise DataError(f"{url} is not a run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
         loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
         with _locked(folder):  # logs and settings are small and may have changed
+            if _HEAD not in names:  # its updates were taken back
+                (folder / _HEAD).unlink(missing_ok=True)
             remote.download([(name, folder / name, names[name], None) for name in loose])
-        wanted = {step} if run else checkpoints
+        wanted = {step} if run and not step.startswith("update_") else checkpoints  # a segment needs others
         for name in sorted(wanted):
             fetch_sealed(f"{remote.url}/checkpoints/{name}", folder / "checkpoints" / name)
         if not run:
-            for other in (folder / "checkpoints").glob("step_*"):
+            for other in (folder / "checkpoints").glob("*_*"):
                 if other.name not in wanted:
                     shutil.rmtree(other, ignore_errors=True)
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -228,7 +231,7 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
     with _files(url, quiet=quiet) as remote:
         names = remote.names()
         there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
-        whole = {path.parent.name for path in folder.glob(f"checkpoints/step_*/{_MANIFEST}")}
+        whole = {path.parent.name for path in folder.glob(f"checkpoints/*_*/{_MANIFEST}")}
         mine = {name for name in whole if "." not in name}
         loose = [
             path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
@@ -239,7 +242,11 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
             remote.upload([("config.json", folder / "config.json")])
         for step in sorted(mine):
             _upload_sealed(folder / "checkpoints" / step, f"{remote.url}/checkpoints/{step}", quiet=quiet)
+        loose.sort(key=lambda name: name == _HEAD)  # last: what it stands for must be there
         remote.upload([(name, folder / name) for name in loose])
+        remote.remove(
+            [name for name in names if name.startswith((_HEAD, "update.json", "updates/")) and name not in loose]
+        )
         for step in sorted(there - mine):
             gone = [name for name in names if name.startswith(f"checkpoints/{step}/")]
             remote.remove(sorted(gone, key=lambda name: not name.endswith(f"/{_MANIFEST}")))

@@ -11,7 +11,7 @@ from stoker.base.picture import Shown
 from stoker.base.units import format_size, plural, quoted
 from stoker.live.journal import Journal, set_head
 from stoker.training.files import checkpoint
-from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory, local_run
 from stoker.training.files.segments import join
 
 
@@ -38,8 +38,7 @@ def rollback(run: str | Path, to: int | None = None) -> Path:
     >>> stoker.rollback("run").name
     'update_000001'
     """
-    directory = RunDirectory(run)
-    with directory.locked():
+    with local_run(None, run) as (_, folder, _), (directory := RunDirectory(str(folder))).locked():
         head = directory.head()
         if head is None:
             raise ConfigError(f"{run} was not updated, so there is nothing to take back.")
@@ -114,8 +113,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
     >>> stoker.compact("joined").joined
     2
     """
-    journal = Journal(run)
-    with journal.run.locked():
+    with local_run(None, run) as (_, folder, _), (journal := Journal(str(folder))).run.locked():
         if not journal.number:
             raise ConfigError(f"{run} was not updated, so there is nothing to join.")
         number = journal.number if to is None else to

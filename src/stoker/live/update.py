@@ -35,6 +35,7 @@ from stoker.prep.stages.task import Progress as Stage
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.checkpoint import Link
+from stoker.training.files.rundir import local_run
 from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import Replica, process_settings
 from stoker.training.scheduled import Feed
@@ -101,7 +102,7 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     whatever name, is left out.
 
     Args:
-        run: a run whose training has ended.
+        run: a run whose training has ended, or its URL.
         logs: new rows, as for :func:`stoker.prepare`: paths, patterns, or tables in memory. Order them by time.
         rate: factor on the learning rates of the run, which are constant in an update.
         batch_size: examples per batch; None: that of the run.
@@ -128,8 +129,8 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     asked = UpdateArguments(*given, **settings)
     machine = {name: settings[name] for name in MACHINE if name in settings}
     show = asked.progress or quiet
-    with files_of(asked.logs) as inputs:
-        journal = Journal(asked.run)
+    with files_of(asked.logs) as inputs, local_run(None, asked.run) as (_, folder, _):
+        journal = Journal(str(folder))
         with journal.run.locked():
             files = expand(inputs.files)[0]
             show("reading logs", 0, 1)
@@ -199,10 +200,10 @@ def prepare_rows(
     return data, report
 
 
-def _times(data: Dataset) -> tuple[Any, Any] | tuple[()]:
-    """Return the first and the last time of the rows; () if they have none."""
+def _times(data: Dataset) -> list[Any]:
+    """Return the first and the last time of the rows; [] if they have none."""
     found = [split["time"] for split in data.manifest["splits"].values() if "time" in split]
-    return (min(each["first"] for each in found), max(each["last"] for each in found)) if found else ()
+    return [min(each["first"] for each in found), max(each["last"] for each in found)] if found else []
 
 
 def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:
