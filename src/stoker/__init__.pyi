@@ -73,6 +73,7 @@ from stoker.training import predict as predict
 from stoker.training import save as save
 from stoker.training import track_changes as track_changes
 from stoker.training import train as train
+from stoker.training.report.page import report as report
 from stoker.training.tools.baseline import baseline as baseline
 from stoker.training.tools.compare import compare as compare
 from stoker.training.tools.explain import explain as explain

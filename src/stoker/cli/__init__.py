@@ -43,6 +43,7 @@ COMMANDS = {
     "replay": "stoker.cli.place:replay",
     "verify": "stoker.cli.runs:verify",
     "trace": "stoker.cli.runs:trace",
+    "report": "stoker.cli.runs:report",
     "compare": "stoker.cli.runs:compare",
     "inspect": "stoker.cli.inspect:inspect",
     "doctor": "stoker.cli.inspect:doctor",

@@ -1,4 +1,4 @@
-"""Commands on trained runs: evaluate, predict, verify, trace, compare; and the command for baselines."""
+"""Commands on trained runs: evaluate, predict, verify, trace, compare, report; and the command for baselines."""
 
 from __future__ import annotations
 
@@ -292,6 +292,7 @@ def compare(
         None, help="Metric of the curves: auc, log_loss, mrr, ... (default: that of the runs)"
     ),
     plot: Path | None = typer.Option(None, help="Draw the curves to this .png file (needs matplotlib)."),
+    page: Path | None = typer.Option(None, help="Write tables and curves to this .html file."),
     as_json: OneObject = False,
 ) -> None:
     """Show how runs differ: metrics, settings, data, curves.
@@ -303,13 +304,17 @@ def compare(
     \b
     stoker compare runs/a runs/b
     stoker compare runs/* --metric mrr --plot curves.png
+    stoker compare runs/a runs/b --page both.html
     """
+    from stoker.training.report.charts import check_page
     from stoker.training.tools.compare import compare as run_comparison
 
-    check_new_files(plot=plot)
+    check_new_files(page if page is None else check_page(page), plot=plot)
     found = run_comparison(*runs, metric=metric)
     if plot is not None:
         found.plot(plot)
+    if page is not None:
+        found.page(page)
     if printed(found.to_dict(), as_json):
         return
     show_grids(found.grids())
@@ -322,6 +327,29 @@ def compare(
         say(f"note: {text}", "yellow")
     if plot is not None:
         say(f"curves: {plot}")
+
+
+def report(
+    run: RunArgument,
+    out: Path | None = typer.Option(None, help="File to write, .html. (default: report.html in the run)"),
+    again: bool = typer.Option(False, "--again", help="Measure again what is measured once for a run."),
+    as_json: OneObject = False,
+) -> None:
+    """Write one page about a run that one would send to a colleague.
+
+    Shows metrics next to baselines, curves, what limits the speed, where the
+    time and bytes of a step go, calibration, metrics of slices, what each
+    table costs and brings, and what to change next. The file opens offline.
+
+    \b
+    stoker report runs/a
+    stoker report runs/a --out a.html
+    """
+    from stoker.training.report.page import report as write_report
+
+    made = write_report(run, out, again=again)
+    if not printed({"run": str(run), "out": str(made)}, as_json):
+        say(f"report: {made}")
 
 
 def _show_curves(found: Comparison) -> None:

@@ -24,11 +24,14 @@ from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_datase
 from stoker.training.notes import ending
 from stoker.training.progress import Progress, TrainState
 from stoker.training.replica import Replica
+from stoker.training.report.analysis import FILE, SECONDS, analyse
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING, metric_grid
 from stoker.training.settings import RESUMABLE
 from stoker.training.tools.baseline import baseline_line, saved_baselines
+
+_ANALYSED = 60  # seconds of training that pay for an analysis; stoker report makes it for shorter runs
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -274,6 +277,10 @@ def finish(state: TrainState) -> TrainResult:
     )
     report = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
     state.run.write("report.json", report | ({} if known is None else {"baselines": known.to_dict()}))
+    if trained["seconds"] > _ANALYSED:
+        figures = analyse(model, state.data, config, seconds=min(SECONDS, 0.02 * trained["seconds"]))
+        at = progress.step if best is None else int(best["step"])
+        state.run.write(FILE, figures | {"checkpoint": state.run.checkpoint(at).name})
     return result
 
 

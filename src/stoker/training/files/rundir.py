@@ -175,6 +175,17 @@ class RunDirectory:
         (self.path / _HEAD).unlink(missing_ok=True)
         sync_folder(self.path)
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of metrics.jsonl, without an incomplete line of a killed run."""
+        found = []
+        with suppress(FileNotFoundError), self.metrics.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and {"kind", "step"} <= set(record):
+                        found.append(record)
+        return found
+
     def checkpoint(self, step: int) -> Path:
         """Return the path of the checkpoint of ``step``."""
         return self.checkpoints / f"step_{step:09d}"

@@ -77,7 +77,8 @@ def _short(value: Any) -> str:
 
 
 @contextmanager
-def _scoring(model: RecModel) -> Iterator[None]:
+def scoring(model: RecModel) -> Iterator[None]:
+    """Put the model in evaluation mode, without gradients; batches of any size fit."""
     training = model.training
     model.eval()
     # A run refuses large batches to keep training fast. Scoring splits them into parts instead.
@@ -141,7 +142,7 @@ def evaluate(
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
-    with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
+    with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
         for batch in batches:
             if stop is not None and stop():
                 break
@@ -168,7 +169,7 @@ def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
 ) -> Generator[_Piece, None, None]:
     """Yield the labels and scores of each batch."""
-    with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
+    with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
         for batch in batches:
             # The labels of a staged batch are on the model's device.
             yield None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()

@@ -9,8 +9,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ from stoker.base.units import format_count, listed, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
+from stoker.training.report.charts import chart, grid, section, write_page
 from stoker.training.scores.evaluation import dataset_identity
 from stoker.training.scores.metrics import DECIDING, merit, metric_names
 
@@ -109,6 +110,20 @@ class Comparison(Plotted):
             "runs": runs, "metric": self.metric, "settings": {name: list(v) for name, v in self.settings.items()},
             "data": list(self.data), "notes": list(self.notes),
         }  # fmt: skip
+
+    def page(self, out: str | Path) -> None:
+        """Write the tables, the curves and the notes as one HTML page.
+
+        Raises:
+            ConfigError: the name does not end in .html.
+            DataError: the disk has no room.
+        """
+        loss = chart({run.name: _curve(run.losses, "loss") for run in self.runs}, "training loss by epoch")
+        drawn = loss + chart(curves(self), f"{self.metric} on validation rows by epoch")
+        said = "".join(f"<p>{escape(text)}</p>" for text in (*self.data, *self.notes))
+        body = "".join(section(table.title, grid(table._replace(title=""))) for table in self.grids())
+        names = ", ".join(run.name for run in self.runs)
+        write_page(out, names, f'<h1>{escape(names)}</h1>{said}<div class="pair">{drawn}</div>{body}')
 
     def figure(self) -> Figure:
         """Draw the training loss and the metric on the validation rows, by epoch."""
@@ -214,10 +229,10 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     settings = TrainConfig().to_dict() | renamed(config["settings"])
     options = settings.pop("model_options") or {}
     settings |= {f"model_options.{key}": value for key, value in options.items()}
-    records = _records(directory)
-    valid, train = ([record for record in records if record["kind"] == kind] for kind in ("valid", "train"))
+    lines = directory.records()
+    valid, train = ([record for record in lines if record["kind"] == kind] for kind in ("valid", "train"))
     metric = str(settings["metric"])
-    step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=None)
+    step = max((int(record["step"]) for record in lines if record["kind"] != "test"), default=None)
     report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
     if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
         raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
@@ -244,18 +259,6 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
         samples_per_second=_rate(report, train), curve=tuple(valid), losses=tuple(train),
         dataset=_dataset(directory, str(config["dataset"]), name, notes),
     )  # fmt: skip
-
-
-def _records(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl, without an incomplete line of a killed run."""
-    records = []
-    with suppress(FileNotFoundError), directory.metrics.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and {"kind", "step"} <= set(record):
-                    records.append(record)
-    return records
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:

@@ -1,0 +1,133 @@
+"""What to change next and what it would gain, from the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from stoker.base.units import format_size, listed
+from stoker.training.scores.metrics import merit, metric_names
+
+Record = Mapping[str, Any]
+
+
+class Advice(NamedTuple):
+    """A change, why, and what it would gain."""
+
+    change: str
+    why: str
+    gain: str
+
+
+def advise(run: Record, analysis: Record | None) -> list[Advice]:
+    """Return advice, the most valuable first; ``run`` is what :func:`stoker.training.report.page.read` returns."""
+    found = [*_epochs(run), *_stalls(run)]
+    if analysis is not None:
+        found += [*_tables(analysis), *_unknown(analysis), *_cache(run, analysis), *_calibration(analysis)]
+    return [*_baseline(run), *found]
+
+
+def _baseline(run: Record) -> Iterator[Advice]:
+    figures = {
+        name: splits["test"].get("auc")
+        for name, splits in run["baselines"].items()
+        if splits.get("test", {}).get("auc")
+    }
+    own = run["test"].get("auc")
+    if not figures or own is None:
+        return
+    best = max(figures, key=lambda name: figures[name])
+    if figures[best] >= own:
+        yield Advice(
+            "Lower the learning rates or the batch size",
+            f"{best} reaches a test AUC of {figures[best]:.4f}, this model {own:.4f}",
+            f"at least {figures[best] - own:.4f} AUC",
+        )
+
+
+def _epochs(run: Record) -> Iterator[Advice]:
+    curve, metric = run["valid_curve"], run["metric"]
+    if len(curve) < 2:
+        return
+    values = [merit(each, metric) for each in curve]
+    best = max(range(len(values)), key=lambda place: values[place])
+    words = metric_names(run["k"]).get(metric, metric)
+    if best + 1 < len(curve):
+        share = 1 - curve[best]["step"] / curve[-1]["step"]
+        yield Advice(
+            f"Stop after epoch {curve[best]['epoch']:.3g} (--epochs, or --patience 1)",
+            f"{words} was best at step {curve[best]['step']:,} and fell afterwards",
+            f"{share:.0%} of the training time, the same model",
+        )
+    elif values[best] > values[best - 1]:
+        yield Advice(
+            "Train longer (--epochs)",
+            f"{words} still rose in the last evaluation, by {abs(values[best] - values[best - 1]):.4f}",
+            "not known until it is tried",
+        )
+
+
+def _stalls(run: Record) -> Iterator[Advice]:
+    shares = [each["stall_share"] for each in run["losses"] if "stall_share" in each]
+    if shares and (share := sum(shares) / len(shares)) > 0.05:
+        yield Advice(
+            "Give rows more fast memory (--device-memory)",
+            f"training waited for rows in {share:.0%} of its time",
+            f"at most {share:.0%} of the training time; stoker plan predicts it for each size",
+        )
+
+
+def _tables(analysis: Record) -> Iterator[Advice]:
+    costs = {each["name"]: each["bytes"] for each in analysis["tables"]}
+    brings: dict[str, list[Record]] = {}
+    for each in analysis["columns"]:
+        brings.setdefault(each["table"], []).append(each)
+    total = sum(costs.values())
+    idle = [
+        name for name in sorted(costs, key=lambda name: -costs[name])
+        if name in brings and all(each["loss"] <= 2 * each["error"] for each in brings[name])
+        and costs[name] > 0.01 * total
+    ]  # fmt: skip
+    if idle:
+        size = sum(costs[name] for name in idle)
+        yield Advice(
+            f"Leave out {listed(idle)}, or make them smaller (min_count in the schema, or tensor trains)",
+            "shuffling their ids does not raise the log loss by more than twice its error",
+            f"{format_size(size)}, {size / total:.0%} of all tables",
+        )
+
+
+def _unknown(analysis: Record) -> Iterator[Advice]:
+    many = [each for each in analysis["tables"] if (each["unknown"] or 0) > 0.2]
+    if many:
+        worst = max(many, key=lambda each: each["unknown"])
+        yield Advice(
+            "Train more often, or on a longer log",
+            f"{worst['unknown']:.0%} of the held-out ids of {worst['name']} are unknown; above 20 % in "
+            f"{listed([each['name'] for each in many])}",
+            "rows of new ids learn; compare the slices of known and unknown ids",
+        )
+
+
+def _cache(run: Record, analysis: Record) -> Iterator[Advice]:
+    cache = analysis["cache"]
+    if cache is not None and cache["rates"]["belady"] - cache["rates"]["pinned"] > 0.02:
+        yield Advice(
+            "Look further ahead (--lookahead, or --epoch-lookahead)",
+            f"the best possible cache of this size has a hit rate of {cache['rates']['belady']:.1%}, this strategy "
+            f"{cache['rates']['pinned']:.1%}",
+            f"{1 - (1 - cache['rates']['belady']) / (1 - cache['rates']['pinned']):.0%} of the fetched rows",
+        )
+
+
+def _calibration(analysis: Record) -> Iterator[Advice]:
+    parts: Sequence[Record] = analysis["calibration"]
+    rows = sum(each["rows"] for each in parts)
+    positives = sum(each["label"] * each["rows"] for each in parts)
+    error = sum(abs(each["score"] - each["label"]) * each["rows"] for each in parts) / max(1, rows)
+    if positives and error > 0.1 * positives / rows:
+        yield Advice(
+            "Do not use the scores as probabilities before they are calibrated",
+            f"scores and labels differ by {error:.4f} on average; the mean label is {positives / rows:.4f}",
+            "the ranking does not change; bids and thresholds do",
+        )

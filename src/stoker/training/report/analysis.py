@@ -1,0 +1,248 @@
+"""What a report shows and no record has: measured once with the trained model, on a sample of rows.
+
+Legend: n rows of the sample, F features, D columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.base.device import cpu_count, cpu_model
+from stoker.base.errors import ConfigError, DataError
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.models import RecModel
+from stoker.ops.tt.shape import TTShape
+from stoker.placement.replay import replay
+from stoker.tables.config import TableConfig, bytes_of_row
+from stoker.training.config import TrainConfig
+from stoker.training.scores.evaluation import finite, scoring
+from stoker.training.scores.metrics import StreamingMetrics
+
+FILE = "analysis.json"  # in a run directory
+ROWS = 16_384  # of the sample
+SECONDS = 2.0  # for the columns of the sample; those of the largest tables come first
+_BINS = 10  # of calibration
+_VALUES = 12  # ids of a table that are slices each
+_FIGURES = "rows", "auc", "log_loss", "calibration"  # of a slice
+_LEAST = 100  # rows of a slice
+_LOOKUPS = 2_000_000  # of a replay
+
+Floats = npt.NDArray[np.float64]
+
+
+def analyse(
+    model: RecModel, data: Dataset, config: TrainConfig, *, rows: int = ROWS, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """Measure what each column brings, calibration, slices, the best possible cache, and this machine.
+
+    A column brings the log loss that shuffling its values among the rows of the sample adds (permutation importance,
+    Breiman 2001): with its standard error over rows. Columns that ``seconds`` do not suffice for have none.
+
+    Args:
+        model: the trained model. It does not change.
+        data: the dataset of the run; its validation rows are the sample, else its test or training rows.
+        config: the settings of the run.
+        rows: of the sample.
+        seconds: for the columns.
+
+    Raises:
+        DataError: no split has rows with labels.
+    """
+    split = next(
+        (found for name in ("valid", "test", "train") if (found := data.splits.get(name)) and found.labelled), None
+    )
+    if split is None:
+        raise DataError(f"{data.path} has no rows with labels, so there is nothing to analyse.")
+    batch = next(iter(split.batches(rows, limit=rows, reuse=False))).to(model.device)
+    assert batch.labels is not None
+    known = torch.nonzero(~batch.labels.isnan()).flatten()
+    labels = batch.labels[known].double().cpu().numpy()
+    with scoring(model):
+        logits = model(batch)[known].double().cpu().numpy()
+        losses = _losses(logits, labels)
+        columns = list(_columns(model, batch, known, labels, losses, seconds))
+    return {
+        "split": split.name, "rows": len(labels), "columns": columns,
+        "tables": _tables(model, batch, data), "calibration": _calibration(logits, labels),
+        "slices": _slices(model, batch, known, logits, labels), "cache": _cache(data, config),
+        "machine": limits(model.device), "work": _work(model, batch),
+    }  # fmt: skip
+
+
+def _losses(logits: Floats, labels: Floats) -> Floats:
+    return np.logaddexp(0.0, np.where(labels == 1, -logits, logits))
+
+
+def _columns(
+    model: RecModel, batch: Batch, known: Tensor, labels: Floats, losses: Floats, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the log loss that each column saves, until the time is over."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).to(model.device)
+    features = model.spec.features
+    sizes = [model.spec.num_embeddings[feature.table] for feature in features]
+    wanted: list[tuple[str, str | None, Any]] = [
+        (features[f].name, features[f].table, lambda f=f: shuffled(batch, f, order))
+        for f in sorted(range(len(features)), key=lambda f: -sizes[f])
+    ]
+    for place, name in enumerate(model.spec.dense):
+        wanted.append((name, None, lambda place=place: replace(batch, dense=_with(batch.dense, place, order))))
+    end = time.perf_counter() + seconds
+    for name, table, make in wanted:
+        if time.perf_counter() > end:
+            return
+        more = _losses(model(make())[known].double().cpu().numpy(), labels) - losses
+        error = float(more.std() / np.sqrt(len(more)))
+        yield {"name": name, "table": table, "loss": float(more.mean()), "error": error}
+
+
+def _with(values: Tensor, column: int, order: Tensor) -> Tensor:
+    """Return a copy with one column in another order."""
+    found = values.clone()
+    found[:, column] = values[order, column]
+    return found
+
+
+def shuffled(batch: Batch, feature: int, order: Tensor) -> Batch:
+    """Return the batch with the bags of one feature from rows ``order`` [B]."""
+    if batch.offsets is None:
+        return replace(batch, ids=_with(batch.ids, feature, order))
+    bags = torch.arange(len(batch.offsets) - 1, device=batch.ids.device).view(len(batch), -1)
+    bags = _with(bags, feature, order).flatten()
+    lengths = batch.offsets.diff()[bags]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    places = torch.arange(int(offsets[-1]), device=bags.device) + (
+        batch.offsets[bags] - offsets[:-1]
+    ).repeat_interleave(lengths)
+    weights = None if batch.weights is None else batch.weights[places]
+    return replace(batch, ids=batch.ids[places], offsets=offsets, weights=weights)
+
+
+def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]]:
+    """Return the cost of each table: bytes, lookups an example, distinct rows of the sample, and unknown ids."""
+    unknown = data.manifest.get("unknown", {})
+    found = []
+    for table in model.tables:
+        mine = [f for f, feature in enumerate(model.spec.features) if feature.table == table.name]
+        ids = torch.cat([batch.bags(f)[0] for f in mine])
+        counts = np.array(
+            [unknown[split][model.spec.features[f].name] for split in unknown if split != "train" for f in mine]
+        )
+        zeros, total = counts.reshape(-1, 2).sum(0).tolist() if counts.size else (0, 0)
+        found.append({
+            "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
+            "bytes": stored(model, table),
+            "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
+            "unknown": zeros / total if total else None,
+        })  # fmt: skip
+    return found
+
+
+def stored(model: RecModel, table: TableConfig) -> int:
+    """Return the bytes of a table with its optimizer state: its rows, or the cores of a tensor train."""
+    state = model.embeddings.optimizer.state
+    if table.name not in model.tensor_train:
+        return table.num_embeddings * bytes_of_row(table.embedding_dim, table.dtype, state)
+    cores = TTShape(**{name: tuple(each) for name, each in model.tensor_train[table.name].items()}).core_shapes
+    return sum(rows * bytes_of_row(left * right, "float32", state) for rows, left, right in cores)
+
+
+def _calibration(logits: Floats, labels: Floats) -> list[dict[str, float]]:
+    """Return the mean score and the mean label of equal parts of the rows, by rising score."""
+    order, scores = np.argsort(logits, kind="stable"), 1 / (1 + np.exp(-logits))
+    parts = [part for part in np.array_split(order, _BINS) if len(part)]
+    return [{"score": float(scores[p].mean()), "label": float(labels[p].mean()), "rows": len(p)} for p in parts]
+
+
+def _slices(model: RecModel, batch: Batch, known: Tensor, logits: Floats, labels: Floats) -> list[dict[str, Any]]:
+    """Return metrics of rows with each id of small tables, and with unknown and known ids of large ones."""
+    found = []
+    for f, feature in enumerate(model.spec.features):
+        if not bool((batch.lengths(f) == 1).all()):
+            continue
+        ids = batch.bags(f)[0][known].cpu().numpy()
+        size = model.spec.num_embeddings[feature.table]
+        parts = {f"{feature.name} = {value}": ids == value for value in range(size)} if size <= _VALUES else {
+            f"{feature.name} unknown": ids == 0, f"{feature.name} known": ids != 0,
+        }  # fmt: skip
+        for name, mine in parts.items():
+            if _LEAST <= mine.sum() < len(ids):
+                metrics = StreamingMetrics()
+                metrics.update(torch.from_numpy(logits[mine]).float(), torch.from_numpy(labels[mine]).float())
+                figures = finite(metrics.compute())
+                found.append(
+                    {"slice": name, **{key: figures[key] for key in ("rows", "auc", "log_loss", "calibration")}}
+                )
+    return found
+
+
+def _cache(data: Dataset, config: TrainConfig) -> dict[str, Any] | None:
+    """Replay the first batches in a cache of the memory that the run gave its rows; None if it gave no limit."""
+    if config.device_memory is None:
+        return None
+    train, size = data.train, int(config.batch_size)
+    lookups = max(1, next(iter(train.batches(size, limit=size))).ids.numel())
+    steps = max(1, min(-(-len(train) // size), _LOOKUPS // lookups))
+    try:
+        found = replay(
+            data, device_memory=config.device_memory, batch_size=size, steps=steps, seed=config.seed,
+            dtype=config.dtype, dim=config.embedding_dim, optimizer=config.row_optimizer,
+            strategies=["pinned", "belady", "lru"],
+        )  # fmt: skip
+    except ConfigError:  # a cache of all tables together has too few slots for a batch
+        return None
+    return {"steps": found.steps, "rates": {each.strategy: each.hit_rate for each in found.strategies}}
+
+
+def _work(model: RecModel, batch: Batch) -> dict[str, float]:
+    """Return the least work of a training step, for an example: products, and bytes of rows.
+
+    A product by a weight takes two operations forward and four backward. A row is read in a lookup, and read and
+    written in an update, with its state.
+    """
+    weights = sum(each.numel() for each in model.dense_parameters() if each.dim() == 2)
+    state, moved = model.embeddings.optimizer.state, 0.0
+    for f, feature in enumerate(model.spec.features):
+        table = next(table for table in model.tables if table.name == feature.table)
+        row = bytes_of_row(table.embedding_dim, table.dtype, {})
+        with_state = bytes_of_row(table.embedding_dim, table.dtype, state)
+        ids = batch.bags(f)[0]
+        moved += (len(ids) * row + 2 * len(ids.unique()) * with_state) / len(batch)
+    return {"operations": 6.0 * weights, "row_bytes": moved}
+
+
+def rate(work: Any, amount: float, seconds: float = 0.4) -> float:
+    """Return the best rate of ``work``, which does ``amount``, within some seconds."""
+    work()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return amount / best
+
+
+def limits(device: torch.device, seconds: float = 0.1) -> dict[str, Any]:
+    """Measure float32 products in operations/s, and random reads of 64-byte rows in bytes/s."""
+    cuda = device.type == "cuda"
+    one, table = torch.ones(1024, 1024, device=device), torch.zeros(2**20, 16, device=device)
+    index = torch.randint(2**20, (2**16,), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def timed(work: Any) -> Any:
+        work()
+        if cuda:
+            torch.cuda.synchronize(device)
+
+    return {
+        "name": torch.cuda.get_device_name(device) if cuda else f"{cpu_model()}, {cpu_count()} cores",
+        "operations": rate(lambda: timed(lambda: one @ one), 2.0 * 1024**3, seconds),
+        "row_bytes": rate(lambda: timed(lambda: table[index]), 64.0 * len(index), seconds),
+    }

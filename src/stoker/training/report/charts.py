@@ -1,0 +1,128 @@
+"""Parts of a page: its style, tables, and lines and bars as SVG. It opens offline: nothing of it is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from stoker.base.errors import ConfigError
+from stoker.base.files import atomic_file, check_target
+from stoker.base.picture import Grid
+
+_POINTS = 400  # of a line
+_DOTS = 40  # a line of fewer points shows each
+_WIDE, _TALL, _EDGE = 460, 200, 54  # of a chart; left of its axis
+_BAR, _BESIDE = 230, 158  # longest bar; left of all bars
+
+_STYLE = """
+:root{--ink:#1d2733;--soft:#66727f;--line:#dfe4ea;--paper:#fff;--card:#f7f9fb;--a:#2563a8;--b:#c2561c}
+@media(prefers-color-scheme:dark){:root{--ink:#e6ebf0;--soft:#9aa6b2;--line:#36414d;--paper:#14191f;--card:#1c232b;
+--a:#6aa9ea;--b:#ec9257}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:70rem;margin:2rem auto;
+padding:0 1.2rem}h1{font-size:1.6rem;margin:0}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
+p{color:var(--soft);margin:.3rem 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.8rem;margin:1.2rem 0}
+.tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.7rem .9rem}
+.tile b{display:block;font-size:1.35rem}.tile span{color:var(--soft);font-size:.85rem}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(22rem,1fr));gap:1.2rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}.wide{overflow-x:auto}
+th,td{padding:.22rem .7rem;border-bottom:1px solid var(--line)}th{color:var(--soft);font-weight:600}
+figure{margin:0}svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:11px}svg .axis{stroke:var(--line)}
+caption{text-align:left;color:var(--soft);padding:.2rem .7rem}
+"""
+
+Points = Sequence[tuple[float, float]]
+
+
+def _figure(title: str, tall: int, drawn: str, left: int = 0) -> str:
+    return (
+        f'<figure><svg viewBox="0 0 {_WIDE} {tall}" role="img"><title>{escape(title)}</title>'
+        f'<text x="{left}" y="14">{escape(title)}</text>{drawn}</svg></figure>'
+    )
+
+
+def _text(x: float, y: float, words: str, side: str = "start", style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{side}" style="{style}">{escape(words)}</text>'
+
+
+def _thinned(points: Points) -> Points:
+    step = -(-len(points) // _POINTS) or 1
+    return [*points[::step], *([points[-1]] if (len(points) - 1) % step else [])]
+
+
+def chart(curves: Mapping[str, Points], title: str, *, least: float | None = None) -> str:
+    """Draw lines, with the ends of both axes; the lower end is at most ``least``. No points: no chart."""
+    curves = {name: _thinned(points) for name, points in curves.items() if points}
+    if not curves:
+        return ""
+    x, y = ([point[axis] for points in curves.values() for point in points] for axis in (0, 1))
+    left, right, low, high = min(x), max(x), min([*y, *([] if least is None else [least])]), max(y)
+    bottom, top, end = _TALL - 22, 26, _WIDE - 8
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        across, up = (point[0] - left) / (right - left or 1), (point[1] - low) / (high - low or 1)
+        return _EDGE + across * (end - _EDGE), bottom - up * (bottom - top)
+
+    drawn = [f'<path class="axis" d="M{_EDGE} {top}V{bottom}H{end}" fill="none"/>']
+    for number, (name, points) in enumerate(curves.items()):
+        colour = ("var(--a)", "var(--b)")[number] if number < 2 else f"hsl({75 * number % 360} 60% 50%)"
+        places = [at(point) for point in points]
+        line = " ".join(f"{across:.1f},{up:.1f}" for across, up in places)
+        drawn.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        if len(points) < _DOTS:
+            drawn += [f'<circle cx="{across:.1f}" cy="{up:.1f}" r="2.5" fill="{colour}"/>' for across, up in places]
+        if len(curves) > 1:
+            drawn.append(_text(end - 80 * (len(curves) - 1 - number), 14, name, "end", f"fill:{colour}"))
+    drawn += [_text(_EDGE - 6, place + 4, f"{value:.4g}", "end") for place, value in ((top, high), (bottom, low))]
+    drawn += [_text(_EDGE, _TALL - 6, f"{left:.4g}"), _text(end, _TALL - 6, f"{right:.4g}", "end")]
+    return _figure(title, _TALL, "".join(drawn), _EDGE)
+
+
+def bars(values: Mapping[str, float], title: str) -> str:
+    """Draw a bar for each value, the longest first."""
+    found = sorted(values.items(), key=lambda each: -each[1])
+    unit = _BAR / max([value for _, value in found] + [1e-12])
+    drawn = [
+        _text(_BESIDE - 8, 38 + 20 * n, name, "end")
+        + f'<rect x="{_BESIDE}" y="{28 + 20 * n}" width="{unit * value:.1f}" height="13" rx="2" fill="var(--a)"/>'
+        + _text(_BESIDE + 6 + unit * value, 38 + 20 * n, f"{value:.3g}")
+        for n, (name, value) in enumerate(found)
+    ]
+    return _figure(title, 26 + 20 * len(found), "".join(drawn))
+
+
+def section(title: str, body: str) -> str:
+    """Return a part of a page."""
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def grid(table: Grid) -> str:
+    """Return a table, which scrolls if it is wider than the page."""
+    return f'<div class="wide">{table.html()}</div>'
+
+
+def check_page(out: str | Path) -> Path:
+    """Return the file of a page, after a check that it can be written.
+
+    Raises:
+        ConfigError: its name does not end in .html, or its directory cannot be written.
+    """
+    target = Path(out)
+    if target.suffix != ".html":
+        raise ConfigError(f"{target} does not end in .html. Choose for example {target.with_suffix('.html')}.")
+    check_target(target)
+    return target
+
+
+def write_page(out: str | Path, title: str, body: str) -> None:
+    """Write a page; an existing file is replaced.
+
+    Raises:
+        ConfigError: as :func:`check_page`.
+        DataError: the disk has no room.
+    """
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    text = f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
+    with atomic_file(check_page(out)) as file:
+        file.write(text.encode())

@@ -1,0 +1,279 @@
+"""``stoker.report``: one HTML page about a run, with pictures, that opens offline and can be sent to a colleague."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.picture import Grid
+from stoker.base.settings import renamed
+from stoker.base.units import format_count, format_size
+from stoker.dataset.dataset import Dataset
+from stoker.training.config import TrainConfig
+from stoker.training.files.loading import load
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.report.advice import advise
+from stoker.training.report.analysis import FILE, analyse
+from stoker.training.report.charts import bars, chart, check_page, grid, section, write_page
+from stoker.training.scores.metrics import metric_grid, metric_names
+
+_LINES = 40  # of a table
+
+
+def report(run: str | Path, out: str | Path | None = None, *, again: bool = False) -> Path:
+    """Write one HTML page about a run: speed, time, bytes, curves, calibration, slices, tables, and what to change.
+
+    The page is made from the run directory alone. What no record has (what each column brings, calibration, slices, the
+    limits of this machine) is measured once, if the dataset is there, and kept in the run as ``analysis.json``.
+
+    Args:
+        run: the run directory, finished or not.
+        out: the file; None means ``report.html`` in the run. An existing file is replaced.
+        again: measure again.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: no run there, or ``out`` does not end in .html.
+        DataError: files of the run are damaged, or the disk is full.
+
+    >>> from stoker.testing import make_dataset
+    >>> result = stoker.train(make_dataset("data", rows=1000), out="run", batch_size=64, steps=10, display="quiet")
+    >>> stoker.report("run").name
+    'report.html'
+    """
+    directory = RunDirectory(run)
+    found = read(directory)
+    target = check_page(directory.path / "report.html" if out is None else Path(out))
+    analysis, missing = _analysis(directory, found, again=again)
+    write_page(target, found["name"], body(found, analysis, missing))
+    return target
+
+
+def read(directory: RunDirectory) -> dict[str, Any]:
+    """Return what the files of a run say: settings, curves, final figures."""
+    config = directory.read("config.json")
+    settings = TrainConfig().to_dict() | renamed(config["settings"])
+    lines = directory.records()
+    done = directory.read("report.json") if (directory.path / "report.json").is_file() else {}
+    losses = [each for each in lines if each["kind"] == "train"]
+    valid = [each for each in lines if each["kind"] == "valid"]
+    return {
+        "path": str(directory.path), "name": directory.path.resolve().name, "dataset": str(config["dataset"]),
+        "settings": settings, "metric": str(settings["metric"]), "k": settings["ranking_k"], "losses": losses,
+        "valid_curve": valid, "done": done, "test": done.get("test") or {},
+        "valid": done.get("valid") or (valid[-1] if valid else {}),
+        "baselines": (done.get("baselines") or {}).get("figures", {}),
+        "samples": done.get("samples_per_second") or (losses[-1]["samples_per_second"] if losses else None),
+        "steps": max((int(each["step"]) for each in lines if each["kind"] != "test"), default=0),
+    }  # fmt: skip
+
+
+def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -> tuple[dict[str, Any] | None, str]:
+    """Return the analysis, made now if it is not there; None with the reason if it cannot be made."""
+    best = directory.best()
+    if best is None:
+        return None, "the run has no checkpoint yet"
+    if not again and (directory.path / FILE).is_file():
+        with suppress(ConfigError):
+            kept = directory.read(FILE)
+            if kept.get("checkpoint") == best.name:
+                return kept, ""
+    try:
+        data = Dataset(run["dataset"])
+        config = TrainConfig.from_dict(run["settings"])
+        found = analyse(load(best).model, data, config) | {"checkpoint": best.name}
+    except (DataError, ConfigError, CheckpointError) as error:
+        return None, str(error)
+    directory.write(FILE, found)
+    return found, ""
+
+
+def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: str = "") -> str:
+    """Return what the page shows."""
+    parts = [
+        f"<h1>{escape(run['name'])}</h1><p>{escape(_about(run))}</p>", _tiles(run, analysis), _advice(run, analysis),
+        section("Curves", _curves(run)), section("Figures", _figures(run)),
+        section("Time and bytes of a step", _time(run, analysis)),
+    ]  # fmt: skip
+    if analysis is None:
+        parts.append(section("Tables, calibration, slices", f"<p>Not measured: {escape(missing)}</p>"))
+    else:
+        parts += [
+            section("What tables cost and bring", _tables(analysis)),
+            section("Calibration and slices", _calibration(analysis)),
+        ]
+    changed = {name: value for name, value in run["settings"].items() if value != TrainConfig().to_dict().get(name)}
+    rows = [[name, json.dumps(value)] for name, value in changed.items()]
+    if rows:
+        parts.append(section("Settings that are not defaults", grid(Grid(["setting", "value"], rows, left=(0, 1)))))
+    return "".join(parts)
+
+
+def _about(run: Mapping[str, Any]) -> str:
+    settings, when = run["settings"], next((each["time"] for each in run["losses"][-1:] if "time" in each), None)
+    day = "" if when is None else time.strftime(", %Y-%m-%d %H:%M UTC", time.gmtime(when))
+    state = "finished" if run["done"] else "not finished"
+    return f"{settings['model']} on {run['dataset']}, {run['steps']:,} steps of {settings['batch_size']}, {state}{day}"
+
+
+def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
+    test, metrics = run["test"] or run["valid"], "test" if run["test"] else "validation"
+    tiles: list[tuple[str, str]] = []
+    for name, words in metric_names(run["k"]).items():
+        if test.get(name) is not None and len(tiles) < 3:
+            tiles.append((f"{test[name]:.4f}", f"{words}, {metrics} rows"))
+    if run["samples"]:
+        tiles.append((format_count(run["samples"]), "samples/s in training"))
+        if analysis is not None:
+            tiles.append(
+                (
+                    f"{run['samples'] / possible(analysis):.0%}",
+                    f"of this machine's limit ({analysis['machine']['name']})",
+                )
+            )
+    if rates := [each["hit_rate"] for each in run["losses"] if "hit_rate" in each]:
+        tiles.append((f"{sum(rates) / len(rates):.1%}", "of the rows were in fast memory"))
+    if analysis is not None:
+        tiles.append(
+            (format_size(sum(each["bytes"] for each in analysis["tables"])), f"in {len(analysis['tables'])} tables")
+        )
+    shown = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(words)}</span></div>' for value, words in tiles
+    )
+    return f'<div class="tiles">{shown}</div>'
+
+
+def possible(analysis: Mapping[str, Any]) -> float:
+    """Return the samples/s of a step that does only its products and reads of rows, one after the other."""
+    machine, work = analysis["machine"], analysis["work"]
+    return float(1 / (work["operations"] / machine["operations"] + work["row_bytes"] / machine["row_bytes"]))
+
+
+def _advice(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
+    rows = [[each.change, each.why, each.gain] for each in advise(run, analysis)]
+    shown = grid(Grid(["change", "why", "gain"], rows, left=(0, 1, 2))) if rows else "<p>Nothing stands out.</p>"
+    return section("What to change next", shown)
+
+
+def _curves(run: Mapping[str, Any]) -> str:
+    words = metric_names(run["k"]).get(run["metric"], run["metric"])
+    loss = [(each["epoch"], each["loss"]) for each in run["losses"] if "epoch" in each]
+    pairs = [(each["epoch"], each[run["metric"]]) for each in run["valid_curve"] if each.get(run["metric"]) is not None]
+    rate = [(each["epoch"], each["samples_per_second"]) for each in run["losses"] if "epoch" in each]
+    valid = [(each["epoch"], each["log_loss"]) for each in run["valid_curve"] if each.get("log_loss") is not None]
+    drawn = [
+        chart({"training": loss, "validation": valid}, "loss by epoch"),
+        chart({"validation": pairs}, f"{words} by epoch"),
+        chart({"samples/s": rate}, "samples/s by epoch", least=0.0),
+    ]  # fmt: skip
+    return f'<div class="pair">{"".join(drawn)}</div>'
+
+
+def _figures(run: Mapping[str, Any]) -> str:
+    columns = {name: run[name] for name in ("valid", "test") if run[name]}
+    for name, splits in run["baselines"].items():
+        if splits.get("test"):
+            columns[f"{name}, test"] = splits["test"]
+    return grid(metric_grid(columns)) if columns else "<p>No evaluation yet.</p>"
+
+
+def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
+    spent: dict[str, float] = {}
+    steps = 0.0
+    for each in run["losses"]:
+        if "stage_seconds" in each:
+            steps += 1
+            size = each.get("seconds_per_step", 0.0)
+            total = sum(each["stage_seconds"].values()) or 1.0
+            for name, seconds in each["stage_seconds"].items():
+                spent[name] = spent.get(name, 0.0) + size * seconds / total
+    shown = []
+    if steps:
+        shown.append(
+            bars(
+                {name: 1000 * value / steps for name, value in spent.items()},
+                "ms of a step, by stage and over all threads",
+            )
+        )
+        fetched = [
+            (each["epoch"], each["fetched_mib_per_step"]) for each in run["losses"] if "fetched_mib_per_step" in each
+        ]
+        hits = [(each["epoch"], 100 * each["hit_rate"]) for each in run["losses"] if "hit_rate" in each]
+        shown += [
+            chart({"fetched": fetched}, "MiB of rows fetched in a step", least=0.0),
+            chart({"hit rate": hits}, "hit rate, %"),
+        ]
+    if analysis is not None:
+        machine, work, size = analysis["machine"], analysis["work"], run["settings"]["batch_size"]
+        if run["samples"] and isinstance(size, int):
+            parts = {
+                "products at full speed": 1000 * size * work["operations"] / machine["operations"],
+                "rows at full speed": 1000 * size * work["row_bytes"] / machine["row_bytes"],
+            }  # fmt: skip
+            parts["everything else"] = max(0.0, 1000 * size / run["samples"] - sum(parts.values()))
+            shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}"))
+        if analysis["cache"] is not None:
+            rates = {name: 100 * value for name, value in analysis["cache"]["rates"].items()}
+            shown.append(
+                bars(rates, f"hit rate of caches of this size, %, over {analysis['cache']['steps']:,} batches")
+            )
+    return f'<div class="pair">{"".join(shown)}</div>' if shown else "<p>All rows were in fast memory.</p>"
+
+
+def _tables(analysis: Mapping[str, Any]) -> str:
+    brings: dict[str, list[Mapping[str, Any]]] = {}
+    for each in analysis["columns"]:
+        brings.setdefault(each["table"] or each["name"], []).append(each)
+
+    def gain(name: str) -> str:
+        return (
+            ", ".join(f"{each['loss']:+.5f} ± {each['error']:.5f}" for each in brings.get(name, [])) or "not measured"
+        )
+
+    order = sorted(analysis["tables"], key=lambda each: -each["bytes"])
+    rows = [
+        [each["name"], f"{each['rows']:,}", f"{each['dim']}", format_size(each["bytes"]), f"{each['lookups']:.2f}",
+         f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", gain(each["name"])]
+        for each in order[:_LINES]
+    ]  # fmt: skip
+    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "unknown", "log loss it saves"]
+    found = grid(Grid(headings, rows)) + _left_out(len(order))
+    dense = [each for each in analysis["columns"] if each["table"] is None]
+    if dense:
+        best = sorted(dense, key=lambda each: -each["loss"])[:_LINES]
+        found += grid(
+            Grid(["dense column", "log loss it saves"], [[each["name"], gain(each["name"])] for each in best])
+        )
+    return (
+        f"<p>Measured on {analysis['rows']:,} {analysis['split']} rows: the log loss that shuffling a column adds, "
+        f"with its standard error.</p>{found}"
+    )
+
+
+def _calibration(analysis: Mapping[str, Any]) -> str:
+    points = [(each["score"], each["label"]) for each in analysis["calibration"]]
+    high = max(max(point) for point in points)
+    order = sorted(analysis["slices"], key=lambda each: each["log_loss"], reverse=True)
+    shown = [
+        [each["slice"], f"{each['rows']:,}", *(_number(each[key]) for key in ("auc", "log_loss", "calibration"))]
+        for each in order
+    ]
+    table = grid(Grid(["slice", "rows", "AUC", "log loss", "calibration"], shown[:_LINES])) + _left_out(len(shown))
+    drawn = chart({"labels": points, "exact": [(0.0, 0.0), (high, high)]}, "mean label by mean score", least=0.0)
+    return f'<div class="pair"><div>{drawn}</div><div>{table if shown else "<p>No slice has 100 rows.</p>"}</div></div>'
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.4f}"
+
+
+def _left_out(count: int) -> str:
+    return f"<p>{count - _LINES:,} more are left out.</p>" if count > _LINES else ""

@@ -1,0 +1,231 @@
+"""stoker.report: what it measures, what it advises, and a page that opens offline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_runs import SMALL
+from typer.testing import CliRunner
+
+import stoker
+from stoker.base.errors import ConfigError
+from stoker.cli import app
+from stoker.testing import make_dataset
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.report.advice import advise
+from stoker.training.report.analysis import FILE, analyse, shuffled, stored
+from stoker.training.report.charts import bars, chart
+from stoker.training.report.page import read
+
+VOID = {"meta", "path", "circle", "rect", "polyline"}  # elements without an end
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order, and that nothing is loaded from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe"), tag
+        assert not {"src", "href"} & {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def page_of(run: Path) -> Page:
+    text = stoker.report(run).read_text(encoding="utf-8")
+    assert len(text) <= 1_500_000
+    assert "http" not in text
+    assert "url(" not in text
+    assert "nan" not in text.lower().replace("nanny", "")
+    return Page(text)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    data = make_dataset(root / "d", rows=3000, num_embeddings=(60, 30, 10))
+    stoker.train(data, out=root / "run", **{**SMALL, "epochs": 3, "eval_every": 25, "device_memory": "8KiB"})
+    return root
+
+
+def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "one & <two>"
+    shutil.copytree(made / "run", run)
+    page = page_of(run)
+    said = " ".join(page.words)
+    for words in ("one & <two>", "AUC", "C1", "hit rate of caches of this size", "log loss it saves", "device_memory"):
+        assert words in said
+    analysis = RunDirectory(run).read(FILE)
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | {"dataset": str(tmp_path / "gone")}))
+    assert " ".join(page_of(run).words) == said.replace(str(made / "d"), str(tmp_path / "gone"))
+    (run / FILE).write_text("{")  # garbled, and the dataset is gone
+    assert "Not measured" in " ".join(page_of(run).words)
+    (run / "config.json").write_text(json.dumps(settings))
+    page_of(run)
+    again = RunDirectory(run).read(FILE)
+    for name in ("columns", "tables", "calibration", "slices", "cache", "work", "rows", "checkpoint"):
+        assert again[name] == analysis[name]
+
+
+def test_a_run_that_is_not_finished_has_a_page(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    (run / "report.json").unlink()
+    (run / "metrics.jsonl").write_text("")
+    shutil.rmtree(run / "checkpoints")
+    said = " ".join(page_of(run).words)
+    assert "not finished" in said
+    assert "the run has no checkpoint yet" in said
+
+
+def test_columns_that_tell_the_label_save_log_loss_and_others_do_not(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 20, (2000, 2), generator=generator)
+    frame = {"label": (ids[:, 0] % 2).tolist(), "tells": ids[:, 0].tolist(), "idle": ids[:, 1].tolist()}
+    schema = stoker.Schema.from_dict({
+        "label": {"column": "label"}, "split": {"train": 0.6, "valid": 0.2, "test": 0.2},
+        "categorical": [{"name": "tells"}, {"name": "idle"}],
+    })  # fmt: skip
+    import polars as pl
+
+    data = stoker.prepare(schema, files=pl.DataFrame(frame), out=tmp_path / "d")
+    result = stoker.train(data, out=tmp_path / "run", batch_size=32, epochs=3, threads=1, display="quiet")
+    found = analyse(result.model, data, stoker.TrainConfig(), seconds=60)
+    by = {each["name"]: each for each in found["columns"]}
+    assert by["tells"]["loss"] > 0.5
+    assert abs(by["idle"]["loss"]) < 0.05
+    assert found["rows"] == len(data.valid)
+    assert sum(each["rows"] for each in found["calibration"]) == found["rows"]
+
+
+def test_no_time_leaves_columns_out(made: Path) -> None:
+    model, data = stoker.load(made / "run").model, stoker.Dataset(made / "d")
+    assert analyse(model, data, stoker.TrainConfig(), seconds=-1)["columns"] == []
+
+
+@given(st.data())
+def test_shuffled_moves_whole_bags_of_one_feature(data: st.DataObject) -> None:
+    rows, features = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))
+    feature = data.draw(st.integers(0, features - 1))
+    order = data.draw(st.permutations(range(rows)))
+    longest = data.draw(st.integers(0, 3))
+    bags = [[data.draw(st.lists(st.integers(0, 9), max_size=longest)) for _ in range(features)] for _ in range(rows)]
+    flat = [value for row in bags for bag in row for value in bag]
+    offsets = torch.tensor([0, *[len(bag) for row in bags for bag in row]]).cumsum(0)
+    batch = stoker.Batch(
+        dense=torch.zeros(rows, 0), ids=torch.tensor(flat, dtype=torch.int64), offsets=offsets,
+        weights=torch.arange(len(flat)).float(),
+    )  # fmt: skip
+    found = shuffled(batch, feature, torch.tensor(order))
+    assert found.offsets is not None
+    assert found.weights is not None
+    for row in range(rows):
+        for each in range(features):
+            source = order[row] if each == feature else row
+            begin, end = (int(found.offsets[row * features + each + more]) for more in (0, 1))
+            assert found.ids[begin:end].tolist() == bags[source][each]
+            assert [flat[int(place)] for place in found.weights[begin:end]] == bags[source][each]
+
+
+def test_bytes_of_tensor_trains_are_those_of_their_cores() -> None:
+    spec = stoker.FeatureSpec.from_sizes(1, [1000, 10])
+    model = stoker.DLRM(spec, bottom=(4,), top=(4,), tensor_train={"C1": stoker.TensorTrain(rank=4)})
+    group = next(each for each in model.embeddings.groups if each.tables[0].name == "C1")
+    kept = [part for core in group.storage.cores for part in (core.weight, *core.state.values())]
+    assert stored(model, model.tables[0]) == sum(part.nbytes for part in kept)
+    assert stored(model, model.tables[1]) == 10 * 17 * 4
+
+
+QUIET: dict[str, Any] = {
+    "baselines": {}, "test": {"auc": 0.7}, "valid_curve": [], "losses": [], "metric": "auc", "k": 10,
+}  # fmt: skip
+
+
+def analysed(**changes: Any) -> dict[str, Any]:
+    fine: dict[str, Any] = {
+        "tables": [{"name": "C1", "bytes": 100, "unknown": 0.0}], "cache": None,
+        "columns": [{"name": "C1", "table": "C1", "loss": 0.1, "error": 0.01}],
+        "calibration": [{"score": 0.3, "label": 0.3, "rows": 10}],
+    }  # fmt: skip
+    return fine | changes
+
+
+@pytest.mark.parametrize(
+    ("run", "analysis", "change", "gain"),
+    [
+        ({"baselines": {"average": {"test": {"auc": 0.72}}}}, {}, "Lower the learning rates", "0.0200 AUC"),
+        (
+            {"valid_curve": [{"auc": 0.8, "step": 10, "epoch": 1}, {"auc": 0.7, "step": 40, "epoch": 4}]},
+            {}, "Stop after epoch 1", "75% of the training time",
+        ),
+        (
+            {"valid_curve": [{"auc": 0.7, "step": 10, "epoch": 1}, {"auc": 0.8, "step": 40, "epoch": 4}]},
+            {}, "Train longer", "not known",
+        ),
+        ({"losses": [{"stall_share": 0.2}, {"stall_share": 0.4}]}, {}, "more fast memory", "at most 30%"),
+        ({}, {"columns": [{"name": "C1", "table": "C1", "loss": 0.01, "error": 0.01}]}, "Leave out C1", "100 B, 100%"),
+        ({}, {"tables": [{"name": "C1", "bytes": 100, "unknown": 0.3}]}, "Train more often", "new ids"),
+        ({}, {"cache": {"rates": {"belady": 0.8, "pinned": 0.6}}}, "Look further ahead", "50% of the fetched"),
+        ({}, {"calibration": [{"score": 0.5, "label": 0.3, "rows": 10}]}, "as probabilities", "bids and thresholds"),
+    ],
+)  # fmt: skip
+def test_advice(run: dict[str, Any], analysis: dict[str, Any], change: str, gain: str) -> None:
+    [found] = advise(QUIET | run, analysed(**analysis))
+    assert change in found.change
+    assert gain in found.gain
+
+
+def test_a_run_without_faults_gets_no_advice() -> None:
+    assert advise(QUIET, analysed()) == []
+    assert advise(QUIET, None) == []
+
+
+def test_charts_of_one_point_and_of_none() -> None:
+    assert chart({"a": []}, "nothing") == ""
+    Page(f"<html>{chart({'a': [(1.0, 2.0)]}, 'one')}</html>")
+    Page(f"<html>{bars({'a': 0.0}, 'zero')}</html>")
+    long = chart({"a": [(float(place), 1.0) for place in range(100_000)]}, "long")
+    assert len(long) < 10_000
+
+
+def test_the_command(made: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["report", str(made / "run"), "--out", str(tmp_path / "a.html"), "--json"])
+    assert json.loads(done.stdout)["out"] == str(tmp_path / "a.html")
+    Page((tmp_path / "a.html").read_text(encoding="utf-8"))
+    with pytest.raises(ConfigError, match=r"a\.pdf does not end in \.html"):
+        stoker.report(made / "run", tmp_path / "a.pdf")
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        stoker.report(tmp_path / "none")
+    shutil.copytree(made / "run", tmp_path / "other")
+    both = ["compare", str(made / "run"), str(tmp_path / "other"), "--page", str(tmp_path / "both.html")]
+    assert runner.invoke(app, both).exit_code == 0
+    said = " ".join(Page((tmp_path / "both.html").read_text(encoding="utf-8")).words)
+    assert "Best validation figures" in said
+
+
+def test_read_takes_the_best_figures_of_a_finished_run(made: Path) -> None:
+    directory = RunDirectory(made / "run")
+    assert read(directory)["valid"] == directory.read("report.json")["valid"]
