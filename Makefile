@@ -54,7 +54,7 @@ SEEDS ?= 20000:40000
 KILLS ?= 50
 # Those that are no properties.
 CAMPAIGNS := tests/features/test_learning_in_memory.py \
-	$(patsubst %,tests/tables/test_%.py,compiled_programs cuda_link epoch_lookahead log_home malformed ram_tier)
+	$(patsubst %,tests/tables/test_%.py,compiled_programs cuda_link growing_ids growing epoch_lookahead log_home malformed ram_tier)
 
 soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, malformed lookups, and properties (half an hour)
 	@$(PY) tests/soak.py $(SEEDS)

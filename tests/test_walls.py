@@ -20,10 +20,10 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_140, "ops": 6_821, "dataset": 2_940, "optim": 620, "tables": 10_010, "models": 1_660, "placement": 3_060,
-    "training": 8_940, "rewrite": 1_945, "prep": 11_520, "synthetic": 1_690, "cli": 2_989, "live": 880,
+    "base": 2_140, "ops": 6_821, "dataset": 2_970, "optim": 620, "tables": 11_300, "models": 1_660, "placement": 3_060,
+    "training": 9_015, "rewrite": 1_945, "prep": 11_520, "synthetic": 1_690, "cli": 2_989, "live": 880,
 }  # fmt: skip
-ALL_LINES = 57_260
+ALL_LINES = 58_707
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

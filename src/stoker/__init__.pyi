@@ -12,6 +12,7 @@ from stoker.dataset.batch import Batch as Batch
 from stoker.dataset.dataset import Dataset as Dataset
 from stoker.dataset.spec import Feature as Feature
 from stoker.dataset.spec import FeatureSpec as FeatureSpec
+from stoker.dataset.spec import Grow as Grow
 from stoker.live.follow import Follower as Follower
 from stoker.live.history import compact as compact
 from stoker.live.history import rollback as rollback

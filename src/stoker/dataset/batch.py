@@ -63,6 +63,7 @@ class Batch:
     weights: Tensor | None = None  # None, or [L] float32 per-sample weights (sum pooling only)
     labels: Tensor | None = None  # [B] float32 in {0, 1}, NaN for rows without; None when predicting
     step: int = 0  # position in the stream, counted from 0 over all epochs
+    time: int | None = None  # for tables that forget raw ids by time (docs/dynamic_ids.md)
 
     def __post_init__(self) -> None:
         for name in _TENSORS:

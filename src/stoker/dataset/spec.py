@@ -6,11 +6,36 @@ This is the fitted part of a schema. It needs no dataframe library, so training 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-from stoker.base.errors import SchemaError
+from stoker.base.errors import ConfigError, SchemaError
 from stoker.base.units import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grow:
+    """How a table gives rows to raw ids while it trains (docs/dynamic_ids.md).
+
+    >>> stoker.TableConfig(name="item", num_embeddings=1000, embedding_dim=8, grow=stoker.Grow(admit=2)).grow.admit
+    2
+
+    Raises:
+        ConfigError: a number is out of its range, or the policy is unknown.
+    """
+
+    admit: int = 1  # lookups in training at which a raw id gets its row
+    ttl: int | None = None  # a raw id is forgotten when it was not used for more than this: steps, or units of time
+    evict: Literal["lru", "lfu"] | None = "lru"  # whose row a new raw id gets if none is free; None: nobody's
+    candidates: int | None = None  # raw ids that may wait for admission at a time; None: as many as rows
+
+    def __post_init__(self) -> None:
+        for name, least in (("admit", 1), ("ttl", 0), ("candidates", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"Grow: {name} is {value}; it must be at least {least}.")
+        if self.evict not in ("lru", "lfu", None):
+            raise ConfigError(f"Grow: evict {self.evict!r} is unknown. Choose 'lru', 'lfu' or None.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +69,7 @@ class FeatureSpec:
     dense: tuple[str, ...]
     features: tuple[Feature, ...]
     num_embeddings: Mapping[str, int]  # table name -> rows, row 0 included
+    grow: Mapping[str, Grow] = field(default_factory=dict)  # tables whose ids are raw
 
     def __post_init__(self) -> None:
         names = [*self.dense, *(feature.name for feature in self.features)]
@@ -53,6 +79,8 @@ class FeatureSpec:
         missing = {feature.table for feature in self.features} - set(self.num_embeddings)
         if missing:
             raise SchemaError(f"features address the tables {sorted(missing)}, which have no num_embeddings.")
+        if unknown := sorted(set(self.grow) - set(self.num_embeddings)):
+            raise SchemaError(f"tables {unknown} are to grow, but have no num_embeddings.")
 
     def __repr__(self) -> str:
         counts = plural(len(self.dense), "dense column"), plural(len(self.features), "feature")
@@ -87,7 +115,8 @@ class FeatureSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return asdict(self)
+        values = asdict(self)
+        return values if self.grow else {name: value for name, value in values.items() if name != "grow"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FeatureSpec:
@@ -96,4 +125,5 @@ class FeatureSpec:
             dense=tuple(values["dense"]),
             features=tuple(Feature(**feature) for feature in values["features"]),
             num_embeddings={str(table): int(rows) for table, rows in values["num_embeddings"].items()},
+            grow={str(table): Grow(**settings) for table, settings in values.get("grow", {}).items()},
         )

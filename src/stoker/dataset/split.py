@@ -315,7 +315,7 @@ class BatchStream:
             if pages is not None:
                 pages.at(start)
             allocate = new_tensor if fresh else partial(self._allocate, ring[index % len(ring)])
-            tensors = gather(order.take(start, stop), allocate)
+            tensors: dict[str, Any] = gather(order.take(start, stop), allocate)
             if ids_only:
                 tensors["dense"] = torch.empty((stop - start, 0))
             yield Batch(step=epoch * len(self) + index, **tensors)

@@ -191,7 +191,7 @@ class RecModel(nn.Module, ABC):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Look up the rows of a batch on the model's device; return the arguments of :meth:`dense_part`."""
-        return batch.dense, self.embeddings(batch.ids, batch.offsets, batch.weights)
+        return batch.dense, self.embeddings(batch.ids, batch.offsets, batch.weights, time=batch.time)
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:

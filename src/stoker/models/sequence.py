@@ -76,7 +76,7 @@ class SequenceModel(RecModel):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         names, sizes = zip(*self._blocks, strict=True)
-        vectors = self.embeddings(batch.ids, batch.offsets, batch.weights).split(sizes, dim=1)
+        vectors = self.embeddings(batch.ids, batch.offsets, batch.weights, time=batch.time).split(sizes, dim=1)
         of = dict(zip(names, vectors, strict=True))
         pooled = [block for name, block in zip(names, vectors, strict=True) if name is None]
         return (

@@ -49,3 +49,18 @@ class TablesArguments:
         }  # fmt: skip
         if found := [what for what, asked in cannot.items() if asked]:
             raise ConfigError(f"tables with ranks= divide their rows, which does not go yet with {found[0]}.")
+
+    def check_growing(self) -> None:
+        """Check what tables that grow do not do.
+
+        Raises:
+            ConfigError: one of the arguments is among it.
+        """
+        names = [table.name for table in self.tables if table.grow is not None]
+        cannot = {
+            f"{type(self.optimizer).__name__}, whose steps depend on all rows of a table: take another row optimizer":
+                self.optimizer.rule(0).definition.scope == "table",
+            "ranks: train them in one process": self.ranks is not None,
+        }  # fmt: skip
+        if names and (found := [what for what, asked in cannot.items() if asked]):
+            raise ConfigError(f"tables that grow ({', '.join(names[:3])}) do not go with {found[0]}.")

@@ -32,6 +32,7 @@ class Gradient(NamedTuple):
     lease: Lease | None
     version: int = -1  # of ``grad``, if it is kept longer than its backward
     shards: Shards | None = None  # of the examples, if other ranks have more of them
+    born: int = 0  # step of tables that grow at the lookup, whose rows may have started anew since
 
     def scaled(self, factor: float) -> Gradient:
         """Return the gradient times ``factor``."""
@@ -53,6 +54,7 @@ class Forward(NamedTuple):
     versions: Sequence[int]  # of the rows of each group
     trains: bool  # whether rows were in train mode
     enclosing: int = -1  # the backward that it ran in (:meth:`RowSteps.enclosing`)
+    born: int = 0  # see :class:`Gradient`
 
 
 class _Call(NamedTuple):
@@ -75,10 +77,10 @@ class Lookup(torch.autograd.Function):
         tables: Any,
         many: Sequence[Lookups],
         leases: list[Lease | None],
-        given: tuple[Tensor, Tensor | None],
+        given: tuple[Tensor, Tensor | None] | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = Forward(tables.versions, tables.training, tables._steps.enclosing())
+        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born)
         found = tuple(tables.look_up(many, leases, given))
         bags = tables.kept(many)
         ctx.save_for_backward(*[getattr(each, name) for name in ("ids", "offsets", "weights") for each in bags])
@@ -129,6 +131,8 @@ def _lookup(
     tables = _tables[number]
     if tables.divided:
         raise ConfigError("tables whose rows are divided among ranks cannot be compiled by torch.compile yet.")
+    if tables.raw is not None:
+        raise ConfigError("tables that grow cannot be compiled by torch.compile yet. Compile the dense part alone.")
     if trains:
         tables._steps.check()
     versions = torch.tensor(tables.versions)

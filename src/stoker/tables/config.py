@@ -11,7 +11,7 @@ import torch
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
-from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.spec import FeatureSpec, Grow
 from stoker.ops.tt.shape import TTShape, factorize
 from stoker.tables.stores.registry import store_class, store_names
 
@@ -288,7 +288,7 @@ class TensorTrain(Strategy):
 
         Raises:
             ConfigError: the given shape does not fit, there are as many own numbers as columns, the type is not
-                float32, or rows start as zeros.
+                float32, rows start as zeros, or the table grows.
         """
         if table.scale == 0:
             raise ConfigError(
@@ -299,6 +299,11 @@ class TensorTrain(Strategy):
             raise ConfigError(
                 f"table {table.name!r} has dtype {table.dtype}, but tensor-train cores are float32. Leave one of them "
                 "out; cores are small already."
+            )
+        if table.grow is not None:
+            raise ConfigError(
+                f"table {table.name!r} grows, but the rows of a tensor train are products of cores that they share, so "
+                "none can start anew. Leave grow or the tensor train out."
             )
         if self.shape is None and self.own is not None:
             if self.own >= table.embedding_dim:
@@ -335,6 +340,7 @@ class TableConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; optimizer state is always float32
     init_scale: float | None = None  # rows start uniform in [-init_scale, init_scale); None means sqrt(1 / rows)
     padding_idx: int | None = None  # an id that counts as absent, as in nn.EmbeddingBag: not pooled, never updated
+    grow: Grow | None = None  # ids are raw, any int64, and get rows in training; raw id 0 has row 0
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -352,6 +358,18 @@ class TableConfig:
             raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r} is unknown. Choose one of {sorted(DTYPES)}.")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
+        if self.grow is not None:
+            self._check_grow()
+
+    def _check_grow(self) -> None:
+        cannot = {
+            f"num_embeddings={self.num_embeddings:,}: row 0 is for ids without a row, so give 2 to {2**31 - 1:,}":
+                not 2 <= self.num_embeddings < 2**31,
+            "padding_idx: leave these ids out of their bags": self.padding_idx is not None,
+            "bfloat16, whose rounding depends on the row: take float32": self.dtype != "float32",
+        }  # fmt: skip
+        if found := [what for what, given in cannot.items() if given]:
+            raise ConfigError(f"table {self.name!r} grows, which does not go with {found[0]}.")
 
     @property
     def padding_row(self) -> int | None:
@@ -413,6 +431,7 @@ def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **opti
             num_embeddings=spec.num_embeddings[table],
             embedding_dim=embedding_dim if isinstance(embedding_dim, int) else embedding_dim[table],
             features=tuple(names),
+            grow=spec.grow.get(table),
             **options,
         )
         for table, names in features.items()

@@ -10,13 +10,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.base.settings import method_with_arguments_of
@@ -30,7 +29,10 @@ from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, r
 from stoker.tables.changes import ChangedRows
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
+from stoker.tables.copied import CopiedTables
 from stoker.tables.group import TableGroup
+from stoker.tables.growing.births import Births
+from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
 from stoker.tables.ranks.divided import DividedGroup
@@ -40,11 +42,6 @@ from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
 from stoker.tables.storage import Lease, Rows, Staged, release_all
 
-#: attributes that the constructor creates, which are not copied
-_REMADE = (
-    "groups", "number", "splitter", "ranks", "_joint", "_copied", "group_of", "_staged", "_steps", "_layout",
-    "changes", "__weakref__",
-)  # fmt: skip
 _numbers = itertools.count()
 
 
@@ -53,7 +50,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-class EmbeddingTables(nn.Module):
+class EmbeddingTables(CopiedTables):
     """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
 
     Rows are not parameters. At the end of each ``backward`` they take one step of the row optimizer, in place, once per
@@ -85,7 +82,8 @@ class EmbeddingTables(nn.Module):
             Experimental; all ranks then read and write together (docs/ranks.md).
 
     Raises:
-        ConfigError: there are no tables, two tables of one name, a feature named twice, or steps of an unknown feature.
+        ConfigError: there are no tables, two tables of one name, a feature named twice, steps of an unknown feature, or
+            tables that grow with what they cannot do yet.
 
     Example:
         >>> tables = stoker.EmbeddingTables(
@@ -121,6 +119,7 @@ class EmbeddingTables(nn.Module):
         if asked.ranks is not None:
             asked.check_divided(strategies)
         self.tables = tuple(tables)
+        asked.check_growing()
         self.features = feature_order(tables, asked.features)
         self.include_last_offset = asked.include_last_offset
         self.shards = asked.shards
@@ -165,6 +164,8 @@ class EmbeddingTables(nn.Module):
                         "<table>.core1 and so on. Rename the table."
                     )
                 self.group_of[name] = group
+        self.raw = growing_ids(self.tables, self.features)  # which raw id has which row
+        self._births = Births(self.raw, self.groups, self.tables, seed)
         if asked.ranks is not None:
             self.replicate(asked.ranks)
 
@@ -319,7 +320,9 @@ class EmbeddingTables(nn.Module):
             raise ConfigError(f"{unknown} are not tables; there are {', '.join(sorted(own))}.")
         return frozenset(tables) or frozenset(own)
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, *, time: int | None = None
+    ) -> Tensor:
         """Look up and pool.
 
         Args:
@@ -327,6 +330,7 @@ class EmbeddingTables(nn.Module):
                 may be arrays of other libraries with ``__dlpack__``; they are copied.
             offsets: [B * F + 1] int64, sample-major: bag ``b * F + f`` is ``ids[offsets[i]:offsets[i + 1]]``.
             weights: [L] (or [B, F]) per-sample weights; sum pooling only. May require a gradient.
+            time: of the batch, for tables that grow and forget by time instead of steps (docs/dynamic_ids.md).
 
         Returns:
             [B, P, D] float32 if all tables share one ``embedding_dim``, else [B, sum of D], in feature order. P is F if
@@ -335,7 +339,7 @@ class EmbeddingTables(nn.Module):
         Raises:
             IndexError: an id is outside its table.
             ValueError: shapes do not fit together, or a bag has more ids than steps.
-            ConfigError: the row steps of this loop would mean something else (docs/pytorch.md).
+            ConfigError: the row steps of this loop would mean something else (docs/pytorch.md), or a time is missing.
         """
         if torch.compiler.is_compiling():
             check_export()
@@ -357,14 +361,18 @@ class EmbeddingTables(nn.Module):
             self._steps.check()
         elif self._copied is not None:
             self._check_copy()
-        leases, copy = self._take_staged(call)
+        leases, copy, grown = self._take_staged(call)
+        given: tuple[Tensor, Tensor | None] | None = (ids, copy)
+        if self.raw is not None:
+            grows = trains and self.training
+            call, leases = self._births.rows_of(call, leases, grown, time, self._frozen, grows=grows)
+            given = None  # rows are in memory of their own
         weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
         if joint := None if weighted else self._joint:
             many, leases = [Lookups(call, joint.space)], [None]
         else:
             many = self.splitter.split(call)
         if trains or weighted:
-            given = ids, copy
             found: Sequence[Tensor] = Lookup.apply(
                 handle, self, many, leases, given, *[each.bags.weights for each in many]
             )  # type: ignore[no-untyped-call]
@@ -407,6 +415,11 @@ class EmbeddingTables(nn.Module):
         return [each.bags for each in many]
 
     @property
+    def born(self) -> int:
+        """Return the number of the last step of tables that grow."""
+        return self._births.step
+
+    @property
     def versions(self) -> list[int]:
         """Return the number of changes of each group's rows so far."""
         return [group.version for group in self.groups]
@@ -436,7 +449,7 @@ class EmbeddingTables(nn.Module):
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and forward.trains:
-            self._collect(Gradient(index, lookups, grad, lease), forward.enclosing)
+            self._collect(Gradient(index, lookups, grad, lease, born=forward.born), forward.enclosing)
         elif rows:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
@@ -482,6 +495,8 @@ class EmbeddingTables(nn.Module):
         """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
         if not gradients:
             return
+        if any(each.born != self.born for each in gradients):
+            self._births.check(self._apart(gradients))
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))
         joint, ranks = None if self.ranks else self._joint, self.ranks
@@ -527,7 +542,7 @@ class EmbeddingTables(nn.Module):
             self._check_unchanged(each)
             grads, many = self.splitter.apart(each.grad), self.splitter.split(each.lookups.bags)
             pairs = enumerate(zip(many, grads, strict=True))
-            found += [Gradient(group, *mine, None, shards=each.shards) for group, mine in pairs]
+            found += [Gradient(group, *mine, None, shards=each.shards, born=each.born) for group, mine in pairs]
         return found
 
     def _check_unchanged(self, found: Gradient) -> None:
@@ -568,32 +583,41 @@ class EmbeddingTables(nn.Module):
 
     def hand_over(
         self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
-        copies: tuple[Tensor, Tensor | None] | None,
+        copies: tuple[Tensor, Tensor | None] | None, grown: Grown | None = None,
     ) -> None:  # fmt: skip
         """Keep leases for the next ``forward`` with this same ``ids`` tensor (:func:`stoker.stage`).
 
         There is a lease for each group, None if the batch is fetched on demand. ``copies`` are the ids, and offsets as
         checked, when the batch was announced; None if only torch can have changed them since, which counts versions.
+        ``grown`` is the step of tables that grow.
         """
         if copies is None and ids.is_inference():  # its changes are not counted
             copies = ids.clone(), None if offsets is None else offsets.clone()
-        self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
+        self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases), grown)
 
-    def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None]:
-        """Return the leases of a staged batch and a copy of its ids; release them if it is another batch."""
+    def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None, Grown | None]:
+        """Return the leases of a staged batch, a copy of its ids, and its step; release them if it is another batch."""
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
-            return [None] * len(self.groups), None
+            return [None] * len(self.groups), None, None
         for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):
                 group.storage.hand_out(lease)
-        return list(found.leases), None if found.copies is None else found.copies[0]
+        return list(found.leases), None if found.copies is None else found.copies[0], found.grown
 
     def withdraw(self, ids: Tensor) -> None:
         """Release the leases of :meth:`hand_over`: the batch was not used, or is done."""
         found = self._staged.pop(id(ids), None)
         release_all(() if found is None else found.leases)
+        if self.raw is not None and found is not None and found.grown is not None:
+            self.raw.forget([found.grown])
+
+    def ahead(self, call: Bags, time: int | None) -> Grown | None:
+        """Give rows to the raw ids of a batch that comes later; None if no table grows. ``call`` has been checked."""
+        if self.raw is None:
+            return None
+        return self.raw.ahead(call.cpu(), time, self._frozen, grows=self.training)
 
     def replicate(self, replicas: Ranks | None) -> None:
         """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.
@@ -609,6 +633,11 @@ class EmbeddingTables(nn.Module):
         Raises:
             ConfigError: the ranks have different rows.
         """
+        if self.raw is not None and replicas is not None:
+            raise ConfigError(
+                f"tables that grow ({', '.join(self.raw.names[:3])}) do not train on several ranks yet: each would "
+                "give rows to the raw ids of its own examples. Train them in one process."
+            )
         self._steps.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
@@ -660,46 +689,22 @@ class EmbeddingTables(nn.Module):
         """Return a copy of the weights of one table [num_embeddings, embedding_dim]."""
         return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
 
+    def raw_ids(self, table: str) -> Tensor:
+        """Return the raw id of each row of a table that grows: [num_embeddings] int64, 0 for a row without one.
+
+        Raises:
+            ConfigError: the table does not grow.
+        """
+        if self.raw is None or table not in self.raw.names:
+            raise ConfigError(f"table {table!r} does not grow: give its TableConfig grow=stoker.Grow().")
+        return self.raw.raw_ids(table)
+
     @property
     def stored(self) -> tuple[TableConfig, ...]:
         """The contents of files, in the order of the tables: each table, or its cores if it is compressed."""
         groups = {table.name: self.group_of[table.name] for table in self.tables}
         trains = {name: each.strategy for name, each in groups.items() if isinstance(each.strategy, TensorTrain)}
         return stored_tables(self.tables, trains)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for table in self.stored:
-            [(_, rows)] = self.read(table.name, table.num_embeddings)
-            destination[f"{prefix}{table.name}.weight"] = rows.weight
-            for name, tensor in rows.state.items():
-                destination[f"{prefix}{table.name}.{name}"] = tensor
-        destination[f"{prefix}tick"] = torch.tensor(self.tick)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        known = {f"{prefix}tick"}
-        state = self.optimizer.state
-        for table in self.stored:
-            group = self.group_of[table.name]
-            keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *state)}
-            known.update(keys.values())
-            absent = [key for key in keys.values() if key not in state_dict]
-            missing_keys.extend(absent)
-            if absent:
-                continue
-            wanted = (table.num_embeddings, table.embedding_dim)
-            weight = state_dict[keys["weight"]]
-            if tuple(weight.shape) != wanted:
-                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
-                continue
-            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in state}))
-        if f"{prefix}tick" in state_dict:
-            self.tick = int(state_dict[f"{prefix}tick"])
-        else:
-            missing_keys.append(f"{prefix}tick")
-        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def _made_with(self) -> dict[str, Any]:
         """Return the constructor arguments of these tables."""
@@ -721,43 +726,14 @@ class EmbeddingTables(nn.Module):
             "shards": self.shards,
         }
 
-    def _kept(self) -> dict[str, Any]:
-        """Return the state of the module without its rows: hooks, train mode, attributes of subclasses."""
-        return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
-        """Copy the tables with rows, state and placement; backing stores are copied chunk by chunk."""
-        made: EmbeddingTables = type(self).__new__(type(self))
-        memo[id(self)] = made
-        EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
-        made.__dict__.update(deepcopy(self._kept(), memo))
-        for table in self.stored:
-            for start, rows in self.read(table.name):
-                made.write(table.name, start, rows)
-        made.tick = self.tick
-        made._copied = made.tick
-        with torch.no_grad():
-            made.handle.zero_()  # an average with another handle would show
-        made.handle.grad = None
-        made._steps.keep(made.handle)
-        return made
+    def _make(self, **arguments: Any) -> None:
+        EmbeddingTables.__init__(self, **arguments)
 
     def _replicate_for_data_parallel(self) -> EmbeddingTables:
         raise ConfigError(
             "nn.DataParallel copies a model to each GPU for every batch, but rows of EmbeddingTables are in one place. "
             "Start a process for each GPU and use DistributedDataParallel with tables.replicate(stoker.Replicas())."
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and ``torch.save``: all rows, in memory. :func:`stoker.save` needs less."""
-        rows = {name: value.clone() for name, value in self.state_dict().items()}
-        return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        EmbeddingTables.__init__(self, **state["made_with"])
-        self.__dict__.update(state["kept"])
-        self._steps.keep(self.handle)
-        self.load_state_dict(state["rows"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
         """Follow ``module.to(device)``; the rows keep their dtype."""

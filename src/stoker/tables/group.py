@@ -296,6 +296,18 @@ class TableGroup:
         """Return :meth:`gradient_norm_squared` of gradients that are summed already."""
         return square_sum(found.sums.values, Shards((0,)))
 
+    def start_anew(self, rows: Tensor, weight: Tensor) -> None:
+        """Replace distinct rows [U], ascending, by initial ones [U, D] float32, with optimizer state of zero.
+
+        Raises:
+            TooFewSlots: the rows do not fit, and ``spill`` is "refuse".
+        """
+        self._note_change(rows)
+        for part, _, at in self._row_blocks(rows):
+            self.storage.weight[at] = weight[part].to(self.storage.weight)
+            for state in self.storage.state.values():
+                state[at] = 0.0
+
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state starts anew unless the kind stays the same."""
         same = optimizer.kind == self.optimizer.kind

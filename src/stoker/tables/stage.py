@@ -34,6 +34,7 @@ from stoker.dataset.batch import Batch
 from stoker.ops import Bags
 from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.growing.ids import Grown
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
@@ -61,6 +62,7 @@ class _Upcoming:
     version: int  # of their contents
     copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, if others could change them
     parts: list[Lookups]  # of all groups
+    grown: Grown | None = None  # the step of tables that grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class Stage(Generic[Item]):
         self._epoch_lookahead = self._watch(stream, progress) if epoch_lookahead else None
 
     def _watch(self, stream: Iterable[Any], progress: Progress | None) -> EpochLookahead:
+        if (raw := self.tables.raw) is not None:
+            raise ConfigError(
+                f"epoch_lookahead=True needs the rows of an epoch before its first step, but tables that grow "
+                f"({', '.join(raw.names[:3])}) give them during the epoch. Leave epoch_lookahead out."
+            )
         if not isinstance(stream, Rereadable):
             raise ConfigError(
                 f"epoch_lookahead=True reads the ids of an epoch before its first step, but a {type(stream).__name__} "
@@ -137,7 +144,7 @@ class Stage(Generic[Item]):
         return ids, offsets, None if weights is None else weights.detach()
 
     def __iter__(self) -> Iterator[Item]:
-        if not self._groups and not self._readers:
+        if not self._groups and not self._readers and not (self.background and self.tables.raw):
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
@@ -151,7 +158,7 @@ class Stage(Generic[Item]):
                     copies = None  # only torch can change them, which counts versions
                 elif copies is None:
                     copies = _copied(self.tables.splitter.check(ids, offsets))
-                self.tables.hand_over(ids, offsets, leases, copies)
+                self.tables.hand_over(ids, offsets, leases, copies, upcoming.grown)
                 self.step = getattr(item, "step", self.step) + 1
                 try:
                     yield item
@@ -214,6 +221,7 @@ class _Run:
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
         self._ready: deque[_Staged] = deque()
+        self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
 
     def staged(self) -> Iterator[_Staged]:
         """Yield the batches with resident rows."""
@@ -226,6 +234,8 @@ class _Run:
             self.stage._epoch_lookahead.close()
         if self._finder is not None:
             self._finder.shutdown(cancel_futures=True)
+        if self.tables.raw is not None:
+            self.tables.raw.forget(self._grown)
         if sys.is_finalizing():  # a script that ends within its loop: nothing needs to be dropped
             return
         for queue in self._queues:
@@ -286,11 +296,16 @@ class _Run:
         ids, copies = call.ids, None if stage._private else _copied(call)
         if copies is not None:  # the announced ids are looked up, unless something changes them meanwhile
             call = Bags(*copies, call.weights)
-        parts = self.tables.splitter.split(call)
+        grown = self.tables.ahead(call, getattr(item, "time", None))
+        if grown is not None:
+            self._grown.append(grown)
+            while self._grown[0].taken:
+                self._grown.popleft()
+        parts = self.tables.splitter.split(call if grown is None else grown.call)
         wanted = [None if finder is None else finder.submit(of.distinct, *parts[index]) for index, of in stage._groups]
         for index, _ in stage._readers:  # here, so that an error follows the batches before
             parts[index].space.check(parts[index].bags.ids, parts[index].bags.offsets)
-        return _Read(_Upcoming(item, ids, version_of(ids), copies, parts), wanted)
+        return _Read(_Upcoming(item, ids, version_of(ids), copies, parts, grown), wanted)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""

@@ -194,6 +194,7 @@ class Staged(NamedTuple):
     offsets: Tensor | None
     copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
     leases: tuple[Lease | None, ...]
+    grown: Any = None  # the step of tables that grow (:class:`stoker.tables.growing.ids.Grown`), done ahead
 
     def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
         """Return True if these lookups, as checked, are still those that were announced."""

@@ -7,6 +7,7 @@
       dense.safetensors         dense parameters and buffers, dense optimizer state, generator states, extra state
       tables/000.00000.safetensors   rows and row-optimizer state of table 0, at most 256 MiB a file
                                  (each core of a tensor-train table counts as a table)
+      tables/000.raw_ids.00000.safetensors   of a table that grows: its raw ids, and (waiting) those without a row yet
 
 A segment is a checkpoint that holds only the rows that changed since another one, its parent, in the same folder::
 
@@ -20,7 +21,8 @@ A checkpoint is written under a temporary name, flushed to disk and renamed, so 
 whole. Tables are written in chunks, so memory does not grow with them. Any placement and device can load the files.
 
 Format 1 is for a :class:`RecModel` with one optimizer. Format 2 is for any module, several optimizers and extra state:
-its manifest names the :class:`EmbeddingTables` of each table. Format 3 is a segment.
+its manifest names the :class:`EmbeddingTables` of each table. Format 3 is a segment, or either of them with tables
+that grow.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
 from stoker.tables import EmbeddingTables, TableConfig
 from stoker.tables.changes import Change, ChangedRows
+from stoker.tables.growing.ids import RAW_BYTES
 from stoker.training.files import module_state
 from stoker.training.files.module_state import Optimizers
 
@@ -246,6 +249,8 @@ def restart_changes(module: nn.Module, checkpoint: Path) -> None:
     for tables in module_state.tables_in(module).values():
         if tables.changes is not None:
             tables.changes.restart(hash_manifest(checkpoint))
+        if tables.raw is not None:
+            tables.raw.base = tables.raw.clock[1]
 
 
 def hash_manifest(checkpoint: Path) -> str:
@@ -435,7 +440,8 @@ class _Writer:
             file = f"{prefix}.{number:05d}.safetensors"
             self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
             shards.append({"file": file, "start": start, "rows": len(rows.weight)})
-        return {**_table_entry(table), "shards": shards}
+        raw_ids = self._raw_ids(prefix, tables, table, shard_bytes, whole=True)
+        return {**_table_entry(table), "shards": shards, **raw_ids}
 
     def write_changes(
         self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int
@@ -454,7 +460,29 @@ class _Writer:
                 file = f"{prefix}{middle}.{number:05d}.safetensors"
                 self.write(file, f"table {table.name!r}", {"row": torch.from_numpy(some), **tensors})
                 found[kind].append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
-        return {**_table_entry(table), **found}
+        return {**_table_entry(table), **found, **self._raw_ids(prefix, tables, table, shard_bytes, whole=False)}
+
+    def _raw_ids(
+        self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int, *, whole: bool
+    ) -> dict[str, Any]:
+        """Write the raw ids of a table that grows, all or those that changed; return their part of its entry."""
+        raw = tables.raw
+        if raw is None or table.grow is None:
+            return {}
+        since, chunk = None if whole else raw.base, max(1, shard_bytes // RAW_BYTES)
+        parts = [raw.read(table.name, waiting=each, chunk=chunk, since=since) for each in (False, True)]
+        return {"clock": raw.clock, "whole": since is None, **self.write_raw_ids(prefix, table.name, *parts)}
+
+    def write_raw_ids(
+        self, prefix: str, table: str, raw_ids: Iterator[Tensor], waiting: Iterator[Tensor]
+    ) -> dict[str, list[str]]:
+        """Write entries of raw ids with a row, and of those that wait for one; return the files of both."""
+        found: dict[str, list[str]] = {"raw_ids": [], "waiting": []}
+        for (kind, files), parts in zip(found.items(), (raw_ids, waiting), strict=True):
+            for number, part in enumerate(parts):
+                files.append(f"{prefix}.{kind}.{number:05d}.safetensors")
+                self.write(files[-1], f"the raw ids of table {table!r}", {"entries": part})
+        return found
 
 
 def _table_entry(table: TableConfig) -> dict[str, Any]:
@@ -501,7 +529,7 @@ def _write_files(
     writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
         "files": writer.files,
-        "format_version": 1 if first else 2,
+        "format_version": FORMAT_VERSION if any("clock" in each for each in entries) else 1 if first else 2,
         "step": max((each.tick for each in trained.values()), default=0),
         "stream": None if stream is None else stream.state_dict(),
     }

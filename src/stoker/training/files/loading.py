@@ -27,7 +27,7 @@ from stoker.training.files.segments import SavedTable
 from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
-    from stoker.tables import Strategy
+    from stoker.tables import EmbeddingTables, Strategy
 
 
 _REBUILD = "Build the module as it was built when it was saved."
@@ -276,6 +276,7 @@ class _Saved:
         """Copy what is neither rows nor optimizers: parameters, buffers and counts of updates."""
         for name, tables in self.tables.items():
             tables.tick = int(self.trained[name]["tick"])
+            self._load_raw_ids(name, tables)
         if self.first:
             assert isinstance(self.module, RecModel)
             with torch.no_grad():
@@ -319,6 +320,12 @@ class _Saved:
                 saved_as, given = (f"{rows:,} rows of {dim} columns, {dtype}" for rows, dim, dtype in sizes)
                 raise CheckpointError(
                     f"table {key[1]!r} has {saved_as} in {self.directory}, but {given} in the module given. {_REBUILD}"
+                )
+            if ("clock" in entry) != (found[key].grow is not None):
+                kinds = "grows", "does not"
+                first, second = kinds if "clock" in entry else reversed(kinds)
+                raise CheckpointError(
+                    f"table {key[1]!r} {first} in {self.directory}, but {second} in the module given. {_REBUILD}"
                 )
             seed, own = self.trained[key[0]].get("seed"), self.tables[key[0]].seed
             if resuming and entry["dtype"] == "bfloat16" and seed not in (None, own):
@@ -380,6 +387,14 @@ class _Saved:
         tables = self.tables[entry.get("module", "embeddings")]
         for start, rows in SavedTable(self.chain, entry).chunks():
             tables.write(entry["name"], start, rows)
+
+    def _load_raw_ids(self, module: str, tables: EmbeddingTables) -> None:
+        entries = [each for each in self.manifest["tables"] if each.get("module", "embeddings") == module]
+        mine = {entry["name"]: SavedTable(self.chain, entry) for entry in entries if "clock" in entry}
+        if tables.raw is not None:
+            both = [(name, waiting) for name in mine for waiting in (False, True)]
+            parts = {(name, waiting): mine[name].raw_ids(waiting=waiting) for name, waiting in both}
+            tables.raw.load(next(entry["clock"] for entry in entries if "clock" in entry), parts)
 
 
 def _names(names: Collection[str]) -> str:

@@ -17,8 +17,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stoker.base.errors import CheckpointError, errors_as
+from stoker.tables.growing.ids import RAW_BYTES, merged
 from stoker.tables.storage import Rows
-from stoker.training.files.checkpoint import DENSE, SHARD_BYTES, Link, chain, hash_manifest, verify, writing
+from stoker.training.files.checkpoint import (
+    DENSE,
+    FORMAT_VERSION,
+    SHARD_BYTES,
+    Link,
+    chain,
+    hash_manifest,
+    verify,
+    writing,
+)  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 _NEAR = 64  # rows between two that are read together
@@ -148,6 +158,14 @@ class SavedTable:
                 rows, one = _numbers(folder / piece["file"]), self.read(0, 1)
                 yield rows, one[torch.zeros(len(rows), dtype=torch.int64)].map(torch.zeros_like)
 
+    def raw_ids(self, *, waiting: bool) -> Iterator[torch.Tensor]:
+        """Yield entries of the raw ids of a table that grows; later ones replace earlier ones of the same row."""
+        first = max(place for place, (_, entry) in enumerate(self._parts) if entry["whole"])
+        for folder, entry in self._parts[first:]:
+            for file in entry["waiting" if waiting else "raw_ids"]:
+                with _opened(folder / file) as opened:
+                    yield opened.get_tensor("entries")
+
     def changed(self, after: int) -> Ints:
         """Return the rows that changed in segments after number ``after`` of the chain, ascending."""
         found = [
@@ -211,9 +229,14 @@ def join(directory: str | Path) -> int:
                 writer.write(file, f"table {saved.name!r}", {"weight": rows.weight, **rows.state})
                 shards.append({"file": file, "start": start, "rows": len(rows.weight)})
             kept = {name: value for name, value in entry.items() if name not in ("changed", "deleted")}
+            if "clock" in entry:
+                size = SHARD_BYTES // RAW_BYTES
+                parts = [merged(saved.raw_ids(waiting=waiting), size) for waiting in (False, True)]
+                kept |= {"whole": True, **writer.write_raw_ids(f"tables/{number:03d}", saved.name, *parts)}
             tables.append({**kept, "shards": shards})
         shutil.copyfile(target / DENSE, writer.folder / DENSE)
         writer.count(DENSE)
-        manifest |= {"tables": tables, "files": writer.files, "format_version": 2 if "trained" in manifest else 1}
+        version = FORMAT_VERSION if any("clock" in each for each in tables) else 2 if "trained" in manifest else 1
+        manifest |= {"tables": tables, "files": writer.files, "format_version": version}
         writer.finish(manifest | {"compacted": hash_manifest(target)})
     return len(links) - 1

@@ -1,0 +1,142 @@
+"""Copies of tables: ``state_dict``, ``deepcopy``, pickle. All rows are in memory then; ``stoker.save`` needs less."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from stoker.base.errors import CheckpointError
+from stoker.optim import RowOptimizer
+from stoker.tables.config import TableConfig
+from stoker.tables.group import TableGroup
+from stoker.tables.growing.ids import GrowingIds
+from stoker.tables.stepping import RowSteps
+from stoker.tables.storage import Rows
+
+#: attributes that the constructor creates, which are not copied
+_REMADE = (
+    "groups", "number", "splitter", "ranks", "raw", "_births", "_joint", "_copied", "group_of", "_staged", "_steps",
+    "_layout", "changes", "__weakref__",
+)  # fmt: skip
+_CLOCK, _ENTRIES = "clock", ("raw_ids", "waiting")  # of growing tables
+
+
+class CopiedTables(nn.Module):
+    """The base of :class:`stoker.EmbeddingTables` that copies them."""
+
+    raw: GrowingIds | None
+    handle: nn.Parameter
+    tick: int
+    groups: list[TableGroup]
+    _copied: int | None
+    group_of: dict[str, TableGroup]
+    _steps: RowSteps
+
+    if TYPE_CHECKING:  # of the subclass
+
+        @property
+        def optimizer(self) -> RowOptimizer: ...
+        @property
+        def stored(self) -> tuple[TableConfig, ...]: ...
+        def read(self, table: str, chunk_rows: int = ...) -> Iterator[tuple[int, Rows]]: ...
+        def write(self, table: str, start: int, rows: Rows | Tensor) -> None: ...
+
+    @abstractmethod
+    def _made_with(self) -> dict[str, Any]:
+        """Return the constructor arguments of these tables."""
+
+    @abstractmethod
+    def _make(self, **arguments: Any) -> None:
+        """Call the constructor of the tables, also for a subclass with another one."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for table in self.stored:
+            [(_, rows)] = self.read(table.name, table.num_embeddings)
+            destination[f"{prefix}{table.name}.weight"] = rows.weight
+            for name, tensor in rows.state.items():
+                destination[f"{prefix}{table.name}.{name}"] = tensor
+        destination[f"{prefix}tick"] = torch.tensor(self.tick)
+        if self.raw is not None:
+            destination[f"{prefix}{_CLOCK}"] = torch.tensor(self.raw.clock)
+            for name in self.raw.names:
+                for waiting, key in enumerate(_ENTRIES):
+                    parts = list(self.raw.read(name, waiting=bool(waiting)))
+                    destination[f"{prefix}{name}.{key}"] = torch.cat([torch.empty(0, 5, dtype=torch.int64), *parts])
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        known = {f"{prefix}tick"}
+        state = self.optimizer.state
+        for table in self.stored:
+            group = self.group_of[table.name]
+            keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *state)}
+            known.update(keys.values())
+            absent = [key for key in keys.values() if key not in state_dict]
+            missing_keys.extend(absent)
+            if absent:
+                continue
+            wanted = (table.num_embeddings, table.embedding_dim)
+            weight = state_dict[keys["weight"]]
+            if tuple(weight.shape) != wanted:
+                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
+                continue
+            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in state}))
+        if f"{prefix}tick" in state_dict:
+            self.tick = int(state_dict[f"{prefix}tick"])
+        else:
+            missing_keys.append(f"{prefix}tick")
+        if self.raw is not None:
+            both = enumerate(_ENTRIES)
+            places = {(name, bool(w)): f"{prefix}{name}.{key}" for w, key in both for name in self.raw.names}
+            known.update((clock := f"{prefix}{_CLOCK}", *places.values()))
+            if absent := [key for key in (clock, *places.values()) if key not in state_dict]:
+                missing_keys.extend(absent)
+            else:
+                found = {of: state_dict[key] for of, key in places.items()}
+                try:
+                    self.raw.load(state_dict[clock].tolist(), {of: iter(t.split(2**20)) for of, t in found.items()})
+                except CheckpointError as error:
+                    error_msgs.append(str(error))
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+
+    def _kept(self) -> dict[str, Any]:
+        """Return the state of the module without its rows: hooks, train mode, attributes of subclasses."""
+        return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the tables with rows, state and placement; backing stores are copied chunk by chunk."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made._make(**deepcopy(self._made_with(), memo))
+        made.__dict__.update(deepcopy(self._kept(), memo))
+        for table in self.stored:
+            for start, rows in self.read(table.name):
+                made.write(table.name, start, rows)
+        made.tick = self.tick
+        if self.raw is not None and made.raw is not None:
+            both = [(name, waiting) for name in self.raw.names for waiting in (False, True)]
+            made.raw.load(self.raw.clock, {of: self.raw.read(of[0], waiting=of[1]) for of in both})
+        made._copied = made.tick
+        with torch.no_grad():
+            made.handle.zero_()  # an average with another handle would show
+        made.handle.grad = None
+        made._steps.keep(made.handle)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle and ``torch.save``: all rows, in memory. :func:`stoker.save` needs less."""
+        rows = {name: value.clone() for name, value in self.state_dict().items()}
+        return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._make(**state["made_with"])
+        self.__dict__.update(state["kept"])
+        self._steps.keep(self.handle)
+        self.load_state_dict(state["rows"])

@@ -1,0 +1,1 @@
+"""Tables whose rows are given to raw ids while they train."""

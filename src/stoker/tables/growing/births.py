@@ -1,0 +1,133 @@
+"""Rows that start anew: with the batch that gave them to a raw id, wherever they are.
+
+The lookup that trains resets them first, through a lease of their own. So it does not matter whether they are in slots,
+in flight or in a file, and batches that are staged share the slots.
+
+Legend: U distinct rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.ops import Bags
+from stoker.ops.reference import addresses
+from stoker.tables.autograd import Gradient
+from stoker.tables.config import TableConfig
+from stoker.tables.group import TableGroup
+from stoker.tables.growing.ids import GrowingIds, Grown, initial_rows
+from stoker.tables.lookups import version_of
+from stoker.tables.storage import Lease, release_all
+
+_KEPT = 64  # steps whose births are known
+
+
+class Births:
+    """Reset the rows that raw ids get, and notice gradients of rows that were another's.
+
+    Args:
+        raw: the raw ids; None if no table grows.
+        groups: of the tables.
+        tables: all of them.
+        seed: of the rows.
+    """
+
+    def __init__(
+        self, raw: GrowingIds | None, groups: Sequence[TableGroup], tables: Sequence[TableConfig], seed: int
+    ) -> None:
+        self.raw, self.groups, self.seed = raw, groups, seed
+        self.step = 0  # lookups that trained
+        self._group_of = {table.name: index for index, group in enumerate(groups) for table in group.tables}
+        self._recent: deque[tuple[int, dict[int, Tensor]]] = deque(maxlen=_KEPT)  # step, and addresses by group
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None  # ids of the last such lookup, and its rows
+
+    def rows_of(
+        self, call: Bags, leases: list[Lease | None], grown: Grown | None, time: int | None, frozen: frozenset[str], *,
+        grows: bool,
+    ) -> tuple[Bags, list[Lease | None]]:  # fmt: skip
+        """Return a call with rows for its raw ids, and the leases that still fit.
+
+        Args:
+            call: has passed the checks.
+            leases: of the groups, from a stage.
+            grown: the step that the stage did.
+            time: of the batch.
+            frozen: tables that do not train.
+            grows: whether this lookup trains.
+        """
+        assert self.raw is not None
+        device, raw = call.ids.device, call.ids
+        again = grows and torch._C._current_graph_task_id() >= 0  # torch.utils.checkpoint repeats a forward
+        if again or not grows:
+            rows = self._repeated(raw) if again else None
+            fits = rows is None and grown is not None and not grown.trains and grown.clock == tuple(self.raw.clock)
+            if rows is None:
+                rows = grown.call.ids if fits and grown is not None else self.raw.find(call.cpu()).ids
+        else:
+            done, fits = self.raw.take(grown, call.cpu(), time, frozen)
+            rows = done.call.ids
+            self.step += 1
+            self._last = weakref.ref(raw), version_of(raw), rows
+            if done.births:
+                self._reset(done)
+        if not fits:
+            release_all(leases)
+            leases = [None] * len(self.groups)
+        return replace(call, ids=rows.to(device)), leases
+
+    def _repeated(self, ids: Tensor) -> Tensor:
+        """Return the rows of a lookup that a backward repeats."""
+        if self._last is not None and self._last[0]() is ids and self._last[1] == version_of(ids):
+            return self._last[2]
+        raise ConfigError(
+            "a backward looks up other raw ids than the last lookup that trained, in tables that grow. Keep lookups "
+            "out of torch.utils.checkpoint: embed first, and checkpoint what comes after."
+        )
+
+    def _reset(self, grown: Grown) -> None:
+        """Let rows start anew."""
+        assert self.raw is not None
+        found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for number, (rows, ids) in sorted(grown.births.items()):
+            table = self.raw.tables[number]
+            index = self._group_of[table.name]
+            group = self.groups[index]
+            first, _ = group.space.table_range(group.space.names.index(table.name))
+            mine = found.setdefault(index, ([], []))
+            mine[0].append(torch.from_numpy(rows + first))
+            mine[1].append(initial_rows(table, self.seed, torch.from_numpy(np.ascontiguousarray(ids))))
+        where = {}
+        for index, (places, values) in found.items():
+            group = self.groups[index]
+            device = group.storage.weight.device
+            where[index] = torch.cat(places).to(device)  # tables of a group are in the order of their addresses
+            group.start_anew(where[index], torch.cat(values).to(device))
+        self._recent.append((self.step, where))
+
+    def check(self, gradients: Sequence[Gradient]) -> None:
+        """Raise ConfigError for a gradient of a row that was given to another raw id since its lookup."""
+        for each in gradients:
+            if each.born == self.step:
+                continue
+            ids, space = each.lookups.bags.ids, each.lookups.space
+            rows = addresses(ids, space.on(ids.device).bases, each.lookups.bags.offsets)
+            oldest = self._recent[0][0] if len(self._recent) == _KEPT else 0
+            late = each.born + 1 < oldest
+            if late or any(
+                step > each.born and each.group in where and bool(torch.isin(rows, where[each.group]).any())
+                for step, where in self._recent
+            ):
+                names = ", ".join(self.groups[each.group].space.names[:3])
+                raise ConfigError(
+                    f"a lookup of tables {names}, which grow, gets its gradient after {self.step - each.born} further "
+                    "lookups that trained, and a row may be another raw id's now. Step after each lookup that trains, "
+                    "join the examples in one batch, or give the tables more rows."
+                )
