@@ -257,8 +257,8 @@ def test_compacting_changes_no_number(place: Path) -> None:
     assert find_checkpoint(run) == found.checkpoint
     assert [path.name for path in sorted((run / "updates").iterdir())] == ["000002"]
     assert stoker.compact(run).joined == 0
-    with pytest.raises(CheckpointError, match=r"was compacted at update 2.*--to 2"):
-        stoker.rollback(run, 0)
+    with pytest.raises(CheckpointError, match=r"update_000001 is missing: it was joined to a later update"):
+        stoker.rollback(run, 1)
     for each in (run, other):
         stoker.update(each, logs(place, 3))
         join(each / "checkpoints/update_000003")
@@ -390,3 +390,19 @@ def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
     found = stoker.update(tmp_path / "run", logs(tmp_path, 1))
     assert found.rows == 300
     assert checkpoint.read_manifest(found.checkpoint)["row_optimizer"]["schedule"]["kind"] == "constant"
+
+
+def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+    for name in ("update_000001", "update_000002"):
+        (run / "checkpoints" / name).rename(run / "checkpoints" / f"{name}.tmp-old")
+        assert stoker.load(run).path.name.startswith("update_000002")
+        assert stoker.update(run, logs(place, 1, 2)).rows == 0
+        assert (run / "checkpoints" / name).exists()
+    shutil.copytree(run / "checkpoints/update_000002", run / "checkpoints/update_000002.tmp-old")
+    assert stoker.update(run, logs(place, 1)).rows == 0
+    assert not list((run / "checkpoints").glob("*.tmp*"))
+    assert stoker.compact(run).joined == 2
+    assert stoker.rollback(run, 0).name.startswith("step_")

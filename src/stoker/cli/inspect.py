@@ -148,7 +148,7 @@ def _describe_updates(path: Path) -> list[dict[str, Any]]:
         return []
     from stoker.live.journal import Journal
 
-    return Journal(path).lines
+    return Journal(RunDirectory(path)).lines
 
 
 def _describe_run(path: Path) -> list[dict[str, Any]]:

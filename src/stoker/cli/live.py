@@ -102,7 +102,7 @@ def compact(
 ) -> None:
     """Join the updates of a run to a whole checkpoint.
 
-    Deletes what only they needed. The run can then not go back beyond it.
+    Deletes those before it. The run can then not go back to one of them.
 
     \b
     stoker compact runs/a

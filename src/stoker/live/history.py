@@ -8,10 +8,10 @@ from pathlib import Path
 
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.picture import Shown
-from stoker.base.units import format_size, plural, quoted
-from stoker.live.journal import Journal, set_head
+from stoker.base.units import format_size, plural
+from stoker.live.journal import opened, set_head
 from stoker.training.files import checkpoint
-from stoker.training.files.rundir import RunDirectory, local_run
+from stoker.training.files.rundir import RunDirectory, trained
 from stoker.training.files.segments import join
 
 
@@ -38,40 +38,31 @@ def rollback(run: str | Path, to: int | None = None) -> Path:
     >>> stoker.rollback("run").name
     'update_000001'
     """
-    with local_run(None, run) as (_, folder, _), (directory := RunDirectory(str(folder))).locked():
-        head = directory.head()
-        if head is None:
+    with opened(run) as journal:
+        if not journal.number:
             raise ConfigError(f"{run} was not updated, so there is nothing to take back.")
-        number = int(head["number"])
-        wanted = number - 1 if to is None else to
-        if not 0 <= wanted <= number:
+        wanted = journal.number - 1 if to is None else to
+        if not 0 <= wanted <= journal.number:
             raise ConfigError(
-                f"{run} is at update {number}, so it cannot go back to update {wanted}. Give a number from 0 to "
-                f"{max(0, number - 1)}.", settings=("to",),
+                f"{run} is at update {journal.number}, so it cannot go back to update {wanted}. Give a number from 0 "
+                f"to {journal.number - 1}.", settings=("to",),
             )  # fmt: skip
-        found = _model_of(directory, directory.checkpoints / head["checkpoint"], wanted)
+        found = _model_of(journal.run, wanted)
         checkpoint.verify(found)
         if wanted:
-            set_head(directory, found)
+            set_head(journal.run, found)
         else:
-            directory.remove_head()
+            journal.run.remove_head()
     return found
 
 
-def _model_of(run: RunDirectory, head: Path, number: int) -> Path:
+def _model_of(run: RunDirectory, number: int) -> Path:
+    if number == 0:
+        return trained(run)
     path = run.checkpoints / f"update_{number:06d}"
-    if number:
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing: it was joined to a later update (stoker compact), or deleted.")
-        return path
-    base = checkpoint.chain(head)[0]
-    if "update" in base.manifest["extra"]:
-        first = base.manifest["extra"]["update"]["number"]
-        raise CheckpointError(
-            f"{run.path} was compacted at update {first}, so earlier models are gone. Go back to update {first} at "
-            f"most: stoker rollback {quoted(run.path)} --to {first}"
-        )
-    return base.path
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing: it was joined to a later update (stoker compact), or deleted.")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -95,8 +86,8 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
     """Join the updates of a run to a whole checkpoint, and delete the updates before it.
 
     The files of the whole checkpoint are those that :func:`stoker.save` would have written. Later updates go on from
-    it, and :func:`rollback` reaches no earlier one. The checkpoints of the training remain. Memory is that of one file
-    of rows. A kill leaves a run that works; the next call finishes.
+    it, and :func:`rollback` reaches no earlier one, but for the model before all. The checkpoints of the training
+    remain. Memory is that of one file of rows. A kill leaves a run that works; the next call finishes.
 
     Args:
         run: a run that was updated.
@@ -113,7 +104,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
     >>> stoker.compact("joined").joined
     2
     """
-    with local_run(None, run) as (_, folder, _), (journal := Journal(str(folder))).run.locked():
+    with opened(run) as journal:
         if not journal.number:
             raise ConfigError(f"{run} was not updated, so there is nothing to join.")
         number = journal.number if to is None else to
@@ -122,7 +113,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
                 f"{run} is at update {journal.number}, so updates up to {number} cannot be joined. Give a number from "
                 f"1 to {journal.number}.", settings=("to",),
             )  # fmt: skip
-        target = _model_of(journal.run, journal.checkpoint, number)
+        target = _model_of(journal.run, number)
         before = _bytes(journal.run.path)
         joined = join(target)
         set_head(journal.run, journal.checkpoint)

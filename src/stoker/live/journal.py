@@ -18,16 +18,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
 from stoker.base.units import plural, quoted
-from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest
-from stoker.training.files.rundir import RunDirectory, find_checkpoint, own_dataset
+from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
+from stoker.training.files.rundir import RunDirectory, find_checkpoint, local_run, own_dataset
 
 _LINES = "updates.jsonl"
 _ORDER = "update.json"
@@ -55,6 +55,23 @@ class Order:
         return {**asdict(self), "logs": [log._asdict() for log in self.logs], "settings": dict(self.settings)}
 
 
+@contextmanager
+def opened(run: str | Path) -> Iterator[Journal]:
+    """Yield the journal of a run, which no other process changes meanwhile. A run at a URL is uploaded at the end.
+
+    Raises:
+        ConfigError: there is no run, it is in use, or its training has not ended.
+        CheckpointError: the run has no checkpoint.
+        DataError: a file is damaged.
+    """
+    with local_run(None, run) as (_, folder, _):
+        directory = RunDirectory(str(folder))
+        directory.config()  # else the lock would make a file elsewhere
+        with directory.locked():
+            repair(directory.checkpoints)
+            yield Journal(directory)
+
+
 class Journal:
     """The updates of a run up to its head.
 
@@ -64,8 +81,8 @@ class Journal:
         DataError: a file is damaged.
     """
 
-    def __init__(self, run: str | Path) -> None:
-        self.run = RunDirectory(run)
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
         self.config = self.run.config()
         head = self.run.head()
         if head is None and not (self.run.path / "report.json").is_file():
@@ -153,9 +170,7 @@ class Journal:
         """Delete what is newer than the head: of an update that was killed, or taken back."""
         (self.run.path / _ORDER).unlink(missing_ok=True)
         for path in sorted(self.run.checkpoints.glob("update_*"), reverse=True):
-            if ".tmp" in path.name:
-                shutil.rmtree(path, ignore_errors=True)
-            elif int(path.name.split("_")[1]) > self.number:
+            if int(path.name.split("_")[1]) > self.number:
                 discard(path)
         for path in self.run.rows_of(0).parent.glob("[0-9]*"):
             if int(path.name.split(".")[0]) > self.number:
@@ -164,7 +179,7 @@ class Journal:
     def partial(self, number: int) -> Path | None:
         """Return the newest whole segment that a killed update wrote within it."""
         found = sorted(self.run.checkpoints.glob(f"update_{number:06d}_*"), reverse=True)
-        return next((path for path in found if ".tmp" not in path.name and self._is_whole(path)), None)
+        return next((path for path in found if self._is_whole(path)), None)
 
     def finished(self, number: int) -> Path | None:
         """Return the segment of an update that was killed before it was published."""

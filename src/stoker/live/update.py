@@ -23,7 +23,7 @@ from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream, Split
-from stoker.live.journal import Journal, Order
+from stoker.live.journal import Journal, Order, opened
 from stoker.live.settings import UpdateSettings
 from stoker.models import RecModel
 from stoker.optim import ROW_OPTIMIZERS, Constant
@@ -35,7 +35,6 @@ from stoker.prep.stages.task import Progress as Stage
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.checkpoint import Link
-from stoker.training.files.rundir import local_run
 from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import Replica, process_settings
 from stoker.training.scheduled import Feed
@@ -129,22 +128,19 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     asked = UpdateArguments(*given, **settings)
     machine = {name: settings[name] for name in MACHINE if name in settings}
     show = asked.progress or quiet
-    with files_of(asked.logs) as inputs, local_run(None, asked.run) as (_, folder, _):
-        journal = Journal(str(folder))
-        with journal.run.locked():
-            files = expand(inputs.files)[0]
-            show("reading logs", 0, 1)
-            fresh, notes = journal.unused(files, inputs.names)
-            if not fresh:
-                return _result(journal, journal.checkpoint, notes, new=False)
-            own = {name: getattr(asked, name) for name in UpdateSettings.__dataclass_fields__}
-            order = Order(journal.number + 1, tuple(log for _, log in fresh), own)
-            journal.begin(order)
-            try:
-                return _update(journal, order, Inputs([path for path, _ in fresh], inputs.names), machine, asked, notes)
-            except KeyboardInterrupt as stop:
-                again = "interrupted; the run is as before. The same command continues."
-                raise KeyboardInterrupt(again) from stop
+    with files_of(asked.logs) as inputs, opened(asked.run) as journal:
+        files = expand(inputs.files)[0]
+        show("reading logs", 0, 1)
+        fresh, notes = journal.unused(files, inputs.names)
+        if not fresh:
+            return _result(journal, journal.checkpoint, notes, new=False)
+        own = {name: getattr(asked, name) for name in UpdateSettings.__dataclass_fields__}
+        order = Order(journal.number + 1, tuple(log for _, log in fresh), own)
+        journal.begin(order)
+        try:
+            return _update(journal, order, Inputs([path for path, _ in fresh], inputs.names), machine, asked, notes)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt("interrupted; the run is as before. The same command continues.") from stop
 
 
 def _update(

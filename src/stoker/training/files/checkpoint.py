@@ -291,6 +291,16 @@ def left_by_a_kill(target: Path) -> Path | None:
     return None
 
 
+def repair(folder: Path) -> None:
+    """Put back the checkpoints that a kill between two renames left under another name; delete what others left."""
+    for each in folder.glob("*.tmp*"):
+        target = each.with_name(each.name.partition(".tmp")[0])
+        if not target.exists() and (kept := left_by_a_kill(target)) is not None:
+            move(kept, target, sync=True)
+    for each in folder.glob("*.tmp*"):
+        _remove(each)
+
+
 def discard(path: Path) -> None:
     """Delete a checkpoint; if the process is killed here, no incomplete directory has its name."""
     gone = path.with_name(path.name + ".tmp-old")

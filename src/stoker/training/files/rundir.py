@@ -156,7 +156,7 @@ class RunDirectory:
         path = self.path / _HEAD
         if not path.exists():
             return None
-        remedy = f"Take back the last update with: stoker rollback {quoted(self.path)}"
+        remedy = "Put it back from a copy, or delete it to go back to the model before all updates."
         with errors_as(CheckpointError, f"{path} is garbled", remedy, (OSError, ValueError, KeyError, TypeError)):
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
@@ -288,10 +288,20 @@ def find_checkpoint(path: str | Path) -> Path:
             updated = ckpt.left_by_a_kill(updated) or updated
         if not updated.exists():
             raise CheckpointError(
-                f"{updated} is missing, to which {path} was updated. Put it back from a copy, or go back to an earlier "
-                f"update with: stoker rollback {quoted(path)}"
+                f"{updated} is missing, to which {path} was updated. Put it back from a copy, or delete "
+                f"{run.path / _HEAD} to go back to the model before all updates."
             )
         return updated
+    return trained(run)
+
+
+def trained(run: RunDirectory) -> Path:
+    """Return the best checkpoint of the training of a run, else its newest whole one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = run.path
     if best := run.best():
         return best
     newest, problems = run.newest_whole()
