@@ -2,7 +2,7 @@
 
     python tests/soak.py 20000:40000             # programs of these seeds, in as many processes as there are cores
     python tests/soak.py 20317 --show            # prints one program, and runs it
-    python tests/soak.py --kills 0:500           # kills of these numbers, of placed runs and of updates
+    python tests/soak.py --kills 0:500           # kills of these numbers (tests/training/test_placed_kills.py)
 
 Each block that is done is printed with its time, so that a soak may be stopped anywhere and continued from there. It
 stops at the first number that fails, or that ends by a signal, with the command that repeats it.
@@ -78,8 +78,8 @@ class Block:
         command = [sys.executable, str(HERE / "soak.py"), "--block", name]
         if self.kills:
             environment["STOKER_KILLS"] = name
-            tests = [str(HERE / name) for name in ("training/test_placed_kills.py", "live/test_update_kills.py")]
-            command = [sys.executable, "-m", "pytest", *tests, "-x", "--timeout=0", "-p", "no:cacheprovider"]
+            tests = HERE / "training" / "test_placed_kills.py"
+            command = [sys.executable, "-m", "pytest", str(tests), "-x", "--timeout=0", "-p", "no:cacheprovider"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=HERE.parent
         )

@@ -69,7 +69,10 @@ def opened(run: str | Path) -> Iterator[Journal]:
         directory.config()  # else the lock would make a file elsewhere
         with directory.locked():
             repair(directory.checkpoints)
-            yield Journal(directory)
+            journal = Journal(directory)
+            if (journal.order() or {}).get("number") == journal.number:  # a kill came after the new head
+                journal.forget_order()
+            yield journal
 
 
 class Journal:
@@ -156,19 +159,25 @@ class Journal:
 
         Discard what any other left.
         """
-        path = self.run.path / _ORDER
         text = order.to_dict()
-        continued = False
-        with suppress(OSError, ValueError):
-            continued = bool(json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(text)))
+        continued = self.order() == json.loads(json.dumps(text))
         if not continued:
             self.discard()
             self.run.write(_ORDER, text)
         return continued
 
+    def order(self) -> Any:
+        """Return the order of the update that was under way; None if there is none, or it was cut."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.run.path / _ORDER).read_text(encoding="utf-8"))
+
+    def forget_order(self) -> None:
+        """Note that no update is under way."""
+        (self.run.path / _ORDER).unlink(missing_ok=True)
+
     def discard(self) -> None:
         """Delete what is newer than the head: of an update that was killed, or taken back."""
-        (self.run.path / _ORDER).unlink(missing_ok=True)
+        self.forget_order()
         for path in sorted(self.run.checkpoints.glob("update_*"), reverse=True):
             if int(path.name.split("_")[1]) > self.number:
                 discard(path)
@@ -206,7 +215,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         set_head(self.run, segment)
-        (self.run.path / _ORDER).unlink(missing_ok=True)
+        self.forget_order()
 
 
 def set_head(run: RunDirectory, checkpoint: Path) -> None:
