@@ -160,7 +160,7 @@ class Journal:
         Discard what any other left.
         """
         text = order.to_dict()
-        continued = self.order() == json.loads(json.dumps(text))
+        continued = bool(self.order() == json.loads(json.dumps(text)))
         if not continued:
             self.discard()
             self.run.write(_ORDER, text)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+from stoker.ops import AddressSpace, Bags
+from stoker.ops.reference import addresses
 from stoker.tables.config import TableConfig
 
 
@@ -42,6 +44,15 @@ def mark(marks: Tensor, rows: Tensor, change: Change = Change.WRITTEN) -> None:
         marks.numpy()[rows.cpu().numpy()] = int(change)  # takes half the time of torch's index_put
     else:
         marks[rows.to(marks.device)] = int(change)
+
+
+def mark_lookups(marks: Tensor, bags: Bags, space: AddressSpace) -> None:
+    """Set the bytes of the rows that ``bags`` look up."""
+    bases = space.on(bags.ids.device).bases
+    if marks.device.type == "cpu" and bags.offsets is None:
+        marks.numpy()[(bags.ids.numpy() + bases.numpy()).reshape(-1)] = int(Change.WRITTEN)
+    else:
+        mark(marks, addresses(bags.ids, bases, bags.offsets))
 
 
 class ChangedRows:

@@ -23,7 +23,7 @@ from stoker.ops.reference import addresses, derive_key, update_rows
 from stoker.ops.space import make_space
 from stoker.ops.tree import Shards
 from stoker.optim import RowOptimizer
-from stoker.tables.changes import mark
+from stoker.tables.changes import mark, mark_lookups
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
 from stoker.tables.lookups import Lookups, examples_of, keep_lookups
 from stoker.tables.ranks.sums import shared_sums
@@ -164,11 +164,10 @@ class TableGroup:
             return
         if isinstance(changed, slice):
             self.marks[changed] = 1
-            return
-        if isinstance(changed, Lookups):
-            (bags, space), device = changed, changed.bags.ids.device
-            changed = addresses(bags.ids, space.on(device).bases, bags.offsets)
-        mark(self.marks, changed)
+        elif isinstance(changed, Lookups):
+            mark_lookups(self.marks, *changed)
+        else:
+            mark(self.marks, changed)
 
     def step_together(
         self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None

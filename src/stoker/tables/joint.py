@@ -15,9 +15,8 @@ from torch import Tensor
 
 from stoker.base.timeline import spanned
 from stoker.ops import Bags, Part, Parts, Rounding
-from stoker.ops.reference import addresses
 from stoker.ops.space import make_space
-from stoker.tables.changes import mark
+from stoker.tables.changes import mark_lookups
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, Splitter
 from stoker.tables.storage import DeviceRows
@@ -89,8 +88,7 @@ class Joint:
         for group in self.groups:
             group.version += 1
         if self.marks is not None:
-            bags, bases = lookups.bags, lookups.space.on(lookups.bags.ids.device).bases
-            mark(self.marks, addresses(bags.ids, bases, bags.offsets))
+            mark_lookups(self.marks, *lookups)
         first.backend.update_parts(self._parts, lookups.space, lookups.bags, grad, rule, Rounding(keys))
 
 
