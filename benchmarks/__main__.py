@@ -13,6 +13,7 @@ from benchmarks import (
     defaults,
     dlrm_step,
     embedding,
+    every_day,
     extreme_batches,
     features,
     first_result,
@@ -72,6 +73,7 @@ def all_bars() -> list[Bar]:
         tensor_train_step,
         tensor_train_mix,
         extreme_batches,
+        every_day,
     )
     return [bar for module in modules for bar in module.bars()]
 
