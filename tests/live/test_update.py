@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,18 @@ def place(made: Path, tmp_path: Path) -> Path:
     config = json.loads((tmp_path / "p/run/config.json").read_text())
     (tmp_path / "p/run/config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "p/data")}))
     return tmp_path / "p"
+
+
+def digest(model: Any) -> str:
+    """SHA-256 of all rows, with their state, and of the dense part."""
+    found = hashlib.sha256()
+    for table in model.tables:
+        for _, rows in model.embeddings.read(table.name):
+            for tensor in rows.tensors:
+                found.update(tensor.detach().contiguous().numpy().tobytes())
+    for _, tensor in model.dense_tensors():
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def logs(place: Path, *days: int) -> list[Path]:
@@ -406,3 +420,44 @@ def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
     assert not list((run / "checkpoints").glob("*.tmp*"))
     assert stoker.compact(run).joined == 2
     assert stoker.rollback(run, 0).name.startswith("step_")
+
+
+def test_a_follower_polls_while_the_run_changes(place: Path) -> None:
+    """Whatever it has between two polls is one whole version; a change in the middle of a poll is a named error."""
+    run = place / "run"
+    follower = stoker.Follower(run)
+    seen: dict[str, set[str]] = {follower.version.manifest: {digest(follower.model)}}
+    ended, errors, refused = threading.Event(), [], []
+
+    def poll() -> None:
+        while not ended.is_set():
+            try:
+                follower.poll()
+            except CheckpointError as error:
+                refused.append(str(error))
+            except BaseException as error:
+                errors.append(error)
+                return
+            seen.setdefault(follower.version.manifest, set()).add(digest(follower.model))
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    truth = {}
+    try:
+        for number in (1, 2, 3):
+            path = stoker.update(run, logs(place, number)).checkpoint
+            truth[checkpoint.hash_manifest(path)] = digest(stoker.load(path).model)
+        stoker.rollback(run)
+        truth[checkpoint.hash_manifest(stoker.load(run).path)] = digest(stoker.load(run).model)
+        stoker.update(run, logs(place, 4))
+        stoker.compact(run)
+        stoker.rollback(run, 0)
+        stoker.update(run, logs(place, 1))
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors, errors
+    assert all(len(each) == 1 for each in seen.values()), "two models of one version"
+    assert all(truth.get(version, model) == model for version, (model,) in seen.items())
+    follower.poll()
+    assert digest(follower.model) == digest(stoker.load(run).model)
