@@ -78,7 +78,7 @@ class ByHand:
             for row, key in sorted(born.items()):
                 fresh = self.life[name][row] = self.next[name]
                 self.next[name] += 1
-                self.made.write(name, fresh, initial_rows(table, self.seed, torch.tensor([key])))
+                self.made.write(name, fresh, initial_rows([table], self.seed, [np.array([key])]))
             out[:, column] = torch.tensor([self.life[name][row] for row in rows])
         return out
 
@@ -225,7 +225,7 @@ def test_known_beforehand_or_not_and_in_any_order() -> None:
         [TableConfig(name="item", num_embeddings=400, embedding_dim=4)], optimizer=optim.Adagrad(lr=0.1)
     )
     row_of = {raw_id: row for row, raw_id in enumerate(random.permutation(raw).tolist(), 50)}
-    known.write("item", 50, initial_rows(grown.tables[0], 0, torch.tensor(list(row_of))))
+    known.write("item", 50, initial_rows(grown.tables, 0, [np.array(list(row_of))]))
     for ids in stoker.stage(batches, grown, lookups=lambda ids: ids):
         rows = torch.tensor([[row_of[each]] for each in ids.flatten().tolist()])
         for made, wanted in ((grown, ids), (known, rows)):

@@ -18,7 +18,7 @@ from stoker.base.units import quoted
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read: with tables that grow, whose ids are raw
 SPLITS = ("train", "valid", "test")
 REQUEST = ".request"  # in a dataset: a hash of its settings and inputs, by which the same command recognises it
 NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
@@ -66,7 +66,8 @@ def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         DataError: the manifest lacks keys that opening needs, or the disk is full.
     """
-    values = {"kind": "dataset", "format_version": FORMAT_VERSION, **manifest}
+    version = FORMAT_VERSION if manifest.get("features", {}).get("grow") else 1
+    values = {"kind": "dataset", "format_version": version, **manifest}
     if missing := [key for key in _NEEDED if key not in values]:
         raise DataError(f"the manifest of {directory} lacks {missing}; it would not open again.")
     text = json.dumps(values, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)

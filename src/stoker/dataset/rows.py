@@ -258,24 +258,25 @@ def _check_ids(shard: Shard, schema: FeatureSpec) -> None:
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
     # As unsigned numbers, negative ids are too large, too: one comparison finds both.
     unsigned = np.dtype(f"u{shard.ids.itemsize}")
-    bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
+    last = np.minimum(limits - 1, 2 ** (8 * unsigned.itemsize - 1) - 1).astype(unsigned)
+    last[[feature.table in schema.grow for feature in schema.features]] = np.iinfo(unsigned).max  # any raw id
     step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
     for start in range(0, shard.rows, step):
         stop = min(start + step, shard.rows)
         if shard.lengths is None or shard.row_offsets is None:
             ids, lengths = shard.ids[start:stop], None
-            outside = ids.view(unsigned) >= bounds
+            outside = ids.view(unsigned) > last
         else:
             _check_lengths(shard, start, stop)
             ids, lengths = shard.ids[slice(*shard.row_offsets[[start, stop]])], shard.lengths[start:stop].reshape(-1)
             # Most often no id reaches even the size of the smallest table, and its feature does not matter.
-            outside = ids.view(unsigned) >= bounds.min()
+            outside = ids.view(unsigned) > last.min()
             if outside.any():
-                outside = ids.view(unsigned) >= np.repeat(np.tile(bounds, stop - start), lengths)
+                outside = ids.view(unsigned) > np.repeat(np.tile(last, stop - start), lengths)
         if outside.any():
             at = int(np.argmax(outside))
             bag = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            row, column = divmod(bag, len(bounds))
+            row, column = divmod(bag, len(last))
             feature, found = schema.features[column], int(ids.reshape(-1)[at])
             raise DataError(
                 f"{shard.path}, row {start + row:,}: feature {feature.name} holds id {found:,}, table {feature.table} "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from stoker.base.errors import ConfigError, SchemaError
+from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.base.units import plural
 
 
@@ -86,6 +86,14 @@ class FeatureSpec:
         counts = plural(len(self.dense), "dense column"), plural(len(self.features), "feature")
         tables = plural(len(self.num_embeddings), "table")
         return f"FeatureSpec({', '.join(counts)}, {tables} with {sum(self.num_embeddings.values()):,} rows)"
+
+    def check_ids(self, what: str) -> None:
+        """Raise DataError if ids of a table are raw, which ``what`` cannot work with."""
+        if self.grow:
+            raise DataError(
+                f"tables {', '.join(list(self.grow)[:3])} grow: their ids are raw and get rows in training, so {what}. "
+                "Prepare the log without oov = 'grow'."
+            )
 
     @property
     def one_hot(self) -> bool:

@@ -361,6 +361,7 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         source = Dataset(source)
     from_dataset = isinstance(source, Dataset)
     if isinstance(source, Dataset):
+        source.schema.check_ids("there are no ids of rows to replay")
         space = dataset_space(source)
         total, keys = dataset_steps(source, space, batch_size=asked.batch_size, seed=asked.seed, steps=steps)
         trace, _ = record(keys, lambda done: report("reading ids", done, total))

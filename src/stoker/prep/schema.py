@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 
 from stoker.base.checks import build_part, choice, fail, near, positive, read_mapping
 from stoker.base.errors import ConfigError, SchemaError
-from stoker.dataset.spec import Feature
+from stoker.dataset.spec import Feature, Grow
 from stoker.prep.features.base import (
     Derivation,
     check_features,
@@ -36,7 +36,7 @@ TIME_TYPES = ("int", "float", "datetime")
 TRANSFORMS = ("log1p", "zscore", "minmax")
 FITTED_TRANSFORMS = ("zscore", "minmax")
 FILLS = ("mean", "median")
-OOV_POLICIES = ("reserved", "drop", "error")
+OOV_POLICIES = ("reserved", "drop", "error", "grow")
 MISSING_POLICIES = ("oov", "category")
 SPLIT_NAMES = ("train", "valid", "test")
 FILE_TARGETS = (*SPLIT_NAMES, "drop", "halves")
@@ -156,11 +156,33 @@ class DenseColumn(_Column):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GrowingRows:
+    """How the table of columns with ``oov = "grow"`` grows (:class:`stoker.Grow`, docs/dynamic_ids.md)."""
+
+    rows: int | None = None  # with row 0; None: twice the distinct values in training, at least 1,000
+    admit: int = 1
+    ttl: int | None = None
+    evict: str = "lru"  # lru | lfu | none
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        choice("grow", "evict", self.evict, ("lru", "lfu", "none"))
+        for name, least in (("rows", 2), ("admit", 1), ("ttl", 0), ("candidates", 1)):
+            positive("grow", name, getattr(self, name), least=least)
+
+    def settings(self) -> Grow:
+        """Return the settings of the table."""
+        evict: Any = None if self.evict == "none" else self.evict
+        return Grow(admit=self.admit, ttl=self.ttl, evict=evict, candidates=self.candidates)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CategoricalColumn(_Column):
     """One id per example.
 
     Ids count from 1 by falling number of training occurrences; id 0 is for values not in the vocabulary. With
-    ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
+    ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets. With ``oov = "grow"`` the id is a
+    64-bit hash of the value, for a table that grows while it trains.
     """
 
     type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
@@ -168,9 +190,10 @@ class CategoricalColumn(_Column):
     min_count: int = 1  # training occurrences that a value needs to get an id
     modulo: int | None = None  # int and hex: take the value modulo this before the vocabulary
     hash_buckets: int | None = None
-    oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
+    oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error | grow (none is without)
     missing: str = "oov"  # an empty field: oov (id 0, whatever ``oov`` says) | category (an id of its own)
     fill: int | float | str | None = None  # alternative: an empty field has this value
+    grow: GrowingRows | None = None  # settings of oov = "grow"; None: the defaults
     _kind: ClassVar[str] = "categorical"
 
     def __post_init__(self) -> None:
@@ -187,6 +210,11 @@ class CategoricalColumn(_Column):
             fail(where, "modulo", f"needs type int or hex, not {self.type}. Use hash_buckets for text")
         if self.hash_buckets is not None and self.min_count > 1:
             fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
+        if self.oov == "grow" and (self.min_count > 1 or self.hash_buckets is not None):
+            key = "min_count" if self.min_count > 1 else "hash_buckets"
+            fail(where, key, "does not go with oov = 'grow'. Leave it out, or say grow = {admit = 2, rows = 100000}")
+        if self.grow is not None and self.oov != "grow":
+            fail(where, "grow", f"has no effect with oov = {self.oov!r}. Say oov = 'grow', or leave grow out")
         if self.fill is not None:
             if self.missing != "oov":
                 fail(where, "fill", "and missing='category' contradict each other. Leave one of them out")
@@ -425,7 +453,8 @@ class Schema:
         first: dict[str, CategoricalColumn] = {}
         for column in self.features:
             other = first.setdefault(column.table_name, column)
-            for key in _SHARED:
+            growing = ("oov", "grow") if "grow" in (column.oov, other.oov) else ()
+            for key in (*_SHARED, *growing):
                 if getattr(column, key) != getattr(other, key):
                     fail(
                         f"column {column.name!r}", key,

@@ -121,6 +121,7 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
         dataset = Dataset(dataset)
     if not dataset.schema.features:
         raise DataError(f"{dataset.path} has no categorical or sequence column, so there are no hot rows.")
+    dataset.schema.check_ids("which rows will be hot is not known before")
     if not len(dataset.train):
         raise DataError(f"{dataset.path} has no training rows.")
     sizes = _row_sizes(dataset.schema, settings, optimizer)

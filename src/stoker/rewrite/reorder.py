@@ -143,6 +143,7 @@ def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) ->
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     how, out, overwrite = asked.how or Reordering(), Path(out), asked.overwrite
     progress, threads = asked.progress or quiet, check_threads(asked.threads)
+    data.schema.check_ids("ids that occur together cannot be made neighbours")
     names = _chosen(data, asked.tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # JSON has no infinite number
     if not overwrite and (there := derived_at(out, data, "reordered")) is not None and there.hot_cold is None:

@@ -165,7 +165,7 @@ class EmbeddingTables(CopiedTables):
                     )
                 self.group_of[name] = group
         self.raw = growing_ids(self.tables, self.features)  # which raw id has which row
-        self._births = Births(self.raw, self.groups, self.tables, seed)
+        self._births = Births(self.raw, self.groups, seed)
         if asked.ranks is not None:
             self.replicate(asked.ranks)
 

@@ -248,7 +248,8 @@ class _Run:
         """Announce further batches, as far as the stage looks ahead and memory allows; return False if none waits."""
         stage = self.stage
         while len(self._waiting) <= stage.ahead.batches and self._failure is None:
-            full = not self._deciding or sum(queue.bytes for queue in self._queues) >= stage._memory
+            size = sum(queue.bytes for queue in self._queues) + sum(grown.bytes for grown in self._grown)
+            full = not self._deciding or size >= stage._memory
             if full and len(self._waiting) > stage.in_flight:
                 break
             try:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from stoker.base.files import hash_file
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
 from stoker.prep.fit.split_rules import SplitFile, Splitter, no_training_row
-from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
+from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
+from stoker.prep.parse.dictionaries import text_hashes
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from stoker.prep.like import Like
 
 Array = npt.NDArray[Any]
+_LEAST_ROWS = 1_000  # of a table that grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class _TableStep:
         if buckets is not None:
             return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}
         record: dict[str, Any] = {}
+        raw_ids = builder.raw_ids() if first.oov == "grow" else None
         if self.like is not None:
             found = builder.find(self.like.vocabulary(self.table))
         else:
@@ -78,17 +82,25 @@ class _TableStep:
             with atomic_path(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
+        known: Array = found.ids.astype(np.int32)
+        missing_id, size = found.missing_id, found.num_embeddings
+        if raw_ids is not None:
+            known, missing_id = raw_ids, int(as_raw_ids(text_hashes(pl.Series([""]), 0))[0])
+            given = first.grow.rows if first.grow is not None else None
+            size = given or max(_LEAST_ROWS, 2 * found.num_embeddings)
+            if self.like is not None:
+                size = self.like.data.schema.num_embeddings[self.table]
+            counted = np.pad(counted[:size], (0, size - len(counted[:size])))  # as if rows came by falling count
         arrays_of_table = {"counts": counted}
-        known = found.ids.astype(np.int32)
         for place, (index, column) in enumerate(features):
             # The ids behind the codes, part by part: first that of a missing value, then those of the dictionary.
             refs = builder.refs[place :: len(features)]
             starts = np.cumsum([0, *(len(entries) + 1 for entries in refs)])
-            ids = np.full(starts[-1], found.missing_id if column.missing == "category" else 0, np.int32)
+            ids = np.full(starts[-1], missing_id if column.missing == "category" else 0, known.dtype)
             for start, entries in zip(starts.tolist(), refs, strict=False):
                 np.take(known, entries, out=ids[start + 1 : start + 1 + len(entries)])
             arrays_of_table |= {f"ids.{index}": ids, f"starts.{index}": starts}
-        return {**write_part(self.work, arrays_of_table), **record, "rows": found.num_embeddings}
+        return {**write_part(self.work, arrays_of_table), **record, "rows": size}
 
 
 def count_codes(arrays: Arrays, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker.base.errors import DataError
+from stoker.prep.parse.dictionaries import splitmix, text_hashes
 from stoker.prep.stages.parts import Arrays
 
 Array = npt.NDArray[Any]
@@ -115,6 +116,13 @@ class TableBuilder:
         unknown = total - int(frame["count"].sum())
         return Vocabulary(frame=frame, ids=ids[:-1], missing_id=int(ids[-1]), unknown=unknown)
 
+    def raw_ids(self) -> npt.NDArray[np.int64]:
+        """Return a raw id for each entry, for a table that grows: 64 bits of a hash, never 0."""
+        self.merge()
+        if self.kind == "string":
+            return as_raw_ids(text_hashes(pl.Series(pl.from_arrow(self._values)), 0))
+        return as_raw_ids(splitmix(self._values.to_numpy().view(np.uint64)))
+
     def find(self, known: pl.DataFrame) -> Vocabulary:
         """Look up the added values in an earlier vocabulary (value, count); return it with their ids."""
         missing = known["value"].is_null().to_numpy()
@@ -126,6 +134,11 @@ class TableBuilder:
         ids = np.zeros(self.entries, np.int64)
         ids[self.refs.pop()] = np.flatnonzero(~missing) + 1
         return Vocabulary(frame=known, ids=ids, missing_id=int(missing.argmax()) + 1 if missing.any() else 0)
+
+
+def as_raw_ids(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Return hashes as raw ids of a table that grows, in which 0 means no id."""
+    return np.where(hashes == 0, np.uint64(1), hashes).view(np.int64)
 
 
 def read_dictionary(arrays: Arrays, name: object, kind: str) -> pa.Array:

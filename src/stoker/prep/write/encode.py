@@ -66,7 +66,7 @@ class Encoder:
         drop = np.zeros(part.rows, np.bool_)
         with part.open() as arrays:
             for index, column in enumerate(self.layout.features):
-                if column.oov == "reserved" or column.hash_buckets is not None:
+                if column.oov in ("reserved", "grow") or column.hash_buckets is not None:
                     continue
                 codes, lengths = feature_codes(arrays, index)
                 unknown = (codes > 0) & (self._ids_of(part, index, codes) == 0)
@@ -85,10 +85,11 @@ class Encoder:
     def counts(self, parts: Sequence[Part]) -> dict[str, npt.NDArray[np.int64]]:
         """Return the training occurrences by id of every table; if ``parts`` are given, count again in them."""
         counts = {}
+        growing = {column.table_name for column in self.layout.features if column.oov == "grow"}
         for name, path in self.tables.items():
             with open_part(path) as arrays:
                 counts[name] = np.array(arrays["counts"])
-                if parts:
+                if parts and name not in growing:
                     counts[name].fill(0)
         for part in parts:
             chosen = self.splits.train_rows(part)
@@ -96,6 +97,8 @@ class Encoder:
                 continue
             with part.open() as arrays:
                 for index, column in enumerate(self.layout.features):
+                    if column.table_name in growing:  # raw ids have no place in counts by row
+                        continue
                     by_code = count_codes(arrays, index, chosen, 0)
                     ids = self._ids_of(part, index, np.arange(len(by_code)))
                     np.add.at(counts[column.table_name], ids, by_code)

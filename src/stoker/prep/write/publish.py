@@ -36,7 +36,7 @@ from stoker.prep.parse.layout import time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.schema import Schema
+from stoker.prep.schema import GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
@@ -50,9 +50,10 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
     """Write shards, counts, quarantine and, last, the manifest; return the manifest."""
     encoder = Encoder(
         task.layout, fitting.splits, fitting.table_files, fitting.dense,
-        wide=any(record["rows"] > 2**31 - 1 for record in fitting.tables.values()),
+        wide=any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
+        or any(column.oov == "grow" for column in task.layout.features),
     )  # fmt: skip
-    if any(column.oov != "reserved" for column in task.layout.features):
+    if any(column.oov in ("drop", "error") for column in task.layout.features):
         for part in fitting.parts:
             fitting.drop(part, encoder.without_ids(part, fitting.place_of))
     counts = encoder.counts(fitting.parts if fitting.any_dropped and task.like is None else ())
@@ -317,6 +318,7 @@ def _finish(
         dense=schema.dense_names,
         features=tuple(column.feature() for column in task.layout.features),
         num_embeddings={name: record["rows"] for name, record in fitting.tables.items()},
+        grow={c.table_name: (c.grow or GrowingRows()).settings() for c in schema.features if c.oov == "grow"},
     )
     values = schema.to_dict()
     identity = {key: value for key, value in values.items() if key != "keep"}  # no id and no value depends on keep

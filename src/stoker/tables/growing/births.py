@@ -23,7 +23,7 @@ from stoker.ops.reference import addresses
 from stoker.tables.autograd import Gradient
 from stoker.tables.config import TableConfig
 from stoker.tables.group import TableGroup
-from stoker.tables.growing.ids import GrowingIds, Grown, initial_rows
+from stoker.tables.growing.ids import GrowingIds, Grown, Ints, initial_rows
 from stoker.tables.lookups import version_of
 from stoker.tables.storage import Lease, release_all
 
@@ -36,16 +36,15 @@ class Births:
     Args:
         raw: the raw ids; None if no table grows.
         groups: of the tables.
-        tables: all of them.
         seed: of the rows.
     """
 
-    def __init__(
-        self, raw: GrowingIds | None, groups: Sequence[TableGroup], tables: Sequence[TableConfig], seed: int
-    ) -> None:
+    def __init__(self, raw: GrowingIds | None, groups: Sequence[TableGroup], seed: int) -> None:
         self.raw, self.groups, self.seed = raw, groups, seed
         self.step = 0  # lookups that trained
-        self._group_of = {table.name: index for index, group in enumerate(groups) for table in group.tables}
+        spaces = [(index, group.space) for index, group in enumerate(groups)]
+        places = {name: (i, int(space.first_row[at])) for i, space in spaces for at, name in enumerate(space.names)}
+        self._places = [places[name] for name in ([] if raw is None else raw.names)]  # of tables: group, first row
         self._recent: deque[tuple[int, dict[int, Tensor]]] = deque(maxlen=_KEPT)  # step, and addresses by group
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None  # ids of the last such lookup, and its rows
 
@@ -95,21 +94,16 @@ class Births:
     def _reset(self, grown: Grown) -> None:
         """Let rows start anew."""
         assert self.raw is not None
-        found: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for number, (rows, ids) in sorted(grown.births.items()):
-            table = self.raw.tables[number]
-            index = self._group_of[table.name]
-            group = self.groups[index]
-            first, _ = group.space.table_range(group.space.names.index(table.name))
-            mine = found.setdefault(index, ([], []))
-            mine[0].append(torch.from_numpy(rows + first))
-            mine[1].append(initial_rows(table, self.seed, torch.from_numpy(np.ascontiguousarray(ids))))
+        found: dict[int, list[tuple[TableConfig, Ints, Ints]]] = {}
+        for number, (rows, ids) in sorted(grown.births.items()):  # tables of a group are in the order of their rows
+            index, first = self._places[number]
+            found.setdefault(index, []).append((self.raw.tables[number], rows + first, ids))
         where = {}
-        for index, (places, values) in found.items():
-            group = self.groups[index]
-            device = group.storage.weight.device
-            where[index] = torch.cat(places).to(device)  # tables of a group are in the order of their addresses
-            group.start_anew(where[index], torch.cat(values).to(device))
+        for index, mine in found.items():
+            tables, places, ids_of = zip(*mine, strict=True)
+            device = self.groups[index].storage.weight.device
+            where[index] = torch.from_numpy(np.concatenate(places)).to(device)
+            self.groups[index].start_anew(where[index], initial_rows(tables, self.seed, ids_of).to(device))
         self._recent.append((self.step, where))
 
     def check(self, gradients: Sequence[Gradient]) -> None:

@@ -64,14 +64,21 @@ _LEAST = 64  # places of the smallest map
 RAW_BYTES = 40  # of an entry in files: five numbers
 
 
-def initial_rows(table: TableConfig, seed: int, ids: Tensor) -> Tensor:
-    """Return the rows that raw ids [n] int64 of a table start from: [n, D] float32, uniform as all initial rows.
+def initial_rows(tables: Sequence[TableConfig], seed: int, ids: Sequence[Ints]) -> Tensor:
+    """Return the rows that raw ids of tables of D columns start from: [n, D] float32, uniform as all initial rows.
 
     A row depends on (seed, table name, raw id), not on when the id came or which row it got.
+
+    Args:
+        tables: the tables.
+        seed: of the rows.
+        ids: raw ids of each of them, n in all.
     """
-    keys = counter_bits(derive_key(seed, "grow", table.name), ids)
-    column = torch.arange(table.embedding_dim, device=ids.device)
-    return uniform(keys.unsqueeze(1), column) * torch.tensor(table.scale, dtype=torch.float32)
+    counts = [len(each) for each in ids]
+    keys = torch.from_numpy(np.repeat([derive_key(seed, "grow", table.name) for table in tables], counts))
+    scales = torch.from_numpy(np.repeat(np.array([table.scale for table in tables], np.float32), counts))
+    each = counter_bits(keys, torch.from_numpy(np.concatenate(ids)))
+    return uniform(each.unsqueeze(1), torch.arange(tables[0].embedding_dim)) * scales.unsqueeze(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,9 +155,9 @@ class GrowingIds:
         self._remap(np.zeros(len(sizes), np.int64))
 
     def _remap(self, more: Ints) -> None:
-        """Make larger maps, if one lacks room for ``more`` [P] keys in a pool; they are at most half full."""
+        """Make larger maps, if one lacks room for ``more`` [P] keys in a pool; they are at most a quarter full."""
         pools = self._state.pools
-        places, wanted = pools[:, MASK] + 1, 2 * np.minimum(pools[:, LIVE] + more, pools[:, SIZE])
+        places, wanted = pools[:, MASK] + 1, 4 * np.minimum(pools[:, LIVE] + more, pools[:, SIZE])
         if len(self._state.slots) and (wanted <= places).all():
             return
         least = np.maximum(np.where(wanted > places, wanted, 0), np.maximum(places, _LEAST))
@@ -302,9 +309,10 @@ class GrowingIds:
             self._run(work, np.flatnonzero(idle), grows=False)
         counts, births = work.counts, dict[int, tuple[Ints, Ints]]()
         for table in np.flatnonzero(counts[:, BORN]).tolist():
-            first = work.starts[table]
-            born = np.sort(work.births[first : first + counts[table, BORN]])
-            births[table] = born, self._state.entries[self._state.pools[2 * table, BASE] + born, KEY]
+            first, base = int(work.starts[table]), int(self._state.pools[2 * table, BASE])
+            born = work.births[first : first + int(counts[table, BORN])]
+            born.sort()
+            births[table] = born.copy(), self._state.entries[born + base, KEY]
         rows = replace(call, ids=torch.from_numpy(work.out).view(call.ids.shape))
         grown = Grown(call, time, frozen, rows, births, int(counts[:, REFUSED].sum()), clock=clock)
         if keeps:

@@ -20,7 +20,7 @@ from stoker.ops.space import HAVE_NUMBA
 
 if HAVE_NUMBA:
     from stoker.ops.codegen.jit import PLAIN, jit
-    from stoker.ops.codegen.llvm_memory import fetch_add
+    from stoker.ops.codegen.llvm_memory import fetch_add, prefetch
     from stoker.ops.codegen.native import Kernel, arguments
 else:
     PLAIN = {}
@@ -28,6 +28,9 @@ else:
     def jit(function=None, **options):  # type: ignore[misc]
         """Run the loops as they are."""
         return function or (lambda each: each)
+
+    def prefetch(array, place):
+        """Do nothing."""
 
 
 # columns of the pools
@@ -381,16 +384,27 @@ def _sweep(s, m, w):
 
 
 @jit(**PLAIN)
+def _probe(s, w, m, begin, end):
+    """Put into ``w.made`` the entries in the ideal places of some lookups, or -1; fetch their cache lines."""
+    base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
+    for i in range(begin, end):
+        w.made[i] = first + _ideal(w.ids[w.where[i]], mask)
+        prefetch(s.slots, w.made[i])
+    for i in range(begin, end):
+        w.made[i] = np.int64(s.slots[w.made[i]]) - 1
+        prefetch(s.entries, 4 * (base + w.made[i]))
+
+
+@jit(**PLAIN)
 def _look_up(s, w, table):
     """Look up the raw ids of a table that have a row; return where the list of the others ends."""
     m, now = 2 * table, w.clock[0]
-    base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
+    base = s.pools[m, BASE]
     counted = s.pools[m, TTL] >= 0 or s.pools[m, POLICY] > 0
     unknown, stop = w.starts[table], w.starts[table + 1]
     for block in range(w.starts[table], stop, _BLOCK):
         end = min(block + _BLOCK, stop)
-        for i in range(block, end):
-            w.made[i] = np.int64(s.slots[first + _ideal(w.ids[w.where[i]], mask)]) - 1
+        _probe(s, w, m, block, end)
         for i in range(block, end):
             at = np.int64(w.where[i])
             key, r = w.ids[at], w.made[i]
@@ -473,11 +487,18 @@ def step_table(s, w, table):
 @jit(**PLAIN)
 def find_table(s, w, table):
     """Look up the raw ids of a table, and change nothing; those without a row get row 0."""
-    m = 2 * table
-    for i in range(w.starts[table], w.starts[table + 1]):
-        at = np.int64(w.where[i])
-        r = np.int64(-1) if w.ids[at] == 0 else _find(s, m, w.ids[at])
-        w.out[at] = 0 if r < 0 or _expired(s, m, r, w.clock[0]) else r
+    m, stop = 2 * table, w.starts[table + 1]
+    for block in range(w.starts[table], stop, _BLOCK):
+        end = min(block + _BLOCK, stop)
+        _probe(s, w, m, block, end)
+        for i in range(block, end):
+            at = np.int64(w.where[i])
+            key, r = w.ids[at], w.made[i]
+            if key == 0:
+                r = np.int64(-1)
+            elif r >= 0 and s.entries[s.pools[m, BASE] + r, KEY] != key:
+                r = _find(s, m, key)
+            w.out[at] = 0 if r < 0 or _expired(s, m, r, w.clock[0]) else r
 
 
 @jit(**PLAIN)

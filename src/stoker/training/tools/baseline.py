@@ -107,6 +107,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
     if rows < 1:
         raise ConfigError(f"rows is {rows}; give at least 1.")
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+    data.schema.check_ids("linear models and trees have no columns for them")
     batches = list(_drawn(data.train, rows))
     labels = np.concatenate([_labels(batch) for batch in batches]) if batches else np.empty(0)
     if not 0 < labels.sum() < len(labels):

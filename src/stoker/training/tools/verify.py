@@ -263,7 +263,8 @@ class _Comparison:
         """Compare the rows of a batch and their state, in a slot or in the backing store."""
         embeddings = self.placed.model.embeddings
         offsets = None if batch.offsets is None else batch.offsets.cpu()
-        lookups = embeddings.splitter.split(Bags(batch.ids.cpu(), offsets))
+        bags = Bags(batch.ids.cpu(), offsets)
+        lookups = embeddings.splitter.split(bags if embeddings.raw is None else embeddings.raw.find(bags))
         for group, (bags, space) in zip(embeddings.groups, lookups, strict=True):
             found = distinct_rows(bags, space)[0]
             found.sort()
