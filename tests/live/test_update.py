@@ -97,7 +97,7 @@ def test_it_is_a_pass_over_the_rows_in_their_order(place: Path) -> None:
         model.loss(batch).backward()
         dense.step()
         dense.zero_grad()
-    result = stoker.update(run, logs(place, 1))
+    result = stoker.update(run, logs(place, 1), keep_ids=True)
     found = stoker.load(result.checkpoint).model
     for (name, one), (_, other) in zip(model.dense_tensors(), found.dense_tensors(), strict=True):
         assert torch.equal(one, other), name
@@ -129,7 +129,7 @@ def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
     assert (found.number, found.rows) == (1, 600)
 
 
-@pytest.mark.parametrize("placement", [{"device_memory": "2KiB"}, {"device_memory": "2KiB", "host_memory": "1KiB"}])
+@pytest.mark.parametrize("placement", [{"device_memory": "3KiB"}, {"device_memory": "3KiB", "host_memory": "1KiB"}])
 def test_any_placement_writes_the_same_files(place: Path, placement: dict[str, Any]) -> None:
     shutil.copytree(place, place.with_name("other"))
     other = place.with_name("other")
@@ -193,14 +193,56 @@ def test_rows_to_predict_go_on_from_the_last_update(place: Path) -> None:
     assert metrics.compute()["auc"] == pytest.approx(result.before["auc"], abs=1e-4)
 
 
+def test_new_ids_get_rows_that_are_copies_of_row_0(place: Path) -> None:
+    run = place / "run"
+    old = stoker.load(run).model
+    known = old.embeddings.rows("item")
+    follower, fixed = stoker.Follower(run), stoker.Follower(run, old)
+    found = stoker.update(run, logs(place, 3), rate=0.0)
+    rows = stoker.load(run).model.embeddings.rows("item")
+    assert len(rows) > len(known)
+    assert torch.equal(rows[: len(known)], known), "nothing was learned at a rate of 0"
+    assert torch.equal(rows[len(known) :], known[:1].expand(len(rows) - len(known), -1))
+    values = pl.read_parquet(run / "updates/000001/vocab/item.parquet")["value"]
+    before = pl.read_parquet(place / "data/vocab/item.parquet")["value"]
+    assert values[: len(before)].equals(before)
+    day_3 = set(day(3)["item"]) - set(before)
+    assert set(values[len(before) :]) == day_3
+    data = stoker.prepare(files=place / "logs/day_3.csv", like=place / "data", out=place / "fixed")
+    assert found.before == stoker.evaluate(old, data.test), "scores are those with row 0"
+    assert follower.poll()
+    assert torch.equal(follower.model.embeddings.rows("item"), rows)
+    with pytest.raises(CheckpointError, match="other numbers of rows"):
+        fixed.poll()
+    stoker.update(run, logs(place, 4))
+    assert follower.poll()
+    assert torch.equal(follower.model.embeddings.rows("item"), stoker.load(run).model.embeddings.rows("item"))
+    stoker.rollback(run, 0)
+    assert follower.poll()
+    assert torch.equal(follower.model.embeddings.rows("item"), known)
+
+
+def test_an_updated_run_scores_its_own_dataset(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+    for data in ([], ["--data", str(run / "updates/000002")], ["--device-memory", "8KiB"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", str(run), *data])
+        assert not ended.value.code, capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(run), "--data", str(run / "updates/000001")])
+    assert ended.value.code == 2, "neither the first dataset nor the last"
+
+
 def test_tables_in_memory(place: Path) -> None:
     assert stoker.update(place / "run", day(1)).rows == 300
     assert stoker.update(place / "run", day(1)).rows == 0
 
 
-def test_unknown_ids_are_row_0(place: Path) -> None:
+def test_unknown_ids_share_row_0_if_no_rows_are_to_be_added(place: Path) -> None:
     strange = day(1).with_columns(item=pl.lit("never seen"))
-    stoker.update(place / "run", strange)
+    stoker.update(place / "run", strange, keep_ids=True)
     path = find_checkpoint(place / "run")
     [entry] = [each for each in checkpoint.read_manifest(path)["tables"] if each["name"] == "item"]
     assert [(piece["rows"], piece["first"]) for piece in entry["changed"]] == [(1, 0)]

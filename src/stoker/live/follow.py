@@ -40,7 +40,8 @@ class Follower:
     """A model that follows the updates of a run, forwards and, after a roll-back, back.
 
     An update is read and checked first. Then, under :attr:`lock`, its rows are copied into the model, wherever these
-    are. Whoever scores under the same lock never sees a part of an update.
+    are. Whoever scores under the same lock never sees a part of an update. If new ids made tables larger,
+    :attr:`model` is another model from then on.
 
     Args:
         run: the run directory.
@@ -73,6 +74,7 @@ class Follower:
         path = find_checkpoint(self.run.path)
         self._links: list[Link] = []
         self._known: list[str] = []  # sha256 of their manifests
+        self._settings = settings if into is None else None  # of a model of our own
         if into is None:
             self.model: Any = loading.load(path, **settings).model
         else:
@@ -101,9 +103,12 @@ class Follower:
             self._arrived(path)
             return False
         common = next((place for place in reversed(range(len(links))) if self._at(names[place]) is not None), None)
-        changes = None if common is None else self._changes(links, common, names[common])
+        same = self._sizes(links[-1]) == self._sizes(self._links[-1])
+        changes = None if common is None or not same else self._changes(links, common, names[common])
         with self.lock, torch.no_grad():
-            if changes is None:
+            if not same:
+                self._rebuild(path)
+            elif changes is None:
                 loading.load(path, self.model)
             else:
                 tables = module_state.tables_in(module_state.unwrap(self.model))
@@ -112,6 +117,19 @@ class Follower:
                 loading.load_dense(links[-1], self.model)
         self._arrived(path)
         return True
+
+    @staticmethod
+    def _sizes(link: Link) -> list[int]:
+        return [int(entry["num_embeddings"]) for entry in link.manifest["tables"]]
+
+    def _rebuild(self, path: Path) -> None:
+        """Replace the model by one with tables of other sizes."""
+        if self._settings is None:
+            raise CheckpointError(
+                f"{path} has tables with other numbers of rows, for ids that are new. Build a model for it, and a "
+                "follower for that; or leave out the model, so that the follower builds it."
+            )
+        self.model = loading.load(path, **self._settings).model
 
     def _at(self, names: set[str]) -> int | None:
         """Return the place of a checkpoint in the chain that the model has; None if it is not in it."""

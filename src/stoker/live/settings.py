@@ -17,6 +17,9 @@ class UpdateSettings(Settings, panel="Update"):
         None, "Steps between segments within an update, from which a killed one continues.", least=1,
         unset="one segment, at the end",
     )  # fmt: skip
+    keep_ids: bool = setting(
+        False, "Give no rows to new ids. They share row 0, as in training.", options=("--keep-ids",)
+    )
     max_bad: str | float | None = setting(
         None, "Allowed share of bad lines, such as 0.1%.", unset="1%, from 10 bad lines on"
     )

@@ -22,6 +22,7 @@ from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream, Split
 from stoker.live.journal import Journal, Order, opened
 from stoker.live.settings import UpdateSettings
@@ -35,6 +36,7 @@ from stoker.prep.stages.task import Progress as Stage
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.checkpoint import Link
+from stoker.training.files.rundir import open_dataset
 from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import Replica, process_settings
 from stoker.training.scheduled import Feed
@@ -92,10 +94,11 @@ class UpdateResult(Shown):
 def update(*given: Any, **settings: Any) -> UpdateResult:
     """Train a run on new rows, and write what changed.
 
-    The rows are prepared like those of the run: window features go on from where the last update left them, and an id
-    that the vocabulary does not have is row 0. First the model scores them as it is, which says how good it is on rows
-    it has not seen (progressive validation). Then it trains on each row once, in the order of the logs. The rows of
-    tables that changed are a new segment, and ``load(run)``, ``predict`` and ``evaluate`` take the model as it is now.
+    The rows are prepared like those of the run: window features go on from where the last update left them. Ids that
+    the vocabulary does not have get new rows, copies of row 0, which they had until then. First the model scores the
+    rows as it is, which says how good it is on rows it has not seen (progressive validation). Then it trains on each
+    row once, in the order of the logs. The rows of tables that changed are a new segment, and ``load(run)``,
+    ``predict`` and ``evaluate`` take the model as it is now.
 
     All of it happens or nothing. A killed update is continued by the same call. A log that was used already, under
     whatever name, is left out.
@@ -106,6 +109,8 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
         rate: factor on the learning rates of the run, which are constant in an update.
         batch_size: examples per batch; None: that of the run.
         save_every: steps between segments within an update, from which a killed one continues; None: one, at the end.
+        keep_ids: give no rows to new ids. They share row 0. So do ids that occur less often in the new rows than the
+            ``min_count`` of their column says, and all new ids of a model with tensor trains.
         max_bad: allowed share of bad lines.
         data: the dataset of the run, if it was moved.
         progress: called with what is being done, how much is done, and how much there is.
@@ -173,10 +178,12 @@ def prepare_rows(
     def progress(stage: Stage) -> None:
         show("preparing new rows", stage.done, stage.total)
 
-    like = journal.dataset if order.number > 1 or asked.data is None else asked.data
+    like = _before(journal, order, asked)
+    config = TrainConfig.from_dict(journal.config["settings"])
+    grow = not (asked.keep_ids or config.tensor_trains(like.schema))  # cores have no rows of their own
     report = run_prepare(
-        None, inputs, out=journal.run.rows_of(order.number), like=like, max_bad=asked.max_bad, threads=asked.threads,
-        progress=progress,
+        None, inputs, out=journal.run.rows_of(order.number), like=like, grow=grow, max_bad=asked.max_bad,
+        threads=asked.threads, progress=progress,
     )  # fmt: skip
     shutil.rmtree(report.path / ".work", ignore_errors=True)  # of a preparation that was killed at its very end
     data = Dataset(report.path)
@@ -187,13 +194,18 @@ def prepare_rows(
             f"{plural(absent, 'row')} of {len(data.test):,} have no label, so the run cannot be "
             "trained on them. Wait until their labels are known; stoker predict scores rows without."
         )
-    times = [_times(each) for each in (Dataset(like) if not isinstance(like, Dataset) else like, data)]
+    times = [_times(each) for each in (like, data)]
     if all(times) and times[1][0] < times[0][1]:
         report.warnings.append(
             f"the new rows begin at {times[1][0]}, before the last row that the model has seen, of {times[0][1]}. "
             "Updates in order of time keep the model up to date, and test it on rows that it could not know"
         )
     return data, report
+
+
+def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
+    """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
+    return open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
 
 
 def _times(data: Dataset) -> list[Any]:
@@ -216,8 +228,16 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
         own_rates = [group["lr"] for group in replica.dense.param_groups]
         checkpoint.track_changes(replica.model)
         stream = _stream(config, rows, replica.model)
-        check_dataset(data, replica.model.spec, begun["extra"].get("dataset"))
-        loading.load(parent or journal.checkpoint, replica.model, replica.dense, None if parent is None else stream)
+        of_model = _before(journal, order, asked) if parent is None else data
+        known = begun["extra"].get("dataset")
+        check_dataset(of_model, FeatureSpec.from_dict(begun["features"]), known)
+        identity = {
+            **dataset_identity(data),
+            "first": (known or {}).get("first", dataset_identity(of_model)["vocabulary_hash"]),
+        }
+        loading.load_larger(
+            parent or journal.checkpoint, replica.model, replica.dense, None if parent is None else stream
+        )
         for group, rate in zip(replica.dense.param_groups, own_rates, strict=True):
             group["initial_lr"] = rate
         if parent is None:
@@ -234,7 +254,7 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
         def save(parent: Path, path: Path, done: int) -> Path:
             losses.read()
             seen = {**note, "loss_sum": losses.total}
-            extra = {"update": seen, "dataset": dataset_identity(data), "settings": begun["extra"].get("settings", {})}
+            extra = {"update": seen, "dataset": identity, "settings": begun["extra"].get("settings", {})}
             return checkpoint.save(
                 path, replica.model, replica.dense, feed, step=note["first"] + done, extra=extra, parent=parent,
                 overwrite=True, require_finite=True,
@@ -307,8 +327,18 @@ def _result(journal: Journal, segment: Path, notes: list[str], *, new: bool) -> 
     return UpdateResult(
         run=journal.run.path, checkpoint=segment, number=int(done.get("number", 0)), step=int(manifest["step"]),
         rows=rows, before=done["before"] if new else {}, loss=done["loss_sum"] / rows if rows else None,
-        bytes=sum(map(_size, own)) if new else 0, whole_bytes=_size(links[0]), notes=notes,
+        bytes=sum(map(_size, own)) if new else 0, whole_bytes=_whole_size(links), notes=notes,
     )  # fmt: skip
+
+
+def _whole_size(links: list[Link]) -> int:
+    """Return the bytes of the files of a whole checkpoint with the tables of the last segment."""
+    base, rows = links[0].manifest, {entry["name"]: entry["num_embeddings"] for entry in links[-1].manifest["tables"]}
+    total = float(base["files"][checkpoint.DENSE]["bytes"])
+    for entry in base["tables"]:
+        own = sum(int(base["files"][shard["file"]]["bytes"]) for shard in entry["shards"])
+        total += own * rows[entry["name"]] / entry["num_embeddings"]
+    return round(total)
 
 
 def _size(link: Link) -> int:

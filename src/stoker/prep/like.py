@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ class Like:
         path: the dataset.
         recipe: the recipe that derived its rows; None: find it by the name in the manifest.
         history: ``"auto"``: window features continue from the stored state; ``"ignore"``: they start empty.
+        grow: new values get ids after those of the vocabularies.
 
     Raises:
         DataError: there is no dataset, no preparation made it, a file is damaged, or the recipe does not exist.
     """
 
-    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto") -> None:
-        self.data, self.history = Dataset(path), history
+    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto", *, grow: bool = False) -> None:
+        self.data, self.history, self.grow = Dataset(path), history, grow
         path = self.data.path
         manifest = self.data.manifest
         try:
@@ -97,7 +98,8 @@ class Like:
         files = self.data.manifest.get("files", {})
         learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
         dense = [vars(item) for item in self.dense]
-        return {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
+        found = {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
+        return found | ({"grow": True} if self.grow else {})
 
     def check(self, file: str) -> Path:
         """Return the path of a file; raise :class:`DataError` if its bytes are not those of the manifest."""
@@ -110,11 +112,11 @@ class Like:
             )
         return path
 
-    def copy(self, prefix: str, out: Path) -> dict[str, Any]:
+    def copy(self, prefix: str, out: Path, *, without: Sequence[str] = ()) -> dict[str, Any]:
         """Check and copy the files whose names begin with ``prefix``; return their entries for a manifest."""
         entries = {}
         for name, entry in self.data.manifest["files"].items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name not in without:
                 source = self.check(name)
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
                 (out / name).unlink(missing_ok=True)  # after a kill it may be a link to a file of the unfinished work

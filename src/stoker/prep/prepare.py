@@ -87,6 +87,7 @@ class Preparation(PrepareSettings):
     """All settings of a preparation, which :func:`prepare` describes."""
 
     like: Dataset | str | os.PathLike[str] | None = None
+    grow: bool = False
     overwrite: bool = False
     executor: Executor | None = None
     progress: Callable[[Progress], None] | None = None
@@ -108,6 +109,11 @@ class Preparation(PrepareSettings):
                 "ProcessPoolExecutor(); of a Dask client, pass client.get_executor().", settings=("executor",),
             )  # fmt: skip
         if self.like is None:
+            if self.grow:
+                raise ConfigError(
+                    "grow adds values to the vocabularies of another dataset: name it with like, or leave grow out.",
+                    settings=("grow", "like"),
+                )
             return
         if self.reorder is not False:
             raise ConfigError(
@@ -128,7 +134,7 @@ class Preparation(PrepareSettings):
         drafted: Draft | None = None
         if self.like is not None:
             path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
-            measure = _like(path, recipe, self.preset, self.history)
+            measure = _like(path, recipe, self.preset, self.history, grow=self.grow)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
@@ -197,6 +203,8 @@ def prepare(
         like: a prepared dataset or its path. The new rows get its schema, vocabularies, fills, scales and fitted
             features. All rows go to the split ``test``. Rows may lack a label, or files the whole column: the label is
             then NaN, and :func:`stoker.predict` scores the rows.
+        grow: with ``like``, values that its vocabularies do not have get ids after its own, if they occur as often as
+            the column's ``min_count`` says. Ids of the other dataset remain what they are.
         history: for window features, with ``like``. ``"auto"``: the new rows continue the rows of the dataset, and
             older rows are an error. ``"ignore"``: only the new rows count.
         preset: preset of the recipe; None: its first.
@@ -350,7 +358,7 @@ def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
         )  # fmt: skip
 
 
-def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
+def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow: bool) -> Like:
     """Open the dataset of ``like``."""
     if preset is not None:
         raise ConfigError(
@@ -361,7 +369,7 @@ def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
         raise ConfigError(
             f"{path} has a schema, so {named} cannot be used as well. Leave the recipe out.", settings=("like",)
         )
-    return Like(path, recipe, history)
+    return Like(path, recipe, history, grow=grow)
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:

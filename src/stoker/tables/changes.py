@@ -97,6 +97,10 @@ class ChangedRows:
         found: npt.NDArray[np.int64] = torch.nonzero(self._marks(table) == int(change)).view(-1).cpu().numpy()
         return found
 
+    def write(self, table: str, start: int, stop: int) -> None:
+        """Record that the rows ``start..stop`` of a table changed."""
+        self._marks(table)[start:stop] = int(Change.WRITTEN)
+
     def delete(self, table: str, rows: npt.NDArray[np.int64]) -> None:
         """Record that rows [n] of a table are zeros now, with their state. Until a step or a write makes them new."""
         mark(self._marks(table), torch.from_numpy(rows), Change.DELETED)

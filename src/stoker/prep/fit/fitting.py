@@ -46,6 +46,12 @@ class _TableStep:
     def name(self) -> str:
         return f"table {self.table}"
 
+    @property
+    def grows(self) -> bool:
+        """Whether new values get ids after those of ``like``; raw ids need none."""
+        column = next(column for column in self.layout.features if column.table_name == self.table)
+        return self.like is not None and self.like.grow and column.oov != "grow"
+
     def is_whole(self, record: Mapping[str, Any]) -> bool:
         return is_whole(self.work, record) and ("vocab" not in record or same_file(self.vocabulary, record["vocab"]))
 
@@ -56,7 +62,7 @@ class _TableStep:
         builder = TableBuilder(first.type)
         missing, total = 0, 0
         for part in self.parts:
-            chosen = self.splits.train_rows(part)
+            chosen = np.ones(part.rows, np.bool_) if self.grows else self.splits.train_rows(part)
             with part.open() as arrays:
                 for index, column in features:
                     if buckets is not None:
@@ -73,12 +79,17 @@ class _TableStep:
             return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}
         record: dict[str, Any] = {}
         raw_ids = builder.raw_ids() if first.oov == "grow" else None
-        if self.like is not None:
+        if self.like is not None and not self.grows:
             found = builder.find(self.like.vocabulary(self.table))
+        elif self.like is not None:
+            found = builder.extend(self.like.vocabulary(self.table), min_count=first.min_count)
+            added = found.frame["count"].to_numpy()[len(counted) - 1 :]
+            counted = np.concatenate([counted, added.astype(np.int64)])
         else:
             own = any(column.missing == "category" for _, column in features)
             found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
             counted = found.counts()
+        if self.like is None or self.grows:
             with atomic_path(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}

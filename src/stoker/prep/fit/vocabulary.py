@@ -7,7 +7,7 @@ and 4 per distinct value of each block; texts add their bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,22 @@ class TableBuilder:
         ids = np.zeros(self.entries, np.int64)
         ids[self.refs.pop()] = np.flatnonzero(~missing) + 1
         return Vocabulary(frame=known, ids=ids, missing_id=int(missing.argmax()) + 1 if missing.any() else 0)
+
+    def extend(self, known: pl.DataFrame, *, min_count: int) -> Vocabulary:
+        """Look up the added values in an earlier vocabulary; number others that occur ``min_count`` times after it.
+
+        Among new values ids follow by falling count.
+        """
+        found = self.find(known)
+        entries = np.flatnonzero((self._counts >= max(min_count, 1)) & (found.ids == 0))
+        values = pl.Series(pl.from_arrow(self._values))
+        if self.kind in _VIEWS:
+            values = pl.Series(values.to_numpy().view(_VIEWS[self.kind]))
+        frame = pl.DataFrame({"value": values.gather(entries), "count": self._counts[entries], "entry": entries})
+        frame = frame.sort("count", "value", descending=[True, False]).rechunk()
+        found.ids[frame.drop_in_place("entry").to_numpy()] = np.arange(len(entries)) + found.num_embeddings
+        frame = frame.select(pl.col(name).cast(kind) for name, kind in known.schema.items())
+        return replace(found, frame=pl.concat([known, frame]).rechunk())
 
 
 def as_raw_ids(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:

@@ -307,7 +307,8 @@ def _finish(
     files["quarantine.jsonl"] = stored.describe_file(out / "quarantine.jsonl")
     files["counts.safetensors"] = stored.write_counts(out, counts)
     if like is not None:
-        files |= like.copy("vocab/", out) | like.copy(f"{FEATURES}/", out)
+        own = [f"vocab/{name}.parquet" for name, record in fitting.tables.items() if "vocab" in record]
+        files |= like.copy("vocab/", out, without=own) | like.copy(f"{FEATURES}/", out)
     if schema.feature and (like is None or rows.learned):
         folder, tables = out / FEATURES, rows.learned
         made = store_features(folder, schema.feature, tables, extend=like is not None)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
+from stoker.tables.storage import Rows
 from stoker.training.files import module_state
 from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, chain, read_manifest, restart_changes, verify
 from stoker.training.files.module_state import Optimizers
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _REBUILD = "Build the module as it was built when it was saved."
 _SHOWN = 5  # names in a message
+_BLOCK = 2**18  # rows that are written at a time
 
 
 class Resumable(Protocol):
@@ -129,11 +132,32 @@ def load(
             ShardedLoss(module)
     else:
         module = module_state.unwrap(into)
+    kept = _load_into(module, directory, manifest, optimizer, stream, extra_state)
+    return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
+
+
+def load_larger(
+    directory: Path, model: RecModel, optimizer: torch.optim.Optimizer, stream: Resumable | None = None
+) -> None:
+    """Load a checkpoint into a model whose tables may have more rows, as :func:`load` does for equal ones.
+
+    The new rows start as copies of row 0, which their ids had until then, with state of zero. They count as changed.
+    """
+    manifest = read_manifest(directory)
+    verify(directory, manifest)
+    _load_into(model, directory, manifest, optimizer, stream, None, larger=True)
+
+
+def _load_into(
+    module: nn.Module, directory: Path, manifest: Mapping[str, Any], optimizer: Optimizers, stream: Resumable | None,
+    extra_state: Mapping[str, Any] | None, *, larger: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Load a checkpoint that was verified; return its extra state."""
     optimizers = module_state.named_optimizers(optimizer)
     resuming = optimizer is not None or extra_state is not None
     with safe_open(directory / DENSE, framework="pt") as file:
         tensors = _Tensors(file)
-        saved = _Saved(directory, manifest, tensors, module)
+        saved = _Saved(directory, manifest, tensors, module, larger=larger)
         saved.check(optimizers, extra_state, resuming=resuming)
         if stream is not None:  # first: it may refuse its position
             if manifest["stream"] is None:
@@ -145,8 +169,8 @@ def load(
             if (on := module_state.device_of(module)).type == "cuda" and "generator.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["generator.cuda"], on)
         restart_changes(module, directory)
-        kept = {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
-    return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
+        saved.mark_new_rows()
+        return {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
 
 
 def load_dense(link: Link, module: nn.Module) -> None:
@@ -197,11 +221,17 @@ class _Tensors(Mapping[str, Tensor]):
 class _Saved:
     """The contents of a checkpoint of either format, and the module to load it into."""
 
-    def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module) -> None:
+    def __init__(
+        self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module, *,
+        larger: bool = False,
+    ) -> None:  # fmt: skip
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
+        self.chain = chain(directory, manifest)
         self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
         self.first = "trained" not in manifest
-        self.chain = chain(directory, manifest)
+        self.entries = manifest["tables"]  # as they were saved
+        if larger:
+            self.manifest = self._enlarged(manifest)
         self.trained: dict[str, Any] = manifest.get("trained", {})
         self.optimizers: dict[str, Any] = manifest.get("optimizers", {})
         self.extras: dict[str, Any] = manifest.get("extra_state", {})
@@ -260,7 +290,7 @@ class _Saved:
         """
         for name, row_optimizer in self.settings.items():
             self.mine[name].optimizer = row_optimizer
-        for entry in self.manifest["tables"]:
+        for entry in self.entries:
             self._load_table(entry)
         self.fill_dense()
         for name, optimizer in optimizers.items():
@@ -387,6 +417,39 @@ class _Saved:
         tables = self.tables[entry.get("module", "embeddings")]
         for start, rows in SavedTable(self.chain, entry).chunks():
             tables.write(entry["name"], start, rows)
+        for start, stop in self._new_rows(entry):
+            row = tables.group_of[entry["name"]].gather(entry["name"], np.zeros(stop - start, np.int64))
+            state = {name: torch.zeros_like(value) for name, value in row.state.items()}
+            tables.write(entry["name"], start, Rows(row.weight, state))
+
+    def _new_rows(self, entry: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+        """Yield blocks of the rows of a table that the saved one did not have."""
+        stored = self.tables[entry.get("module", "embeddings")].stored
+        last = next(table.num_embeddings for table in stored if table.name == entry["name"])
+        for start in range(int(entry["num_embeddings"]), last, _BLOCK):
+            yield start, min(start + _BLOCK, last)
+
+    def mark_new_rows(self) -> None:
+        """Note the rows that the checkpoint does not have as changed since."""
+        for entry in self.entries:
+            if (changes := self.tables[entry.get("module", "embeddings")].changes) is not None:
+                for start, stop in self._new_rows(entry):
+                    changes.write(entry["name"], start, stop)
+
+    def _enlarged(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the manifest as if the tables had the rows of the module's, where these are more."""
+        found = {(name, table.name): table for name, each in self.tables.items() for table in each.stored}
+
+        def more(entry: Mapping[str, Any]) -> dict[str, Any]:
+            mine = found.get((entry.get("module", "embeddings"), entry["name"]))
+            rows = int(entry["num_embeddings"])
+            return {**entry, "num_embeddings": rows if mine is None else max(rows, mine.num_embeddings)}
+
+        tables = [more(entry) for entry in manifest["tables"]]
+        features = dict(manifest["features"])
+        sizes = {entry["name"]: entry["num_embeddings"] for entry in tables}
+        features["num_embeddings"] = {name: sizes.get(name, rows) for name, rows in features["num_embeddings"].items()}
+        return {**manifest, "tables": tables, "features": features}
 
     def _load_raw_ids(self, module: str, tables: EmbeddingTables) -> None:
         entries = [each for each in self.manifest["tables"] if each.get("module", "embeddings") == module]

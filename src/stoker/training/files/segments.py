@@ -177,9 +177,10 @@ class SavedTable:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    with errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError, OSError)):
-        file = safe_open(path, framework="pt")
-    with file:
+    with (
+        errors_as(CheckpointError, f"{path} cannot be read", caught=(SafetensorError, OSError)),
+        safe_open(path, framework="pt") as file,
+    ):
         yield file
 
 

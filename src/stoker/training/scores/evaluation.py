@@ -58,13 +58,18 @@ def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str
         ConfigError: the dataset differs; the message names what differs.
     """
     mine, theirs = spec.to_dict(), dataset.schema.to_dict()
+    identity: dict[str, Any] = dataset_identity(dataset)
+    if trained_on is not None and trained_on.get("first") == identity["vocabulary_hash"]:
+        # Updates have added ids after those of the run's own dataset, which still mean what they did.
+        theirs["num_embeddings"] = mine["num_embeddings"]
+        trained_on = {**trained_on, "vocabulary_hash": identity["vocabulary_hash"]}
     for what in ("dense", "features", "num_embeddings"):
         if canonical_json(mine[what]) != canonical_json(theirs[what]):
             raise ConfigError(
                 f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are "
                 f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. {_REMEDY}"
             )
-    if trained_on is not None and trained_on != dataset_identity(dataset):
+    if trained_on is not None and {name: trained_on.get(name) for name in identity} != identity:
         raise ConfigError(
             f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
             f"its ids stand for other values and the scores would mean nothing. {_REMEDY}"
