@@ -15,12 +15,15 @@ import torch
 from campaigns import scaled
 from growing import Reference
 from placed import Pairs
+from ranked import on_threads
 from safetensors.torch import load_file
 from torch import Tensor
 
 import stoker
 from stoker import Batch, Cached, Device, EmbeddingTables, Grow, HostPipelined, HotCold, Mapped, TableConfig, optim
 from stoker.base.errors import ConfigError
+from stoker.ops.tree import shard_bounds
+from stoker.tables import Ranks
 from stoker.tables.growing.ids import initial_rows
 from stoker.training.files.segments import join
 
@@ -467,3 +470,43 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = page.read_text(encoding="utf-8").split("```python\n")[1:]
     exec(block.split("```")[0], {})
     assert capsys.readouterr().out == "tensor([               0, 8414207365114298,                0])\n"
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_number_of_ranks_changes_nothing(count: int, divided: bool) -> None:
+    random, grow, sizes = np.random.default_rng(count), Grow(admit=2, ttl=4, evict="lru"), (17, 8, 1, 30)
+    jagged = []
+    for size in sizes * 3:
+        lengths = torch.from_numpy(random.integers(0, 4, 2 * size))
+        ids = torch.from_numpy(random.zipf(1.3, int(lengths.sum())))
+        jagged.append((ids, torch.cat([torch.zeros(1).long(), lengths.cumsum(0)]), torch.randn(size, 2, 4)))
+
+    def train(ranks: Ranks | None) -> dict[str, Tensor]:
+        tables = [TableConfig(name=name, num_embeddings=25, embedding_dim=4, grow=grow) for name in ("user", "item")]
+        placement = Cached(slots=20) if ranks is None or ranks.rank else Device()
+        options = {"ranks": ranks} if divided and ranks is not None else {}
+        made = EmbeddingTables(
+            tables, optimizer=optim.Adagrad(lr=0.1), shards=8, placement=Device() if divided else placement, **options
+        )
+        if ranks is not None and not divided:
+            made.replicate(ranks)
+        stream = jagged
+        if ranks is not None:
+            stream = []
+            for ids, offsets, gradient in jagged:
+                own, bounds = ranks.numbers_of(ranks.rank, 8), shard_bounds(len(gradient), 8)
+                begin, end = bounds[own.start], bounds[own.stop]
+                mine = offsets[2 * begin : 2 * end + 1]
+                stream.append((ids[mine[0] : mine[-1]], mine - mine[0], gradient[begin:end]))
+        stream = [(*batch, 2 * step) for step, batch in enumerate(stream)]
+        for ids, offsets, gradient, time in stoker.stage(
+            stream, made, lookups=lambda batch: (batch[0], batch[1], None, batch[3])
+        ):
+            made(ids, offsets, time=time).backward(gradient)
+        return {name: value.clone() for name, value in made.state_dict().items()}
+
+    wanted = train(None)
+    for found in on_threads(count, train):
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name

@@ -60,7 +60,6 @@ class TablesArguments:
         cannot = {
             f"{type(self.optimizer).__name__}, whose steps depend on all rows of a table: take another row optimizer":
                 self.optimizer.rule(0).definition.scope == "table",
-            "ranks: train them in one process": self.ranks is not None,
         }  # fmt: skip
         if names and (found := [what for what, asked in cannot.items() if asked]):
             raise ConfigError(f"tables that grow ({', '.join(names[:3])}) do not go with {found[0]}.")

@@ -365,7 +365,7 @@ class EmbeddingTables(CopiedTables):
         given: tuple[Tensor, Tensor | None] | None = (ids, copy)
         if self.raw is not None:
             grows = trains and self.training
-            call, leases = self._births.rows_of(call, leases, grown, time, self._frozen, grows=grows)
+            call, leases = self._births.rows_of(call, leases, grown, time, self._frozen, grows=grows, ranks=self.ranks)
             given = None  # rows are in memory of their own
         weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
         if joint := None if weighted else self._joint:
@@ -633,11 +633,6 @@ class EmbeddingTables(CopiedTables):
         Raises:
             ConfigError: the ranks have different rows.
         """
-        if self.raw is not None and replicas is not None:
-            raise ConfigError(
-                f"tables that grow ({', '.join(self.raw.names[:3])}) do not train on several ranks yet: each would "
-                "give rows to the raw ids of its own examples. Train them in one process."
-            )
         self._steps.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")

@@ -50,7 +50,7 @@ _JUDGED = 16  # batches between two checks of the stalls
 _PATIENCE = 8  # checks without stalls before the first shrink; twice as many before each later one
 
 Item = TypeVar("Item")
-Lookup = Tensor | tuple[Tensor | None, ...]  # ids, with offsets and weights if there are any
+Lookup = Tensor | tuple[Any, ...]  # ids, with offsets and weights if there are any, and a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,16 @@ class Stage(Generic[Item]):
             raise ConfigError(f"lookups gave {type(ids).__name__} where ids [B, F] or [L] are expected, as a tensor.")
         return ids, offsets, None if weights is None else weights.detach()
 
+    def _time_of(self, item: Any) -> int | None:
+        """Return the time of a batch, for tables that grow: the fourth of its lookups, or an attribute."""
+        found: Any = self._lookups(item)
+        given = found[3] if isinstance(found, tuple | list) and len(found) > 3 else getattr(item, "time", None)
+        return None if given is None else int(given)
+
     def __iter__(self) -> Iterator[Item]:
-        if not self._groups and not self._readers and not (self.background and self.tables.raw):
+        raw, ranks = self.tables.raw, self.tables.ranks
+        # Rows of raw ids depend on the batches of all ranks, which meet when they look up.
+        if (raw and ranks) or not (self._groups or self._readers or (self.background and raw)):
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
@@ -297,7 +305,7 @@ class _Run:
         ids, copies = call.ids, None if stage._private else _copied(call)
         if copies is not None:  # the announced ids are looked up, unless something changes them meanwhile
             call = Bags(*copies, call.weights)
-        grown = self.tables.ahead(call, getattr(item, "time", None))
+        grown = self.tables.ahead(call, stage._time_of(item))
         if grown is not None:
             self._grown.append(grown)
             while self._grown[0].taken:
@@ -497,8 +505,9 @@ def stage(
             bytes for every distinct row of every batch. For streams that can be read twice:
             ``dataset.train.batches(...)``.
         progress: called with (name of the work, batches done, batches in all) meanwhile, from any thread.
-        lookups: returns the lookups of an item of ``stream``: ids, or (ids, offsets), or (ids, offsets, weights).
-            None: the items have these attributes, as :class:`stoker.Batch`.
+        lookups: returns the lookups of an item of ``stream``: ids, or (ids, offsets), or (ids, offsets, weights), or
+            these and the time that the loop gives to tables that grow. None: the items have these attributes, as
+            :class:`stoker.Batch`.
 
     Raises:
         ConfigError: a number is out of its range, ``epoch_lookahead`` is set but the stream cannot be read twice, the

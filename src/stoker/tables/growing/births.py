@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from stoker.base.errors import ConfigError
 from stoker.ops import Bags
@@ -25,6 +26,7 @@ from stoker.tables.config import TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import GrowingIds, Grown, Ints, initial_rows
 from stoker.tables.lookups import version_of
+from stoker.tables.ranks.transport import Ranks
 from stoker.tables.storage import Lease, release_all
 
 _KEPT = 64  # steps whose births are known
@@ -50,7 +52,7 @@ class Births:
 
     def rows_of(
         self, call: Bags, leases: list[Lease | None], grown: Grown | None, time: int | None, frozen: frozenset[str], *,
-        grows: bool,
+        grows: bool, ranks: Ranks | None = None,
     ) -> tuple[Bags, list[Lease | None]]:  # fmt: skip
         """Return a call with rows for its raw ids, and the leases that still fit.
 
@@ -61,6 +63,7 @@ class Births:
             time: of the batch.
             frozen: tables that do not train.
             grows: whether this lookup trains.
+            ranks: that train together, each with some of the examples; all of them call this.
         """
         assert self.raw is not None
         device, raw = call.ids.device, call.ids
@@ -71,8 +74,11 @@ class Births:
             if rows is None:
                 rows = grown.call.ids if fits and grown is not None else self.raw.find(call.cpu()).ids
         else:
-            done, fits = self.raw.take(grown, call.cpu(), time, frozen)
-            rows = done.call.ids
+            whole, mine = call.cpu(), slice(None)
+            if ranks is not None:
+                whole, time, mine = _joined(ranks, whole, time)
+            done, fits = self.raw.take(grown, whole, time, frozen)
+            rows = done.call.ids[mine]
             self.step += 1
             self._last = weakref.ref(raw), version_of(raw), rows
             if done.births:
@@ -125,3 +131,21 @@ class Births:
                     "lookups that trained, and a row may be another raw id's now. Step after each lookup that trains, "
                     "join the examples in one batch, or give the tables more rows."
                 )
+
+
+def _joined(ranks: Ranks, call: Bags, time: int | None) -> tuple[Bags, int | None, slice]:
+    """Return the batch of all ranks, in their order, its time, and where the own ids are in it."""
+    kind = "in bags" if call.offsets is not None else "one a feature"
+    known = ranks.numbers("tell the time of a lookup", [time is not None, time or 0])
+    ids = call.ids.to(torch.int64).clone(memory_format=torch.contiguous_format)  # also where it is empty
+    parts = ranks.gather(f"look up raw ids, {kind}", ids)
+    begin = sum(len(part) for part in parts[: ranks.rank])
+    offsets = None
+    if call.offsets is not None:
+        lengths = torch.cat(ranks.gather("look up raw ids, their bags", call.offsets.diff()))
+        offsets = pad(lengths.cumsum(0), (1, 0))
+    times = [value for given, value in known if given]
+    if 0 < len(times) < len(known):
+        raise ConfigError("some ranks have a time for this lookup, others have none. Give it on every rank.")
+    whole = Bags(torch.cat(parts), offsets)
+    return whole, max(times, default=None), slice(begin, begin + len(parts[ranks.rank]))

@@ -255,17 +255,12 @@ class GrowingIds:
         if step and bool(timed) != (time is not None):
             raise ConfigError(
                 f"step {step:,} {'has no time, but those before it had' if timed else 'has a time, but none before it'}"
-                f". Give a time with every lookup of tables that grow ({', '.join(self.names[:3])}), or with none."
+                f". Give a time with every lookup of tables that grow ({', '.join(self.names[:3])}), for a "
+                "stage as the fourth value of lookups= or as an attribute of the batch; or give none."
             )
         self._clock[1] = step + 1
         self._clock[2] = time is not None
         self._clock[0] = step + 1 if time is None else max(time, int(self._clock[0]) if step else time)
-
-    def _out(self, call: Bags) -> npt.NDArray[Any]:
-        """Return an array for rows, with the ids of tables that do not grow."""
-        if (self._owner >= 0).all():
-            return np.empty(call.ids.numel(), np.int32)
-        return _numpy(call.ids).copy()
 
     def _where(self, call: Bags) -> tuple[npt.NDArray[np.int32], Ints]:
         """Return the places of the lookups of each table, in order, and where those of each begin [T + 1]."""
@@ -293,8 +288,9 @@ class GrowingIds:
         births, made, unknown = (np.empty(size, np.int64) for _ in range(3))
         changes, touches = np.empty((int(room.sum()) * keeps, 6), np.int64), np.empty((size * keeps, 5), np.int64)
         firsts = np.stack([np.cumsum(room) - room, starts[:-1]], 1)
+        ids = _numpy(call.ids)
         return Work(
-            _numpy(call.ids), where, starts, self._out(call), self._clock, births, made, unknown, changes, touches,
+            ids, where, starts, ids.copy(), self._clock, births, made, unknown, changes, touches,
             firsts, keeps, np.zeros((len(lookups), 4), np.int64),
         )  # fmt: skip
 

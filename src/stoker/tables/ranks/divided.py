@@ -220,6 +220,12 @@ class DividedGroup(TableGroup):
         self.version += 1
         self.tick += 1
 
+    def start_anew(self, rows: Tensor, weight: Tensor) -> None:
+        mine = self._local(rows)[1] % self.ranks.size == self.ranks.rank
+        self.version += 1
+        if bool(mine.any()):
+            self.own.start_anew(self._owned(rows[mine]), weight[mine])
+
     # ---- contents
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
