@@ -129,7 +129,7 @@ def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
     assert (found.number, found.rows) == (1, 600)
 
 
-@pytest.mark.parametrize("placement", [{"device_memory": "3KiB"}, {"device_memory": "3KiB", "host_memory": "1KiB"}])
+@pytest.mark.parametrize("placement", [{"device_memory": "1KiB"}, {"device_memory": "1KiB", "host_memory": "1KiB"}])
 def test_any_placement_writes_the_same_files(place: Path, placement: dict[str, Any]) -> None:
     shutil.copytree(place, place.with_name("other"))
     other = place.with_name("other")

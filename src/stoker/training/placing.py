@@ -111,7 +111,7 @@ def place(
     """
     sizes = {table.name: table.num_embeddings for table in tables}
     counts = {name: found for name, found in data.counts.items() if len(found) == sizes.get(name)}
-    examples = max(1, len(data.train))
+    examples = len(data.train) or _counted_examples(data, tables, counts)
     mean = {
         feature: float(counts[table.name].sum()) / examples / len(table.features)
         for table in tables
@@ -127,6 +127,16 @@ def place(
         tables, counts, optimizer=optimizer, budget=budget, batch_size=batch_size, hot_batches=hot,
         ids_per_feature=mean, max_ids=most, **options,
     )  # fmt: skip
+
+
+def _counted_examples(data: Dataset, tables: Sequence[TableConfig], counts: Mapping[str, torch.Tensor]) -> int:
+    """Return how many examples the counts are of, for a dataset that has them from another (``like``)."""
+    several = {feature.name for feature in data.schema.features if feature.sequence}
+    found = [
+        int(counts[table.name].sum()) // len(table.features)
+        for table in tables if table.name in counts and not several.intersection(table.features)
+    ]  # fmt: skip
+    return max([1, *found]) if found else max(1, *(len(split) for split in data.splits.values()))
 
 
 def place_scoring(
