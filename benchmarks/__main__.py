@@ -19,6 +19,7 @@ from benchmarks import (
     first_result,
     formats,
     gradient_share,
+    growing,
     hot_cold,
     loading,
     lookahead,
@@ -74,6 +75,7 @@ def all_bars() -> list[Bar]:
         tensor_train_mix,
         extreme_batches,
         every_day,
+        growing,
     )
     return [bar for module in modules for bar in module.bars()]
 

@@ -24,7 +24,7 @@ from stoker import Batch, Cached, Device, EmbeddingTables, Grow, HostPipelined, 
 from stoker.base.errors import ConfigError
 from stoker.ops.tree import shard_bounds
 from stoker.tables import Ranks
-from stoker.tables.growing.ids import initial_rows
+from stoker.tables.growing.ids import InitialRows
 from stoker.training.files.segments import join
 
 PROGRAMS = 120
@@ -32,6 +32,10 @@ OPTIMIZERS = (
     optim.SGD(lr=0.1), optim.Adagrad(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.05), optim.FTRL(lr=0.1),
     optim.MomentumSGD(lr=0.1),
 )  # fmt: skip
+
+
+def initial_rows(table: TableConfig, seed: int, ids: list[int]) -> Tensor:
+    return InitialRows([table], seed).make(np.zeros(len(ids), np.int64), np.array(ids), table.embedding_dim)
 
 
 def strategies(random: np.random.Generator, folder: Path) -> dict[str, Any]:
@@ -81,7 +85,7 @@ class ByHand:
             for row, key in sorted(born.items()):
                 fresh = self.life[name][row] = self.next[name]
                 self.next[name] += 1
-                self.made.write(name, fresh, initial_rows([table], self.seed, [np.array([key])]))
+                self.made.write(name, fresh, initial_rows(table, self.seed, [key]))
             out[:, column] = torch.tensor([self.life[name][row] for row in rows])
         return out
 
@@ -228,7 +232,7 @@ def test_known_beforehand_or_not_and_in_any_order() -> None:
         [TableConfig(name="item", num_embeddings=400, embedding_dim=4)], optimizer=optim.Adagrad(lr=0.1)
     )
     row_of = {raw_id: row for row, raw_id in enumerate(random.permutation(raw).tolist(), 50)}
-    known.write("item", 50, initial_rows(grown.tables, 0, [np.array(list(row_of))]))
+    known.write("item", 50, initial_rows(grown.tables[0], 0, list(row_of)))
     for ids in stoker.stage(batches, grown, lookups=lambda ids: ids):
         rows = torch.tensor([[row_of[each]] for each in ids.flatten().tolist()])
         for made, wanted in ((grown, ids), (known, rows)):

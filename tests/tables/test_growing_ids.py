@@ -99,11 +99,9 @@ class Stream:
 
     def check(self, grown: Grown, wanted: tuple[list[int], dict[str, dict[int, int]]]) -> None:
         assert grown.call.ids.reshape(-1).tolist() == wanted[0]
-        births = {
-            self.raw.names[at]: dict(zip(*map(list, map(np.ndarray.tolist, pair)), strict=True))
-            for at, pair in grown.births.items()
-        }
-        assert births == {name: found for name, found in wanted[1].items() if found}
+        names = [self.raw.names[at] for at in grown.births.tables.tolist()]
+        born = list(zip(names, grown.births.rows.tolist(), grown.births.ids.tolist(), strict=True))
+        assert born == [(name, *each) for name in self.raw.names for each in sorted(wanted[1][name].items())]
 
     def check_state(self) -> None:
         for name, known in self.known.items():

@@ -22,9 +22,8 @@ from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 from stoker.ops.reference import addresses
 from stoker.tables.autograd import Gradient
-from stoker.tables.config import TableConfig
 from stoker.tables.group import TableGroup
-from stoker.tables.growing.ids import GrowingIds, Grown, Ints, initial_rows
+from stoker.tables.growing.ids import GrowingIds, Grown, InitialRows
 from stoker.tables.lookups import version_of
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.storage import Lease, release_all
@@ -46,7 +45,9 @@ class Births:
         self.step = 0  # lookups that trained
         spaces = [(index, group.space) for index, group in enumerate(groups)]
         places = {name: (i, int(space.first_row[at])) for i, space in spaces for at, name in enumerate(space.names)}
-        self._places = [places[name] for name in ([] if raw is None else raw.names)]  # of tables: group, first row
+        own = [places[name] for name in ([] if raw is None else raw.names)]
+        self._groups, self._firsts = np.array(own, np.int64).reshape(-1, 2).T.copy()
+        self._initial = InitialRows([] if raw is None else raw.tables, seed)
         self._recent: deque[tuple[int, dict[int, Tensor]]] = deque(maxlen=_KEPT)  # step, and addresses by group
         self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None  # ids of the last such lookup, and its rows
 
@@ -81,7 +82,7 @@ class Births:
             rows = done.call.ids[mine]
             self.step += 1
             self._last = weakref.ref(raw), version_of(raw), rows
-            if done.births:
+            if len(done.births.rows):
                 self._reset(done)
         if not fits:
             release_all(leases)
@@ -100,16 +101,15 @@ class Births:
     def _reset(self, grown: Grown) -> None:
         """Let rows start anew."""
         assert self.raw is not None
-        found: dict[int, list[tuple[TableConfig, Ints, Ints]]] = {}
-        for number, (rows, ids) in sorted(grown.births.items()):  # tables of a group are in the order of their rows
-            index, first = self._places[number]
-            found.setdefault(index, []).append((self.raw.tables[number], rows + first, ids))
+        tables, rows, ids = grown.births
         where = {}
-        for index, mine in found.items():
-            tables, places, ids_of = zip(*mine, strict=True)
-            device = self.groups[index].storage.weight.device
-            where[index] = torch.from_numpy(np.concatenate(places)).to(device)
-            self.groups[index].start_anew(where[index], initial_rows(tables, self.seed, ids_of).to(device))
+        for index in np.unique(self._groups[tables]).tolist():
+            mine = slice(None) if len(self.groups) == 1 else self._groups[tables] == index
+            device, own = self.groups[index].storage.weight.device, tables[mine]
+            # Tables of a group are in the order of their rows.
+            where[index] = torch.from_numpy(rows[mine] + self._firsts[own]).to(device)
+            fresh = self._initial.make(own, ids[mine], self.groups[index].dim)
+            self.groups[index].start_anew(where[index], fresh.to(device))
         self._recent.append((self.step, where))
 
     def check(self, gradients: Sequence[Gradient]) -> None:

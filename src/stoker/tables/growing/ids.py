@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,21 +64,29 @@ _LEAST = 64  # places of the smallest map
 RAW_BYTES = 40  # of an entry in files: five numbers
 
 
-def initial_rows(tables: Sequence[TableConfig], seed: int, ids: Sequence[Ints]) -> Tensor:
-    """Return the rows that raw ids of tables of D columns start from: [n, D] float32, uniform as all initial rows.
+class Newborn(NamedTuple):
+    """Rows that start anew, by table and row."""
+
+    tables: Ints  # [n] numbers of tables that grow
+    rows: Ints  # [n]
+    ids: Ints  # [n] raw ids
+
+
+class InitialRows:
+    """The rows that raw ids of tables start from: uniform, as all initial rows.
 
     A row depends on (seed, table name, raw id), not on when the id came or which row it got.
-
-    Args:
-        tables: the tables.
-        seed: of the rows.
-        ids: raw ids of each of them, n in all.
     """
-    counts = [len(each) for each in ids]
-    keys = torch.from_numpy(np.repeat([derive_key(seed, "grow", table.name) for table in tables], counts))
-    scales = torch.from_numpy(np.repeat(np.array([table.scale for table in tables], np.float32), counts))
-    each = counter_bits(keys, torch.from_numpy(np.concatenate(ids)))
-    return uniform(each.unsqueeze(1), torch.arange(tables[0].embedding_dim)) * scales.unsqueeze(1)
+
+    def __init__(self, tables: Sequence[TableConfig], seed: int) -> None:
+        self._keys = np.array([derive_key(seed, "grow", table.name) for table in tables], np.int64)
+        self._scales = np.array([table.scale for table in tables], np.float32)
+
+    def make(self, tables: Ints, ids: Ints, dim: int) -> Tensor:
+        """Return rows [n, D] float32 for the raw ids [n] of the tables of these numbers [n]."""
+        keys, scales = torch.from_numpy(self._keys[tables]), torch.from_numpy(self._scales[tables])
+        each = counter_bits(keys, torch.from_numpy(ids))
+        return uniform(each.unsqueeze(1), torch.arange(dim)) * scales.unsqueeze(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +97,7 @@ class Grown:
     time: int | None
     frozen: frozenset[str]  # tables that do not grow meanwhile
     call: Bags  # ids are rows
-    births: Mapping[int, tuple[Ints, Ints]]  # table -> rows that start anew, rising, and their raw ids
+    births: Newborn
     refused: int = 0  # lookups that found no free row
     trains: bool = True  # else nothing grew
     changes: Ints | None = None  # the journal of a step that is ahead of training
@@ -102,6 +110,9 @@ class Grown:
     def bytes(self) -> int:
         """Bytes of the journal."""
         return sum(0 if each is None else each.nbytes for each in (self.changes, self.touches))
+
+
+_NOBODY = Newborn(*np.empty((3, 0), np.int64))
 
 
 class GrowingIds:
@@ -171,7 +182,7 @@ class GrowingIds:
         """Do the next step before its batch trains, for :meth:`take`; without ``grows``, :meth:`find` the rows."""
         with self.lock:
             if not grows:
-                return Grown(call, time, frozen, self.find(call), {}, trains=False, clock=tuple(self.clock))
+                return Grown(call, time, frozen, self.find(call), _NOBODY, trains=False, clock=tuple(self.clock))
             self._show(committed=False)
             grown = self._step(call, time, frozen, keeps=True)
             self._ahead.append(grown)
@@ -303,12 +314,13 @@ class GrowingIds:
         self._run(work, np.flatnonzero(~idle), grows=True)
         if idle.any():
             self._run(work, np.flatnonzero(idle), grows=False)
-        counts, births = work.counts, dict[int, tuple[Ints, Ints]]()
-        for table in np.flatnonzero(counts[:, BORN]).tolist():
-            first, base = int(work.starts[table]), int(self._state.pools[2 * table, BASE])
-            born = work.births[first : first + int(counts[table, BORN])]
-            born.sort()
-            births[table] = born.copy(), self._state.entries[born + base, KEY]
+        counts, births = work.counts, _NOBODY
+        if total := int(counts[:, BORN].sum()):
+            begins = np.repeat(work.starts[:-1] - (counts[:, BORN].cumsum() - counts[:, BORN]), counts[:, BORN])
+            tables = np.repeat(np.arange(len(counts)), counts[:, BORN])
+            places = self._state.pools[2 * tables, BASE] + work.births[begins + np.arange(total)]
+            places.sort()  # the pools of the tables are in their order
+            births = Newborn(tables, places - self._state.pools[2 * tables, BASE], self._state.entries[places, KEY])
         rows = replace(call, ids=torch.from_numpy(work.out).view(call.ids.shape))
         grown = Grown(call, time, frozen, rows, births, int(counts[:, REFUSED].sum()), clock=clock)
         if keeps:
