@@ -44,6 +44,7 @@ class Log:
     item: str
     first: int  # days that are trained first
     days: int
+    keep_ids: bool = False  # of the updates; chosen by their AUC on the days before those that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def _retail(files: list[Path]) -> pl.DataFrame:
 
 LOGS = {
     "globo": Log(title="Globo, one reader in 4, by day", files=("globo/clicks.parquet",), read=_globo, item="item",
-                 first=10, days=15),
+                 first=10, days=15, keep_ids=True),
     "ebnerd": Log(title="EB-NeRD, by day", files=("ebnerd/train_behaviors.parquet",
                                                   "ebnerd/validation_behaviors.parquet"), read=_ebnerd, item="item",
                   first=9, days=14),
@@ -148,7 +149,7 @@ def _days(log: Log, folder: Path, seed: int) -> list[Day]:
             anew = stoker.evaluate(result.model, stoker.prepare(files=files[day], like=data).test)["auc"]
             result.model.embeddings.close()
         began = time.process_time()
-        made = stoker.update(folder / "run", files[day])
+        made = stoker.update(folder / "run", files[day], keep_ids=log.keep_ids)
         found.append(
             Day(rows=made.rows, updated=made.before["auc"] or 0.5, anew=anew, anew_seconds=spent,
                 update_seconds=time.process_time() - began, share=made.bytes / made.whole_bytes)
