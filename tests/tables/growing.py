@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from stoker import Grow
-from stoker.tables.growing.kernels import SWEEPS
+from stoker.tables.growing.state import SWEEPS
 
 __all__ = ["Pool", "Reference"]
 

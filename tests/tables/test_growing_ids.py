@@ -12,6 +12,7 @@ from numpy.random import Generator
 from stoker import Grow, TableConfig
 from stoker.ops import Bags
 from stoker.tables.growing import ids as growing_ids_module
+from stoker.tables.growing import kernels
 from stoker.tables.growing.ids import GrowingIds, Grown
 
 NOBODY: frozenset[str] = frozenset()
@@ -156,7 +157,7 @@ def test_rows_are_those_of_a_dictionary(first: int) -> None:
 def test_loops_without_numba_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing_ids_module, "HAVE_NUMBA", False)
     for name in ("step_table", "find_table", "swap", "make_maps"):
-        kernel = getattr(growing_ids_module.kernels, name)
-        monkeypatch.setattr(growing_ids_module.kernels, name, kernel.py_func)
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, kernel.py_func)
     for seed in range(20_000, 20_000 + scaled(40)):
         run(seed)

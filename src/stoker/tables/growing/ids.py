@@ -26,8 +26,7 @@ from stoker.ops import Bags
 from stoker.ops.reference import bag_lengths, counter_bits, derive_key, uniform
 from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import TableConfig
-from stoker.tables.growing import kernels
-from stoker.tables.growing.kernels import (
+from stoker.tables.growing.state import (
     ADMIT,
     BASE,
     BORN,
@@ -176,7 +175,7 @@ class GrowingIds:
         pools[:, MASK] = sizes - 1
         pools[:, MAP] = np.cumsum(sizes) - sizes
         self._state = self._state._replace(slots=np.zeros(int(sizes.sum()), np.int32))
-        _quietly(kernels.make_maps, self._state)
+        _quietly(_kernels().make_maps, self._state)
 
     def ahead(self, call: Bags, time: int | None, frozen: frozenset[str], *, grows: bool) -> Grown:
         """Do the next step before its batch trains, for :meth:`take`; without ``grows``, :meth:`find` the rows."""
@@ -252,7 +251,7 @@ class GrowingIds:
         for grown in reversed(self._ahead) if committed else self._ahead:
             assert grown.changes is not None
             assert grown.touches is not None
-            _quietly(kernels.swap, self._state, grown.changes, grown.touches, committed)
+            _quietly(_kernels().swap, self._state, grown.changes, grown.touches, committed)
             clock = tuple(self._clock.tolist())
             self._clock[:] = grown.clock
             grown.clock = clock
@@ -334,10 +333,10 @@ class GrowingIds:
 
     def _run(self, work: Work, tables: Ints, *, grows: bool) -> None:
         if HAVE_NUMBA:
-            kernels.RUN.run(*work, *self._state, tables, grows, np.zeros(1, np.int64))
+            _kernels().RUN.run(*work, *self._state, tables, grows, np.zeros(1, np.int64))
             return
         for table in tables.tolist():
-            _quietly(kernels.step_table if grows else kernels.find_table, self._state, work, table)
+            _quietly(_kernels().step_table if grows else _kernels().find_table, self._state, work, table)
 
     def raw_ids(self, name: str) -> Tensor:
         """Return the raw id of each row of a table [num_embeddings] int64, 0 for a row without one."""
@@ -428,6 +427,13 @@ def _same(one: Bags, other: Bags) -> bool:
 def _numpy(ids: Tensor) -> Ints:
     found: Ints = ids.contiguous().reshape(-1).to(torch.int64).numpy()
     return found
+
+
+def _kernels() -> Any:
+    """Return the kernels; without tables that grow, Numba is not imported for them."""
+    from stoker.tables.growing import kernels
+
+    return kernels
 
 
 def _quietly(work: Any, *given: Any) -> None:
