@@ -20,8 +20,8 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_140, "ops": 6_821, "dataset": 2_985, "optim": 620, "tables": 11_415, "models": 1_660, "placement": 3_060,
-    "training": 9_115, "rewrite": 1_945, "prep": 11_620, "synthetic": 1_690, "cli": 2_989, "live": 950,
+    "base": 2_140, "ops": 6_821, "dataset": 2_985, "optim": 620, "tables": 11_445, "models": 1_675, "placement": 3_060,
+    "training": 9_850, "rewrite": 1_945, "prep": 11_620, "synthetic": 1_690, "cli": 3_175, "live": 950,
 }  # fmt: skip
 ALL_LINES = 58_707
 MODULES = 15  # in a folder

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from stoker.base.errors import ConfigError, DependencyError, StokerError
 from stoker.base.progress import listening
 from stoker.base.settings import RENAMED
+from stoker.cli import ranks
 from stoker.cli.options import interruption, message_of, say
 
 #: Command -> its function, in the order of the help.
@@ -149,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     arguments = [_current(argument) for argument in arguments if argument != "--debug"]
+    ranks.typed[:] = arguments
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
     with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
@@ -156,6 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
             stop = interruption(error)
+            if not ranks.speaks(error):
+                raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT) if stop or interrupts else 2) from None
             if stop or interrupts:
                 say(str(stop or "") or "interrupted", "yellow", error=True)
                 raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT)) from None

@@ -24,6 +24,7 @@ from stoker.cli.options import (
     takes,
 )
 from stoker.cli.prepare import is_log, prepare_log
+from stoker.cli.ranks import is_started, joined, launch, speaks
 from stoker.placement.budget import MemoryBudget
 from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RangeTest, RowConfig
 
@@ -43,6 +44,12 @@ def train(
         "Optimization",
         "Examples, or auto: doubled from the base batch size while that pays. (default: 64 to 2048, by the rows)",
     ),
+    ranks: int | None = option(
+        "Run",
+        "Processes on this machine that train together. Each has its share of the rows. Results are the same.",
+        metavar="R",
+        min=1,
+    ),
     why: bool = option("Run", "Show the value of each setting and why, without training.", "--explain", default=False),
     *,
     settings: dict[str, Any],
@@ -55,6 +62,10 @@ def train(
 
     Ctrl-C and SIGTERM end the run after the current step and write a checkpoint.
 
+    With --ranks, or started by torchrun on one or several machines, processes
+    train together. They write the files that one process with their --shards
+    (default: 8) would write.
+
     \b
     stoker train clicks.csv --out run
     stoker train data/criteo --out runs/a
@@ -65,18 +76,29 @@ def train(
     stoker train data/criteo --out runs/f --tt-rank 32 --tt-own C7=2
     stoker train data/criteo-hot --out runs/d --swap-rate 25
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --epoch-lookahead
+    stoker train data/criteo --out runs/g --ranks 2
+    torchrun --nproc-per-node 2 -m stoker train data/criteo --out runs/h
     """
     if batch_size is not None:
         settings["batch_size"] = _size(batch_size)
 
+    started = is_started()
     if is_log(dataset):
+        if started:
+            raise ConfigError(f"{dataset} is a raw log. Prepare it first (stoker prepare auto), then start the ranks.")
         dataset = _prepared(cast(Path, dataset), out, resume, settings, quiet=json_lines)
     if why:
         _explain(dataset, settings, json_lines)
         return
+    if ranks is not None and not started:
+        launch(ranks, dataset)
     from stoker.training import train as run_training
 
-    result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
+    display: Any = "json" if json_lines else "auto"
+    with joined(ranks) as group:
+        result = run_training(dataset, out=out, resume=resume, display=display, ranks=group, **settings)
+    if not speaks():
+        return
     place = url_of(resume if out is None else out) or str(result.run)
     record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
     if not printed({"kind": "result", "run": place, **record}, json_lines):

@@ -23,7 +23,7 @@ from stoker.models.graphs import DenseGraphs
 from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
-from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, tables_for
+from stoker.tables import EmbeddingTables, Ranks, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.config import check_strategies
 
 _ROWS = RowWiseAdagrad(lr=0.05)
@@ -43,6 +43,8 @@ class ModelArguments:
     backend: BackendName = "auto"
     placement: Strategy | Mapping[str, Strategy] | None = None
     tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None = None
+    shards: int = 1
+    ranks: Ranks | None = None
 
 
 class ModelSettings(TypedDict, total=False):
@@ -58,6 +60,8 @@ class ModelSettings(TypedDict, total=False):
     backend: BackendName
     placement: Strategy | Mapping[str, Strategy] | None
     tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None
+    shards: int
+    ranks: Ranks | None
 
 
 class _DensePart(nn.Module):
@@ -107,6 +111,8 @@ class RecModel(nn.Module, ABC):
         placement: where the rows are (:func:`stoker.plan`); None means on the device. Not a part of the model.
         tensor_train: tables whose rows are computed from cores (:class:`stoker.TensorTrain`), by name: this changes the
             model. Tensor trains in ``placement`` are added.
+        shards: logical shards of a batch (:class:`stoker.EmbeddingTables`).
+        ranks: divide the rows among these processes.
         steps: sequence features that are not pooled (:class:`stoker.EmbeddingTables`), for :class:`SequenceModel`.
         table_dims: columns of every table instead of ``embedding_dim``, from a subclass with :attr:`mixed_dims`.
 
@@ -163,9 +169,11 @@ class RecModel(nn.Module, ABC):
             backend=given.backend,
             placement={**where, **trains},
             steps=steps,
+            shards=given.shards,
+            ranks=given.ranks,
         )
         self._compiled: Callable[..., Tensor] | None = None
-        self.by_shards: Callable[[tuple[Tensor, ...]], Tensor] | None = None  # logits, in a run with logical shards
+        self.by_shards: Callable[[Batch], Tensor] | None = None  # logits, in a run with logical shards
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
@@ -217,9 +225,9 @@ class RecModel(nn.Module, ABC):
         """Return logits [B] float32."""
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
-        inputs = self.inputs(batch)
         if self.by_shards is not None and not torch.is_grad_enabled():
-            return self.by_shards(inputs)
+            return self.by_shards(batch)
+        inputs = self.inputs(batch)
         # Evaluation is not compiled: each of its batch sizes would compile anew, and its numbers should be those of a
         # model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part

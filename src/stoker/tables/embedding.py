@@ -132,6 +132,7 @@ class EmbeddingTables(CopiedTables):
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
+        self.own_shards: Shards | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
         self._layout = StepLayout(self.features, asked.steps or {})
@@ -236,8 +237,8 @@ class EmbeddingTables(CopiedTables):
         self._shards = value
 
     def shards_of(self, batch: int) -> Shards | None:
-        """Return the shards of a batch of this size; None if it is one."""
-        return None if self._shards == 1 else Shards.of(batch, self._shards)
+        """Return the shards of a batch of this size; None if it is one. Of a rank's examples, the own ones."""
+        return None if self._shards == 1 else self.own_shards or Shards.of(batch, self._shards)
 
     @property
     def tick(self) -> int:
@@ -345,10 +346,8 @@ class EmbeddingTables(CopiedTables):
             check_export()
             return compiled_lookup(self, ids, offsets, weights)
         ids = as_tensor(ids, copy=True)  # what only torch can change
-        if offsets is not None:
-            offsets = as_tensor(offsets, copy=True)
-        if weights is not None:
-            weights = as_tensor(weights, copy=True)
+        offsets = None if offsets is None else as_tensor(offsets, copy=True)
+        weights = None if weights is None else as_tensor(weights, copy=True)
         if ids.device != self.device:
             raise ValueError(
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."

@@ -29,7 +29,7 @@ from stoker.optim import (
     StepDecay,
 )
 from stoker.placement.budget import MemoryBudget
-from stoker.tables import Strategy, TableConfig, TensorTrain
+from stoker.tables import Ranks, Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.training.settings import (
     DENSE_LR,
@@ -229,8 +229,9 @@ class TrainConfig(  # the fields of the last base come first
         return stored_tables(self.tables(spec), self.tensor_trains(spec))
 
     def make_model(
-        self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None
-    ) -> RecModel:
+        self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None,
+        ranks: Ranks | None = None,
+    ) -> RecModel:  # fmt: skip
         """Return a new model for a dataset's columns; ``placement`` None: all rows on the device.
 
         Raises:
@@ -241,6 +242,8 @@ class TrainConfig(  # the fields of the last base come first
             name: tuple(v) if isinstance(v, list) else v for name, v in self.model_options.items()
         }
         check_options(kind, options)
+        if ranks is not None:
+            options |= {"ranks": ranks, "shards": self.shards}
         try:
             model = kind(
                 spec, embedding_dim=self.embedding_dim, pooling=self.pooling, dtype=self.dtype,

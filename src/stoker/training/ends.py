@@ -14,15 +14,18 @@ from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
+from stoker.tables import Ranks
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.defaults import by_rows, complete, left_out
 from stoker.training.display import Display, Mode
-from stoker.training.files import checkpoint, loading
+from stoker.training.files import loading
 from stoker.training.files.logs import Logger
 from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_dataset, own_dataset
 from stoker.training.notes import ending
 from stoker.training.progress import Progress, TrainState
+from stoker.training.ranks.run import open_run_directory
+from stoker.training.ranks.start import check_run, with_shards
 from stoker.training.replica import Replica
 from stoker.training.report.analysis import FILE, SECONDS, analyse
 from stoker.training.scheduled import HotColdStream, batch_order
@@ -75,6 +78,7 @@ class TrainArguments(TrainConfig):
     resume: str | Path | None = None
     display: Display | Mode = "auto"
     loggers: Sequence[Logger] = ()
+    ranks: Ranks | None = None
     if TYPE_CHECKING:
         batch_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
 
@@ -86,6 +90,7 @@ class Start(NamedTuple):
     config: TrainConfig
     choice: BatchChoice | None = None  # None: the batch size was not measured
     line: str = ""  # about the settings that depend on the number of rows
+    ranks: Ranks | None = None  # processes that train together
 
 
 class Outputs(NamedTuple):
@@ -117,6 +122,7 @@ def open_run(
     out: str | Path | None,
     resume: str | Path | None,
     settings: dict[str, Any],
+    ranks: Ranks | None = None,
 ) -> Start:
     """Return the dataset and all settings; check them against each other before anything is written."""
     if (out is None) == (resume is None):
@@ -124,6 +130,13 @@ def open_run(
             "give either out, the run directory to make, or resume, the one to continue.", settings=("out", "resume")
         )
     auto = settings.get("batch_size") == "auto"
+    if ranks is not None:
+        if auto:
+            raise ConfigError(
+                "batch_size='auto' is measured in one process. Give the ranks a number.", settings=("batch_size",)
+            )
+        if resume is None:
+            settings = with_shards(config, settings, ranks.size)
     if auto:  # a resumed run keeps the size that it chose
         del settings["batch_size"]
     if settings.get("tensorboard", config is not None and config.tensorboard):
@@ -132,12 +145,12 @@ def open_run(
         if dataset is None:
             raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
         config = check_settings(config, settings)
-        RunDirectory(str(out)).check_new()
+        open_run_directory(str(out), ranks).check_new()
         data = open_dataset(dataset)
         config = config.replace(batch_order=batch_order(config, data))
     else:
         _refuse_both_lengths(settings)
-        data, config = _reopen(resume, dataset, config, settings)
+        data, config = _reopen(open_run_directory(resume, ranks), dataset, config, settings)
     data.check_labelled("trained on")
     if not len(data.train):
         raise ConfigError(f"{data.path} has no training rows.")
@@ -155,23 +168,29 @@ def open_run(
             settings=("metric",),
         )
     if resume is not None:
-        return Start(data, config)
+        return _met(Start(data, config, ranks=ranks))
     choice = choose_batch_size(data, config) if auto else None
     if choice is not None:
         config = config.replace(batch_size=choice.batch_size)
     whole = complete(config, data)
-    return Start(data, whole, choice, by_rows(config, whole, data))
+    return _met(Start(data, whole, choice, by_rows(config, whole, data), ranks))
+
+
+def _met(start: Start) -> Start:
+    """Return a start after a check that all ranks have the same one."""
+    if start.ranks is not None:
+        check_run(start.config, start.data, start.ranks)
+    return start
 
 
 def _reopen(
-    resume: str | Path,
+    run: RunDirectory,
     dataset: Dataset | str | Path | None,
     config: TrainConfig | None,
     settings: dict[str, Any],
 ) -> tuple[Dataset, TrainConfig]:
     """Return the dataset and the settings of a run to resume."""
-    run = RunDirectory(resume)
-    values = run.config()
+    resume, values = run.path, run.config()
     if (head := run.head()) is not None:
         raise ConfigError(
             f"{resume} was updated with newer rows ({head['checkpoint']}), which a resumed training would not know. Go "
@@ -218,14 +237,14 @@ def restore(
         return Progress()
     for problem in problems:
         shown.note(f"warning: {problem} Its steps are trained again.")
-    manifest = checkpoint.read_manifest(newest)
+    manifest = run.manifest(newest)
     check_dataset(data, model.spec, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
     loaded = loading.load(newest, model, replica.dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
         if step > loaded.step:  # damaged, else it would be the newest whole one
-            aside = checkpoint.set_aside(run.checkpoint(step))
+            aside = run.set_aside(step)
             shown.note(f"the damaged checkpoint is kept as {aside}; delete it when you do not need it")
     progress = Progress(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
@@ -298,7 +317,7 @@ def _go_to_best(state: TrainState) -> dict[str, Any] | None:
             loading.load(path, model)
             break
         except CheckpointError as error:
-            kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
+            kept = f" It is kept as {aside}." if (aside := run.set_aside(int(best["step"]))) else ""
             warning = f"warning: {error} This was the best checkpoint; the next best replaces it.{kept}"
             state.shown.note(warning)
         best = next(iter(run.evaluated(config.metric)), None)

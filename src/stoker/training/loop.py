@@ -23,15 +23,20 @@ from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.models.registry import class_path
 from stoker.optim import Constant
+from stoker.tables import Ranks
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
-from stoker.training.files.logs import Logger, RunLog
+from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
-from stoker.training.placing import check_disk, check_memory, iterate, place_run
-from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, TrainState, movement
+from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
+from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, StopSignals, TrainState, movement
+from stoker.training.ranks.first import is_first, on_first
+from stoker.training.ranks.run import open_run_directory, unshared
+from stoker.training.ranks.share import whole_of
+from stoker.training.ranks.start import find_ranks, together
 from stoker.training.replica import Replica, open_stream, process_settings
 from stoker.training.scheduled import Feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
@@ -50,6 +55,7 @@ def train(
     resume: str | Path | None = None,
     display: Display | Mode = "auto",
     loggers: Sequence[Logger] = (),
+    ranks: Ranks | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Train a model, or continue a run. On return, torch's threads and generators and the allocator are as before.
@@ -62,6 +68,8 @@ def train(
         resume: the run directory or URL to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
         loggers: also get the figures of every record; see :class:`stoker.Logger`.
+        ranks: processes that train this run together, and all call this with the same arguments. None: all processes of
+            ``torch.distributed``, if it was initialised. The first one writes, shows and logs (docs/ranks.md).
         settings: fields of :class:`TrainConfig`; with ``resume``, only those that do not change the numbers.
             ``batch_size`` may be "auto": the size that trains fastest on this machine
             (:func:`stoker.training.auto_batch.choose_batch_size`).
@@ -81,20 +89,23 @@ def train(
     >>> stoker.train(resume="run", epochs=2, display="quiet").step
     26
     """
-    with local_run(out, resume) as (out, resume, upload):
-        start = open_run(dataset, config, out, resume, dict(settings))
+    ranks = find_ranks(ranks)
+    place = local_run(out, resume) if is_first(ranks) else unshared(out, resume)
+    with together(ranks), place as (out, resume, upload):
+        start = open_run(dataset, config, out, resume, dict(settings), ranks)
         with process_settings(start.config) as models:
             return _train(start, Outputs(out, resume, display, loggers, upload), models)
 
 
 def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResult:
     """Train with checked arguments; append the model to ``models``."""
-    data, config, choice, line = start
+    data, config, choice, line, ranks = start
+    size, first = 1 if ranks is None else ranks.size, is_first(ranks)
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
-    placement = place_run(config, data, optimizer)
+    placement = on_first(ranks, "plan the placement", lambda: place_run(config, data, optimizer, size))
     tables = config.stored_tables(data.schema)
-    warnings = [check_memory(tables, optimizer.state, device, placement)]
+    warnings = [check_memory(rank_tables(tables, size), optimizer.state, device, placement)]
     stream = open_stream(config, data, optimizer, placement)
     if config.data_memory not in ("auto", "0") and not stream.held:
         warnings.append(
@@ -102,17 +113,18 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
             f"{format_size(data.train.bytes)}: they are read from their files"
         )
     total = config.total_steps(len(stream))
-    replica = Replica(config, data.schema, config.make_schedule(total), placement)
+    where = for_ranks(placement, tables, size)
+    replica = Replica(config, data.schema, config.make_schedule(total), where, ranks=ranks)
     model = replica.model
     models.append(model)  # its files are closed if training fails
     resume, display = outputs.resume, outputs.display
-    run = RunDirectory(str(resume if outputs.out is None else outputs.out))
+    run = open_run_directory(str(resume if outputs.out is None else outputs.out), ranks)
     done = run.steps()  # that have a checkpoint
     dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
     steps = total - (done[-1] if done else 0)
-    warnings.append(check_disk(
+    warnings.append(on_first(ranks, "check the disk", lambda: check_disk(
         run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done)
-    ))  # fmt: skip
+    )))  # fmt: skip
     values: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
         values["model_class"] = class_path(type(model))
@@ -121,18 +133,23 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     elif choice is not None:
         values["batch_size_chosen"] = vars(choice)
     if resume is None:
-        RunDirectory.create(run.path, values)
+        on_first(ranks, "make the run directory", lambda: RunDirectory.create(run.path, values))
     progress = Progress()
-    with make_display(display) if isinstance(display, str) else display as shown, run.locked():
+    screen = Display() if not first else make_display(display) if isinstance(display, str) else display
+    with screen as shown, run.locked():
         if resume is not None:
             progress = restore(run, data, replica, stream, shown)
             run.write("config.json", values)
         again = progress.step < total and progress.loss_count > 0  # the next training record repeats the last one
+        logged = partial(
+            RunLog, run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again
+        )
+        timer = SaveTimer(config.checkpoint_minutes)
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
             feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
-            log=RunLog(run, progress.step, tensorboard=config.tensorboard, loggers=outputs.loggers, again=again),
-            shown=shown, upload=outputs.upload, progress=progress, timer=SaveTimer(config.checkpoint_minutes),
+            log=logged() if first else NoLog(), stop=StopSignals(ranks, timer), shown=shown, upload=outputs.upload,
+            progress=progress, timer=timer,
         )  # fmt: skip
         try:
             shown.start(progress.step, total, facts(model, data, config, total, placement, stream))
@@ -153,7 +170,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         except KeyboardInterrupt as stop:
             if isinstance(stop, Interrupted):
                 raise
-            there = run.steps()  # the second signal, or one outside the loop
+            there = RunDirectory(run.path).steps()  # the second signal, or one outside the loop
             newest = run.checkpoint(there[-1]) if there else None
             raise Interrupted(signal.SIGINT, newest, run.path, at_once=True) from None
         finally:
@@ -173,7 +190,7 @@ def fit(state: TrainState) -> None:
         while not state.finished:
             batch = next(batches)  # its rows are on the device
             loss = state.replica.step(batch)  # forward, backward, both optimizers
-            count_step(state, len(batch), loss)
+            count_step(state, len(whole_of(batch)), loss)
             after_step(state)
         with state.clock.paused():  # brings the totals up to date
             pass
@@ -210,7 +227,7 @@ def after_step(state: TrainState) -> None:
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
     if state.feed.swapping and not state.finished and not stop.asked():
         begun = time.perf_counter()  # a test loss is part of this order's cost, so the clock counts it
-        loss = swap_loss(state.replica.model, state.data, config, stop=stop.asked)
+        loss = swap_loss(state.replica.model, state.data, config, stop=stop.asked_together)
         seconds = time.perf_counter() - begun
         with state.clock.paused():
             if not stop.asked():
@@ -218,7 +235,7 @@ def after_step(state: TrainState) -> None:
                 state.swaps += 1
     wanted = (step % config.save_every == 0 if config.save_every else due) or improved or state.finished
     outdated = step == state.saved[0]  # the checkpoint of this step lacks the evaluation or the swap
-    if step > 0 and state.moment != state.saved and (wanted or outdated or state.timer.due or stop.asked()):
+    if step > 0 and state.moment != state.saved and (wanted or outdated or state.save_due or stop.asked()):
         with state.clock.paused():
             _save(state, interim=not wanted)
     if stop.number is not None:
@@ -249,7 +266,9 @@ def _evaluate(state: TrainState) -> bool:
     if not valid:
         return False
     with state.clock.paused():
-        found = evaluate(state.replica.model, valid, rows=config.valid_rows, stop=stop.asked, k=config.ranking_k)
+        found = evaluate(
+            state.replica.model, valid, rows=config.valid_rows, stop=stop.asked_together, k=config.ranking_k
+        )
         if stop.asked():
             return False
         metrics = finite(found)

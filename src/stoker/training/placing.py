@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,8 +31,9 @@ from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches
 from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
-from stoker.tables import Device, Stage, TableConfig, TensorTrain, stage
+from stoker.tables import Device, Stage, Strategy, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
+from stoker.tables.config import Slotted
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.scores.evaluation import SCORED
@@ -100,17 +102,20 @@ def place(
     *,
     batch_size: int = 2048,
     scheduled: bool = False,
+    ranks: int = 1,
     **options: Any,
 ) -> Placement:
     """Call :func:`stoker.plan` with the counts of a dataset and the numbers of ids of its features.
 
-    With ``scheduled``, batches are hot or cold, and their shares count too. ``options`` are arguments of the plan.
+    With ``scheduled``, batches are hot or cold, and their shares count too. With several ``ranks``, the placement is
+    that of the rows of the first one, which are used most. ``options`` are arguments of the plan.
 
     Raises:
         ConfigError: the budget is too small.
     """
     sizes = {table.name: table.num_embeddings for table in tables}
-    counts = {name: found for name, found in data.counts.items() if len(found) == sizes.get(name)}
+    counts = {name: found[::ranks] for name, found in data.counts.items() if len(found) == sizes.get(name)}
+    tables = rank_tables(tables, ranks)
     examples = len(data.train) or _counted_examples(data, tables, counts)
     mean = {
         feature: float(counts[table.name].sum()) / examples / len(table.features)
@@ -122,7 +127,10 @@ def place(
         feature.name: max(feature.max_length, math.ceil(mean.get(feature.name, 1))) for feature in data.schema.features
     }
     known = data.hot_cold if scheduled else None
-    hot = None if known is None else HotBatches(rows=known["hot_rows"], share=len(data.hot) / examples)
+    hot = None
+    if known is not None:
+        rows = {name: -(-each // ranks) for name, each in known["hot_rows"].items()}
+        hot = HotBatches(rows=rows, share=len(data.hot) / examples)
     return plan(
         tables, counts, optimizer=optimizer, budget=budget, batch_size=batch_size, hot_batches=hot,
         ids_per_feature=mean, max_ids=most, **options,
@@ -137,6 +145,25 @@ def _counted_examples(data: Dataset, tables: Sequence[TableConfig], counts: Mapp
         for table in tables if table.name in counts and not several.intersection(table.features)
     ]  # fmt: skip
     return max([1, *found]) if found else max(1, *(len(split) for split in data.splits.values()))
+
+
+def rank_tables(tables: tuple[TableConfig, ...], ranks: int) -> tuple[TableConfig, ...]:
+    """Return the tables with the rows of the first of ``ranks``."""
+    return tuple(replace(table, num_embeddings=-(-table.num_embeddings // ranks)) for table in tables)
+
+
+def for_ranks(placement: Mapping[str, Strategy] | None, tables: Iterable[TableConfig], ranks: int) -> Any:
+    """Return the placement of a rank's rows as tables divided among ``ranks`` take it: hot rows are those of all."""
+    if placement is None or ranks == 1:
+        return placement
+    rows = {table.name: table.num_embeddings for table in tables}
+
+    def whole(strategy: Strategy) -> Strategy:
+        if not isinstance(strategy, Slotted) or not strategy.hot:
+            return strategy
+        return replace(strategy, hot={name: min(rows[name], ranks * hot) for name, hot in strategy.hot_rows.items()})
+
+    return {name: whole(strategy) for name, strategy in placement.items()}
 
 
 def place_scoring(
@@ -182,8 +209,8 @@ def place_scoring(
             size //= 2
 
 
-def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Placement | None:
-    """Return the placement for the settings of a run; None: all rows on the device.
+def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer, ranks: int = 1) -> Placement | None:
+    """Return the placement for the settings of a run, of a rank's rows if there are several; None: on the device.
 
     Raises:
         ConfigError: the budget is too small.
@@ -193,7 +220,7 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
     return place(
         data, config.tables(data.schema), optimizer, config, batch_size=config.batch_size,
         tensor_trains=config.tensor_trains(data.schema), scheduled=config.batch_order != "shuffled",
-        device=config.device,
+        device=config.device, ranks=ranks,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
+from stoker.tables import Ranks
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display
 from stoker.training.files.logs import RunLog
@@ -30,6 +31,7 @@ from stoker.training.replica import Replica
 from stoker.training.scheduled import Feed
 from stoker.training.scores.metrics import merit
 
+_DUE = 256  # added to the number of a signal
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
 _SECONDS = "seconds."  # prefix of a stage's name in the result of :func:`moved`
 
@@ -179,10 +181,17 @@ class StopSignals:
     """Within the block the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
 
     Outside the main thread, where Python allows no handlers, nothing changes.
+
+    Args:
+        ranks: processes that stop together: a signal to one sets the number once all know of it (:meth:`hear`).
+        timer: tells when the first of them is to save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None, timer: SaveTimer | None = None) -> None:
         self.number: int | None = None
+        self.due = False  # whether a checkpoint is due on the first rank
+        self.came = 0  # the signal that came here
+        self.ranks, self.timer = ranks, timer
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -195,8 +204,26 @@ class StopSignals:
         """Return True if a signal came."""
         return self.number is not None
 
+    def asked_together(self) -> bool:
+        """Return :meth:`asked`, after all ranks said what came; all of them call this."""
+        if self.ranks is not None:
+            self.hear([note for [note] in self.ranks.numbers("ask for signals", [self.note()])])
+        return self.asked()
+
+    def note(self) -> int:
+        """Return what this rank says to the others: the signal that came here, and whether a checkpoint is due."""
+        return self.came + _DUE * bool(self.timer and self.timer.due)
+
+    def hear(self, notes: Sequence[int]) -> None:
+        """Take what all ranks say at one moment. Only what the first one says about checkpoints counts."""
+        if self.ranks is not None:
+            self.number = self.number or max(note % _DUE for note in notes) or None
+            self.due = notes[0] >= _DUE
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        self.came = number
+        if self.ranks is None:
+            self.number = number
         self._restore()
 
     def _restore(self) -> None:
@@ -234,6 +261,8 @@ class TrainState:
         # The meter must not refer to the state: a reference cycle would keep the model in memory after training.
         self.clock = Clock(partial(moved, self.replica.model, self.feed, self.totals))
         self.saved = self.moment
+        if (loss := self.replica.by_shards) is not None:
+            loss.note, loss.hear = self.stop.note, self.stop.hear
 
     @property
     def moment(self) -> tuple[int, int, int]:
@@ -245,6 +274,11 @@ class TrainState:
         """True if all steps are done, or patience has ended."""
         patience = self.config.patience
         return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
+
+    @property
+    def save_due(self) -> bool:
+        """Whether a checkpoint is due by the clock: of several ranks, that of the first one."""
+        return self.timer.due if self.replica.ranks is None else self.stop.due
 
     def record(self, kind: str, **values: Any) -> None:
         """Write and show a record of this step."""

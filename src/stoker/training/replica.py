@@ -27,7 +27,7 @@ from stoker.models import RecModel
 from stoker.optim import Constant, RowOptimizer, Schedule
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.placement import Placement
-from stoker.tables import Strategy
+from stoker.tables import Ranks, Strategy
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
@@ -111,6 +111,7 @@ class Replica:
         placement: where the rows are; None: on the device.
         dense_schedule: factor on the dense rate, if it has its own.
         wait: synchronize with the GPU after each part of a step, so that a timeline shows the time of each.
+        ranks: processes among which the rows are divided.
     """
 
     def __init__(
@@ -122,15 +123,17 @@ class Replica:
         dense_schedule: Schedule | None = None,
         *,
         wait: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config, self.schedule = config, schedule
-        self.model = config.make_model(spec, config.make_row_optimizer(schedule), placement)
+        self.config, self.schedule, self.ranks = config, schedule, ranks
+        self.model = config.make_model(spec, config.make_row_optimizer(schedule), placement, ranks)
         self.dense = config.make_dense_optimizer(self.model)
         if config.compile:
             self.model.compile_dense()
         if config.cuda_graphs:
             self.model.graph_dense()
-        self._loss = self.model.loss if config.shards == 1 else ShardedLoss(self.model)
+        self.by_shards = None if config.shards == 1 else ShardedLoss(self.model)
+        self._loss = self.by_shards or self.model.loss
         self.model.train()
         self._dense_factor = partial(config.dense_factor, dense_schedule or schedule)
         self._parameters = self.model.dense_parameters()

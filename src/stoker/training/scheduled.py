@@ -26,6 +26,7 @@ from stoker.tables import Stage
 from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged
+from stoker.training.ranks.share import Shares
 from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, Segment, ShuffleScheduler
 
@@ -259,6 +260,10 @@ class Feed:
         self._hot_cold = stream if isinstance(stream, HotColdStream) else None
         self._stream = Epochs(stream, total) if isinstance(stream, BatchStream) else stream
         self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
+        tables = model.embeddings
+        self._batches: Any = self._stream
+        if tables.divided and tables.ranks is not None:
+            self._batches = Shares(self._stream, tables.ranks, tables.shards)
         self._model, self._config, self._progress = model, config, progress
         self._depth = config.in_flight  # batches in flight at the end of the last segment
         self._ahead: Ahead | None = None  # and how far it looked
@@ -269,7 +274,7 @@ class Feed:
             if self._hot_cold is not None:
                 self._hot_cold.begin(self.step)
             first, waited, start = self.step, 0.0, time.perf_counter()
-            segment = staged(self._stream, self._model, self._config, progress=self._progress)
+            segment = staged(self._batches, self._model, self._config, progress=self._progress)
             if isinstance(segment, Stage):
                 segment.hurry, segment.in_flight = self.hurry, self._depth or segment.in_flight
                 segment.ahead = self._ahead = self._ahead or segment.ahead

@@ -228,8 +228,8 @@ class DividedGroup(TableGroup):
 
     # ---- contents
 
-    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
-        """Yield all rows of one table, on every rank: all of them read together."""
+    def read(self, name: str, chunk_rows: int, to: int | None = None) -> Iterator[tuple[int, Rows]]:
+        """Yield all rows of one table, on every rank or only on rank ``to``: all of them read together."""
         table = self.space.names.index(name)
         ranks = self.ranks.size
         total = self.space.rows[table]
@@ -242,7 +242,13 @@ class DividedGroup(TableGroup):
             first, last = start * ranks, min((start + chunk) * ranks, total)
 
             def joined(mine: Tensor, count: int = last - first) -> Tensor:
-                found = self.ranks.gather(f"read {self._name}", mine.detach())
+                if to is None:
+                    found = self.ranks.gather(f"read {self._name}", mine.detach())
+                else:
+                    parts = [mine.detach() if rank == to else mine.detach()[:0] for rank in range(ranks)]
+                    found = self.ranks.exchange(f"read {self._name}", parts)
+                    if to != self.ranks.rank:
+                        return mine[:0]
                 whole = mine.new_empty(count, *mine.shape[1:])
                 for place, each in enumerate(found):
                     whole[place::ranks] = each
@@ -262,6 +268,24 @@ class DividedGroup(TableGroup):
         self.version += 1
         if len(own.weight if isinstance(own, Rows) else own):
             self.own.write(name, (start + skip) // ranks, own)
+
+    def spread(self, name: str, start: int, rows: Rows | None) -> None:
+        """Do :meth:`write` for rows that only the first rank has: each gets its own. The others give None."""
+        rank, ranks = self.own.part
+        storage, begin, _ = self.own.place(name)
+        given = storage.read(begin, begin) if rows is None else rows
+        given = Rows(given.weight, {state: given.state[state] for state in sorted(given.state)})
+        firsts = [(each - start) % ranks for each in range(ranks)]
+
+        def own(whole: Tensor) -> Tensor:
+            # A slice of one row may keep the stride of several, which view(dtype) refuses.
+            parts = [whole[first::ranks].clone(memory_format=torch.contiguous_format) for first in firsts]
+            return self.ranks.exchange(f"write {self._name}", parts)[0]
+
+        mine = given.map(own)
+        self.version += 1
+        if len(mine.weight):
+            self.own.write(name, (start + firsts[rank]) // ranks, mine)
 
     def to(self, device: torch.device) -> None:
         raise ConfigError(f"tables whose rows are divided among ranks stay on the CPU; they do not go to {device} yet.")

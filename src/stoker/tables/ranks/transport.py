@@ -228,7 +228,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, RanksError):  # which the others know
+            if not isinstance(error, RanksError) and not getattr(error, "told", False):  # which the others know
+                error.told = True  # type: ignore[attr-defined]
                 with suppress(Exception):
                     self._announce("", [0] * self.size, error)
             raise

@@ -50,11 +50,13 @@ from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
-from stoker.tables import EmbeddingTables, TableConfig
+from stoker.tables import EmbeddingTables, Ranks, TableConfig
 from stoker.tables.changes import Change, ChangedRows
 from stoker.tables.growing.ids import RAW_BYTES
+from stoker.tables.ranks.divided import DividedGroup
 from stoker.training.files import module_state
 from stoker.training.files.module_state import Optimizers
+from stoker.training.ranks.first import is_first, on_first
 
 FORMAT_VERSION = 3
 _SEGMENT = 3
@@ -120,7 +122,7 @@ def save(*given: Any, **settings: Any) -> Path:
 
     The rows of every :class:`EmbeddingTables` in ``module`` are written in chunks, wherever they are. The rest is
     ``module.state_dict()``, with the cores of every :class:`TTEmbeddingBag`. If several processes train replicas, only
-    one of them should save.
+    one of them should save. If rows are divided among ranks, all of them call this, and the first one writes.
 
     Args:
         directory: the new checkpoint.
@@ -165,15 +167,14 @@ def save(*given: Any, **settings: Any) -> Path:
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
     refuse_url(directory, "a checkpoint of stoker.save")
     module = module_state.unwrap(module)
-    if any(tables.divided for tables in module_state.tables_in(module).values()):
-        raise CheckpointError(
-            "stoker.save does not write tables whose rows are divided among ranks yet. Take module.state_dict() on "
-            "every rank, and torch.save it on one (docs/ranks.md)."
-        )
+    ranks = module_state.ranks_of(module)
     optimizers = module_state.named_optimizers(asked.optimizer)
     target = Path(directory)
-    parent = None if asked.parent is None else _parent_entry(Path(asked.parent), target, module)
-    with writing(target, overwrite=overwrite, require_finite=asked.require_finite) as writer:
+    parent = None
+    if asked.parent is not None:
+        before = Path(asked.parent)
+        parent = on_first(ranks, "read a manifest", lambda: _parent_entry(before, target, module))
+    with writing(target, overwrite=overwrite, require_finite=asked.require_finite, ranks=ranks) as writer:
         manifest = _write_files(
             writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes, changes=parent is not None
         )
@@ -188,32 +189,45 @@ def save(*given: Any, **settings: Any) -> Path:
 
 
 @contextmanager
-def writing(target: Path, *, overwrite: bool = True, require_finite: bool = False) -> Iterator[_Writer]:
+def writing(
+    target: Path, *, overwrite: bool = True, require_finite: bool = False, ranks: Ranks | None = None
+) -> Iterator[_Writer]:
     """Yield the writer of a new checkpoint, which gets its name at the end of the block, or not at all.
+
+    Of several ``ranks``, which all call this, the first one writes.
 
     Raises:
         CheckpointError: it exists and is not to be replaced, or the disk is full.
     """
     temporary = target.with_name(target.name + ".tmp")
-    try:
+
+    def begin() -> None:
         if overwrite and not target.exists() and (kept := left_by_a_kill(target)) is not None:
             move(kept, target)  # so that a checkpoint can be loaded while the new one is written
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         _remove(temporary)
         (temporary / "tables").mkdir(parents=True)
-        yield _Writer(temporary, require_finite=require_finite)
+
+    def end() -> None:
         for folder in (temporary / "tables", temporary):
             sync_folder(folder)
         exchange(temporary, target, target.with_name(target.name + ".tmp-old"), _remove)
+
+    try:
+        on_first(ranks, "begin a checkpoint", begin)
+        yield _Writer(temporary, require_finite=require_finite, ranks=ranks)
+        on_first(ranks, "end a checkpoint", end)
     except OSError as error:
-        _remove(temporary)
+        if is_first(ranks):
+            _remove(temporary)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error.strerror or error}. Its files were deleted; earlier "
             "checkpoints are untouched. Free some space, or lower keep_last."
         ) from error
     except BaseException:
-        _remove(temporary)
+        if is_first(ranks):
+            _remove(temporary)
         raise
 
 
@@ -408,14 +422,17 @@ def verify_files(directory: Path, manifest: Mapping[str, Any]) -> int:
 
 
 class _Writer:
-    """Write files of tensors, and collect their sizes and checksums."""
+    """Write files of tensors, and collect their sizes and checksums. Of several ranks, the first one does it."""
 
-    def __init__(self, folder: Path, *, require_finite: bool) -> None:
-        self.folder, self.require_finite = folder, require_finite
+    def __init__(self, folder: Path, *, require_finite: bool, ranks: Ranks | None = None) -> None:
+        self.folder, self.require_finite, self.ranks = folder, require_finite, ranks
         self.files: dict[str, Any] = {}
 
     def write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one file; ``what`` names its contents in messages."""
+        on_first(self.ranks, f"write {name}", lambda: self._write(name, what, tensors))
+
+    def _write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
         path = self.folder / name
         here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.require_finite:
@@ -436,6 +453,9 @@ class _Writer:
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, last."""
+        on_first(self.ranks, "write a manifest", lambda: self._finish(manifest))
+
+    def _finish(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
         with (self.folder / _MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -446,7 +466,9 @@ class _Writer:
         """Write the rows of a table, up to ``shard_bytes`` a file; return its entry in the manifest."""
         shards = []
         chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
-        for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
+        group = tables.group_of[table.name]
+        to = (0,) if isinstance(group, DividedGroup) else ()  # the first rank alone writes
+        for number, (start, rows) in enumerate(group.read(table.name, chunk_rows, *to)):
             file = f"{prefix}.{number:05d}.safetensors"
             self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
             shards.append({"file": file, "start": start, "rows": len(rows.weight)})

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
@@ -20,12 +23,14 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
+from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.storage import Rows
 from stoker.training.files import module_state
 from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, chain, read_manifest, restart_changes, verify
 from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
 from stoker.training.files.segments import SavedTable
+from stoker.training.ranks.first import is_first, on_first
 from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
@@ -82,7 +87,8 @@ def load(
 ) -> Checkpoint[Any]:
     """Load a checkpoint, after a check of every file against its sha256.
 
-    Nothing is changed if the module, an optimizer, the stream or extra state does not fit. With ``optimizer`` or
+    Nothing is changed if the module, an optimizer, the stream or extra state does not fit. If rows of ``into`` are
+    divided among ranks, all of them call this, and the first one reads. With ``optimizer`` or
     ``extra_state`` training is resumed: torch's generators get their saved state too, and in a module of your own the
     row optimizers get their saved learning rates and other settings.
 
@@ -112,14 +118,10 @@ def load(
     >>> stoker.load("run", found.model, optimizer, stream).step, stream.step  # to continue in your own loop
     (10, 10)
     """
-    directory = find_checkpoint(directory)
-    manifest = read_manifest(directory)
-    try:
-        verify(directory, manifest)
-    except CheckpointError as error:
-        if into is not None:
-            raise
-        raise CheckpointError(f"{error} {whole_checkpoints(directory)}") from error
+    ranks = None if into is None else module_state.ranks_of(module_state.unwrap(into))
+    directory, manifest, dense = on_first(
+        ranks, "read a checkpoint", lambda: _open(directory, whole=into is None, shared=ranks is not None)
+    )
     if into is None:
         kind = saved_model(directory, manifest)
         module: Any = MODELS[kind].from_config(
@@ -132,7 +134,8 @@ def load(
             ShardedLoss(module)
     else:
         module = module_state.unwrap(into)
-    kept = _load_into(module, directory, manifest, optimizer, stream, extra_state)
+    copied = None if is_first(ranks) else dense
+    kept = _load_into(module, directory, manifest, optimizer, stream, extra_state, dense=copied)
     return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
 
 
@@ -150,12 +153,12 @@ def load_larger(
 
 def _load_into(
     module: nn.Module, directory: Path, manifest: Mapping[str, Any], optimizer: Optimizers, stream: Resumable | None,
-    extra_state: Mapping[str, Any] | None, *, larger: bool = False,
+    extra_state: Mapping[str, Any] | None, *, larger: bool = False, dense: bytes | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Load a checkpoint that was verified; return its extra state."""
+    """Load a checkpoint that was verified, whose file ``dense`` has, if it is not here; return its extra state."""
     optimizers = module_state.named_optimizers(optimizer)
     resuming = optimizer is not None or extra_state is not None
-    with safe_open(directory / DENSE, framework="pt") as file:
+    with _dense_file(directory / DENSE, dense) as file:
         tensors = _Tensors(file)
         saved = _Saved(directory, manifest, tensors, module, larger=larger)
         saved.check(optimizers, extra_state, resuming=resuming)
@@ -171,6 +174,29 @@ def _load_into(
         restart_changes(module, directory)
         saved.mark_new_rows()
         return {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
+
+
+def _open(directory: str | Path, *, whole: bool, shared: bool) -> tuple[Path, dict[str, Any], bytes | None]:
+    """Check a checkpoint; return its path, its manifest, and its dense part if it is ``shared`` with other ranks."""
+    path = find_checkpoint(directory)
+    manifest = read_manifest(path)
+    try:
+        verify(path, manifest)
+    except CheckpointError as error:
+        if not whole:
+            raise
+        raise CheckpointError(f"{error} {whole_checkpoints(path)}") from error
+    return path, manifest, (path / DENSE).read_bytes() if shared else None
+
+
+@contextmanager
+def _dense_file(path: Path, data: bytes | None) -> Iterator[Any]:
+    """Open the file of the dense part: at ``path``, or a copy of ``data``, which the first rank has read."""
+    with ExitStack() as stack:
+        if data is not None:
+            path = Path(stack.enter_context(TemporaryDirectory())) / DENSE
+            path.write_bytes(data)
+        yield stack.enter_context(safe_open(path, framework="pt"))
 
 
 def load_dense(link: Link, module: nn.Module) -> None:
@@ -226,7 +252,7 @@ class _Saved:
         larger: bool = False,
     ) -> None:  # fmt: skip
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
-        self.chain = chain(directory, manifest)
+        self._saved = manifest
         self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
         self.first = "trained" not in manifest
         self.entries = manifest["tables"]  # as they were saved
@@ -242,6 +268,11 @@ class _Saved:
         self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
         self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, all but tensors
         self.settings: dict[str, RowOptimizer] = {}  # saved row optimizers whose settings differ from the module's
+
+    @cached_property
+    def chain(self) -> list[Link]:
+        """The checkpoints that it consists of; only the first of several ranks can read them."""
+        return chain(self.directory, self._saved)
 
     def check(
         self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any] | None, *, resuming: bool
@@ -414,13 +445,28 @@ class _Saved:
                 yield name, RowOptimizer.from_dict(saved)
 
     def _load_table(self, entry: Mapping[str, Any]) -> None:
-        tables = self.tables[entry.get("module", "embeddings")]
-        for start, rows in SavedTable(self.chain, entry).chunks():
-            tables.write(entry["name"], start, rows)
-        for start, stop in self._new_rows(entry):
-            row = tables.group_of[entry["name"]].gather(entry["name"], np.zeros(stop - start, np.int64))
-            state = {name: torch.zeros_like(value) for name, value in row.state.items()}
-            tables.write(entry["name"], start, Rows(row.weight, state))
+        tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
+        group = tables.group_of[name]
+        if not isinstance(group, DividedGroup):
+            for start, rows in SavedTable(self.chain, entry).chunks():
+                tables.write(name, start, rows)
+            for start, stop in self._new_rows(entry):
+                row = group.gather(name, np.zeros(stop - start, np.int64))
+                state = {each: torch.zeros_like(value) for each, value in row.state.items()}
+                tables.write(name, start, Rows(row.weight, state))
+            return
+        chunks: Iterator[tuple[int, Rows]] | None = None
+        kept: list[Rows] = []
+
+        def take() -> int | None:
+            nonlocal chunks
+            chunks = chunks or SavedTable(self.chain, entry).chunks()
+            start, rows = next(chunks, (None, None))
+            kept[:] = [] if rows is None else [rows]
+            return start
+
+        while (begin := on_first(tables.ranks, f"read table {name!r}", take)) is not None:
+            group.spread(name, begin, kept.pop() if kept else None)
 
     def _new_rows(self, entry: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
         """Yield blocks of the rows of a table that the saved one did not have."""

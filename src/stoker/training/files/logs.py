@@ -50,6 +50,8 @@ class RunLog:
         again: also drop the training record at ``step``, because the next one repeats its steps.
     """
 
+    missed = ""  # a hint to install TensorBoard, if there is no logger
+
     def __init__(
         self, run: RunDirectory, step: int, *, tensorboard: bool | None, loggers: Iterable[Logger] = (),
         again: bool = False,
@@ -58,7 +60,6 @@ class RunLog:
             _cut(run.metrics, step, again=again)
         self._file: TextIO = run.metrics.open("a", encoding="utf-8")
         self._loggers = list(loggers)
-        self.missed = ""  # a hint to install TensorBoard, if there is no logger
         if tensorboard is not False:
             try:
                 self._loggers.append(_TensorBoard(run.path / "tensorboard", step))
@@ -86,6 +87,19 @@ class RunLog:
         with ExitStack() as each:
             for logger in self._loggers:
                 each.callback(logger.close)
+
+
+class NoLog(RunLog):
+    """Write nothing: the log of all ranks but the first."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, values: dict[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 class _TensorBoard:

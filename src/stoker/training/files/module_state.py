@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stoker.base.errors import CheckpointError
 from stoker.optim import RowOptimizer
-from stoker.tables import EmbeddingTables, TTEmbeddingBag
+from stoker.tables import EmbeddingTables, Ranks, TTEmbeddingBag
 
 #: What :func:`stoker.save` takes as optimizers of the dense parameters.
 Optimizers: TypeAlias = (
@@ -52,6 +52,11 @@ def trained_in(module: nn.Module) -> dict[str, EmbeddingTables | TTEmbeddingBag]
         for name, each in module.named_modules()
         if isinstance(each, EmbeddingTables | TTEmbeddingBag)
     }
+
+
+def ranks_of(module: nn.Module) -> Ranks | None:
+    """Return the ranks among which rows of ``module`` are divided; None: each process has all rows."""
+    return next((tables.ranks for tables in tables_in(module).values() if tables.divided), None)
 
 
 def device_of(module: nn.Module) -> torch.device:

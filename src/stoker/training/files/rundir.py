@@ -190,6 +190,15 @@ class RunDirectory:
         """Return the path of the checkpoint of ``step``."""
         return self.checkpoints / f"step_{step:09d}"
 
+    def set_aside(self, step: int) -> Path | None:
+        """Rename a damaged checkpoint (:func:`stoker.training.files.checkpoint.set_aside`); None: there is none."""
+        path = self.checkpoint(step)
+        return ckpt.set_aside(path) if path.exists() else None
+
+    def manifest(self, checkpoint: Path) -> dict[str, Any]:
+        """Return the manifest of one of its checkpoints."""
+        return ckpt.read_manifest(checkpoint)
+
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, whole or damaged, in rising order."""
         if not self.checkpoints.is_dir():

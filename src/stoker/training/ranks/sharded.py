@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from threading import Barrier, Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from stoker.ops.cpu.arena import Arena
 from stoker.ops.running import Known, Moved, move_all, recorded
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.shards import one_thread
+from stoker.training.ranks.share import own_shards, share_of, whole_of
+from stoker.training.ranks.sums import Sums, add_over_ranks, moves_of_ranks
 
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
 _arena = Arena()
@@ -101,14 +103,7 @@ def each_on_one_thread(work: Callable[[int], None], numbers: Sequence[int]) -> N
         raise errors[0]
 
 
-class _Found(NamedTuple):
-    """The sums of a node."""
-
-    loss: Tensor
-    grads: list[Tensor | None]  # of the parameters
-
-
-def _add(first: _Found | None, second: _Found | None) -> _Found | None:
+def _add(first: Sums | None, second: Sums | None) -> Sums | None:
     """Add two halves of a node, in the memory of the first; one that is absent is left out."""
     if first is None or second is None:
         return first or second
@@ -116,7 +111,7 @@ def _add(first: _Found | None, second: _Found | None) -> _Found | None:
     if both:
         torch._foreach_add_(*map(list, zip(*both, strict=True)))
     grads = [b if a is None else a for a, b in zip(first.grads, second.grads, strict=True)]
-    return _Found(first.loss + second.loss, grads)
+    return Sums(first.loss + second.loss, grads)
 
 
 class _Tree:
@@ -124,9 +119,9 @@ class _Tree:
 
     def __init__(self, shards: range) -> None:
         self.tops, self._lock = set(nodes_of(shards)), Lock()
-        self.sums: dict[Node, _Found | None] = {}
+        self.sums: dict[Node, Sums | None] = {}
 
-    def add(self, shard: int, found: _Found | None) -> None:
+    def add(self, shard: int, found: Sums | None) -> None:
         node = Node(shard, 1)
         while node not in self.tops:
             first = node.start & -(2 * node.size)
@@ -149,6 +144,7 @@ class _Slices:
         self._shape, self._lock = like.shape, Lock()
         self._joined: Tensor | None = None
         self._absent: list[slice] = []  # of shards whose loss does not depend on the input
+        self._device = like.device
 
     def put(self, start: int, stop: int, grad: Tensor | None) -> None:
         if grad is None:
@@ -159,11 +155,18 @@ class _Slices:
                 self._joined = self._empty(grad)
         self._joined[start:stop] = grad
 
-    def joined(self) -> Tensor | None:
-        """Return the gradient of the whole input; None if no shard has one."""
+    @property
+    def reached(self) -> bool:
+        """Whether a shard has a gradient."""
+        return self._joined is not None
+
+    def joined(self, *, reached: bool) -> Tensor | None:
+        """Return the gradient of the whole input; None if no shard has one; ``reached``: one of another rank has."""
         if self._joined is not None:
             for each in self._absent:
                 self._joined[each] = 0.0
+        elif reached:
+            return torch.zeros(self._shape, device=self._device)
         return self._joined
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -202,6 +205,9 @@ class ShardedLoss:
     Its value and gradients do not depend on the number of threads. Batch norm takes the moments of a shard, and running
     moments move shard after shard. ``predict`` and evaluation of the model are then done by shards, too.
 
+    If the rows are divided among ranks, all of them call this with the same batch. Each computes its shards, and all
+    get the loss, the gradients of parameters and the logits of the whole batch.
+
     >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[100, 50])
     >>> model = stoker.DLRM(spec, embedding_dim=4, bottom=(8,), top=(8,))
     >>> model.embeddings.shards = 2
@@ -233,8 +239,16 @@ class ShardedLoss:
                 "Define dense_part and inputs only, or take shards=1.",
                 settings=("shards", "model"),
             )
-        self.model = model
+        self.model, ranks = model, model.embeddings.ranks
+        self.ranks = None if ranks is None or ranks.means else ranks  # each has its shards of the same batch
+        self.note: Callable[[], int] = lambda: 0  # what this rank says to the others in a step
+        self.hear: Callable[[list[int]], None] = lambda notes: None  # called with what all of them say
         self.parameters: list[nn.Parameter] = model.dense_parameters()
+        if self.ranks is not None and (other := {each.dtype for each in self.parameters} - {torch.float32}):
+            raise ConfigError(
+                f"the dense part of {kind.__name__} has parameters of {other.pop()}, whose gradients ranks do not add. "
+                "Make them float32.", settings=("model",),
+            )  # fmt: skip
         model.by_shards = self.logits
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -242,8 +256,7 @@ class ShardedLoss:
         model = self.model
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
-        batch = batch.to(model.device)
-        inputs = model.inputs(batch)
+        batch, inputs = self._inputs(batch.to(model.device))
         for each in inputs:
             if len(each) != len(batch):
                 raise ConfigError(
@@ -259,7 +272,7 @@ class ShardedLoss:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the loss, and the gradients of inputs and parameters."""
         assert batch.labels is not None
-        model, labels, shards = self.model, batch.labels, self._shards(len(batch))
+        model, labels, shards, count = self.model, batch.labels, self._shards(batch), len(whole_of(batch))
         tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
         slices = [_Slices(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
@@ -275,11 +288,11 @@ class ShardedLoss:
             with recorded(known) as moved[index], torch.enable_grad(), around():
                 logits = model._logits(model.dense_part, tuple(own))
                 wanted = [each for each in own if each.requires_grad]
-                loss, slopes = _loss(logits.detach(), labels[start:stop], len(labels))
+                loss, slopes = _loss(logits.detach(), labels[start:stop], count)
                 found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
             for each, grad in zip(filter(None, slices), found, strict=False):  # those of parameters follow
                 each.put(start, stop, grad)
-            tree.add(shards.first + index, _Found(loss, _own_memory(found[len(wanted) :])))
+            tree.add(shards.first + index, Sums(loss, _own_memory(found[len(wanted) :])))
 
         self._run(work, len(shards.bounds) - 1)
         if not torch.equal(drawn, torch.get_rng_state()):
@@ -289,16 +302,30 @@ class ShardedLoss:
                 "or take shards=1.",
                 settings=("shards", "model"),
             )
-        move_all(each for index in sorted(moved) for each in moved[index])
-        [found] = tree.sums.values()
+        moves = [each for index in sorted(moved) for each in moved[index]]
+        reached = [each is not None and each.reached for each in slices]
+        if (ranks := self.ranks) is None:
+            [found] = tree.sums.values()
+        else:
+            found, reached, notes = add_over_ranks(
+                ranks, model.embeddings.shards, tree.sums, parameters, reached, self.note()
+            )
+            self.hear(notes)
+            if buffers := list(model.buffers()):
+                moves = moves_of_ranks(ranks, buffers, moves)
+        move_all(moves)
         if found is None:  # an empty batch
             return labels.new_tensor(torch.nan), [None] * (len(inputs) + len(parameters))
-        return found.loss, [*(None if each is None else each.joined() for each in slices), *found.grads]
+        pairs = zip(slices, reached, strict=True)
+        joined = [None if each is None else each.joined(reached=wanted) for each, wanted in pairs]
+        return found.loss, [*joined, *found.grads]
 
     @torch.no_grad()
-    def logits(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return the logits [B], without gradients."""
-        model, shards = self.model, self._shards(len(inputs[0]))
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits [B] of the whole batch, without gradients."""
+        model = self.model
+        batch, inputs = self._inputs(batch)
+        shards = self._shards(batch)
         found: list[Tensor] = [inputs[0].new_empty(0)] * (len(shards.bounds) - 1)
         around = _autocast(model.device.type)
 
@@ -310,10 +337,25 @@ class ShardedLoss:
                     found[index] = model._logits(model.dense_part, own)
 
         self._run(work, len(found))
-        return torch.cat(found)
+        mine = torch.cat(found)
+        return mine if self.ranks is None else torch.cat(self.ranks.gather("gather logits", mine))
 
-    def _shards(self, batch: int) -> Shards:
-        return self.model.embeddings.shards_of(batch) or Shards.of(batch, 1)
+    def _inputs(self, batch: Batch) -> tuple[Batch, tuple[Tensor, ...]]:
+        """Return the examples of this rank, and the inputs of the dense part."""
+        model, ranks = self.model, self.ranks
+        if ranks is None:
+            return batch, model.inputs(batch)
+        batch = share_of(batch, ranks, model.embeddings.shards)
+        model.embeddings.own_shards = self._shards(batch)
+        try:
+            return batch, model.inputs(batch)
+        finally:
+            model.embeddings.own_shards = None
+
+    def _shards(self, batch: Batch) -> Shards:
+        if self.ranks is not None:
+            return own_shards(self.ranks, len(whole_of(batch)), self.model.embeddings.shards)[1]
+        return self.model.embeddings.shards_of(len(batch)) or Shards.of(len(batch), 1)
 
     def _run(self, work: Callable[[int], None], count: int) -> None:
         if self.model.device.type == "cpu":

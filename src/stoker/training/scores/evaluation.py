@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,6 +26,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
+from stoker.training.ranks.share import Shares, whole_of
 from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 
 if TYPE_CHECKING:
@@ -151,8 +152,9 @@ def evaluate(
         for batch in batches:
             if stop is not None and stop():
                 break
+            logits, batch = model(batch), whole_of(batch)
             assert batch.labels is not None
-            known, logits = ~batch.labels.isnan(), model(batch)
+            known = ~batch.labels.isnan()
             found = logits[known.to(logits.device)], batch.labels[known]
             metrics.update(*found)
             if ranking is not None:
@@ -166,7 +168,9 @@ def _batches(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None, *, reuse: bool = True
 ) -> Generator[Batch, None, None]:
     ahead = lookahead is not None and any(isinstance(group.strategy, Slotted) for group in model.embeddings.groups)
-    stream = split.batches(batch_size, limit=rows, reuse=reuse and not ahead)
+    stream: Iterable[Batch] = split.batches(batch_size, limit=rows, reuse=reuse and not ahead)
+    if (tables := model.embeddings).divided and tables.ranks is not None:
+        stream = Shares(stream, tables.ranks, tables.shards)
     yield from stage(stream, model, lookahead=lookahead or 0) if ahead else stream
 
 
@@ -177,7 +181,8 @@ def _scored(
     with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
         for batch in batches:
             # The labels of a staged batch are on the model's device.
-            yield None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()
+            scores, labels = model.predict(batch), whole_of(batch).labels
+            yield None if labels is None else labels.cpu(), scores.cpu()
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:

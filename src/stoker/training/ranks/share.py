@@ -1,0 +1,71 @@
+"""The examples of a batch that are a rank's: those of its logical shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.dataset.batch import Batch
+from stoker.ops.tree import Shards, shard_bounds
+from stoker.tables.ranks.transport import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share(Batch):
+    """The examples of a rank."""
+
+    whole: Batch  # of all ranks
+
+
+def whole_of(batch: Batch) -> Batch:
+    """Return the batch of all ranks."""
+    return batch.whole if isinstance(batch, Share) else batch
+
+
+def own_shards(ranks: Ranks, batch: int, shards: int) -> tuple[int, Shards]:
+    """Return the first example of a rank in a batch of this size, and its shards, counted from that example."""
+    bounds, own = shard_bounds(batch, shards), ranks.numbers_of(ranks.rank, shards)
+    begin = bounds[own.start]
+    return begin, Shards(tuple(each - begin for each in bounds[own.start : own.stop + 1]), own.start)
+
+
+def share_of(batch: Batch, ranks: Ranks, shards: int) -> Share:
+    """Return the examples of a rank.
+
+    >>> from types import SimpleNamespace
+    >>> two = SimpleNamespace(rank=1, size=2, numbers_of=lambda rank, shards: range(2, 4))
+    >>> share_of(stoker.Batch(dense=torch.zeros(5, 1), ids=torch.arange(5).view(5, 1)), two, 4).ids.flatten().tolist()
+    [2, 3, 4]
+    """
+    if isinstance(batch, Share):
+        return batch
+    begin, own = own_shards(ranks, len(batch), shards)
+    end = begin + own.bounds[-1]
+    ids, offsets, weights = batch.ids[begin:end], batch.offsets, batch.weights
+    if offsets is None:
+        weights = None if weights is None else weights.view(batch.ids.shape)[begin:end].reshape(-1)
+    else:
+        bags = (len(offsets) - 1) // max(1, len(batch))  # of an example
+        offsets = offsets[bags * begin : bags * end + 1]
+        first, last = (int(each) for each in offsets[[0, -1]])
+        ids, offsets = batch.ids[first:last], offsets - first
+        weights = None if weights is None else weights[first:last]
+    return Share(
+        dense=batch.dense[begin:end], ids=ids, offsets=offsets, weights=weights,
+        labels=None if batch.labels is None else batch.labels[begin:end], step=batch.step, whole=batch,
+    )  # fmt: skip
+
+
+class Shares:
+    """The examples of a rank in each batch of ``stream``, whose other attributes this has, too."""
+
+    def __init__(self, stream: Iterable[Batch], ranks: Ranks, shards: int) -> None:
+        self._stream, self._ranks, self._shards = stream, ranks, shards
+
+    def __iter__(self) -> Iterator[Share]:
+        for batch in self._stream:
+            yield share_of(batch, self._ranks, self._shards)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,100 @@
+"""The start of a run on several ranks: its settings, which all ranks must share, and what does not go."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stoker.base.device import resolve_device
+from stoker.base.errors import ConfigError
+from stoker.base.files import url_of
+from stoker.base.version import __version__
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import hash_json
+from stoker.tables.ranks.transport import Ranks
+from stoker.training.config import TrainConfig
+
+SHARDS = 8  # of a run on ranks, unless it has its own number
+#: Settings that ranks need not share: no number depends on them, and no message between ranks.
+_OWN = ("threads", "data_memory", "tensorboard")
+
+
+def find_ranks(ranks: Ranks | None) -> Ranks | None:
+    """Return the ranks that train together: those given, else all processes of ``torch.distributed``; None: this one.
+
+    Raises:
+        ConfigError: they are :class:`stoker.Replicas`.
+    """
+    if ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = Ranks()
+    if ranks is not None and ranks.means:
+        raise ConfigError("stoker.train divides rows among ranks: give it stoker.tables.Ranks(), not Replicas().")
+    return ranks
+
+
+def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Return a context whose errors the other ranks get to know."""
+    return nullcontext() if ranks is None else ranks.guard()
+
+
+def with_shards(config: TrainConfig | None, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the settings of a new run on ranks, with logical shards.
+
+    Raises:
+        ConfigError: 1 shard was asked for.
+    """
+    if "shards" not in settings and (config is None or config.shards == 1):
+        return settings | {"shards": max(SHARDS, 1 << (ranks - 1).bit_length())}
+    return settings
+
+
+def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
+    """Check, before work begins, that a run can be trained on ranks, and that all of them have the same one.
+
+    Raises:
+        ConfigError: a setting does not go with ranks, or ranks have other settings, data or versions.
+    """
+    _refuse(config, data, ranks.size)
+    _check_same(ranks, {
+        **{f"setting {name}": value for name, value in config.to_dict().items() if name not in _OWN},
+        "the dataset": hash_json(data.manifest.get("files", {})),
+        "the version of Stoker": __version__,
+        "the version of PyTorch": torch.__version__,
+        "the kind of processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    })  # fmt: skip
+
+
+def _refuse(config: TrainConfig, data: Dataset, ranks: int) -> None:
+    """Raise ConfigError for what does not go on several ranks yet."""
+    trains = config.tensor_trains(data.schema)
+    growing = [table.name for table in config.tables(data.schema) if table.grow is not None]
+    reasons = {
+        "shards": config.shards < ranks and f"they need as many logical shards, but the run has {config.shards}. Give "
+        "shards=8 to a new run; a run keeps its shards",
+        "tt_rank": bool(trains) and f"not with tensor trains yet ({', '.join(trains)}). Leave them out",
+        "model": bool(growing) and f"not with tables that grow yet ({', '.join(growing)})",
+        "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
+        "epoch_lookahead": config.epoch_lookahead and "without epoch_lookahead. Leave it out",
+        "home_path": url_of(config.home_path) is not None and "with rows in memory or in files, not at a URL",
+    }  # fmt: skip
+    for name, why in reasons.items():
+        if why:
+            raise ConfigError(f"{ranks} ranks train together: {why}.", settings=(name,))
+
+
+def _check_same(ranks: Ranks, own: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a value differs between ranks."""
+    sent = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    first, *others = (json.loads(each.numpy().tobytes()) for each in ranks.gather("compare settings", sent))
+    for rank, found in enumerate(others, 1):
+        if differ := [name for name, value in first.items() if found[name] != value]:
+            raise ConfigError(
+                f"{differ[0]} is {first[differ[0]]!r} on rank 0, but {found[differ[0]]!r} on rank {rank}. Start all "
+                "ranks with the same command, versions, data and kind of machine."
+            )

@@ -1,0 +1,139 @@
+"""Runs on 1 to 4 ranks write the files of one process with the same shards, byte for byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaigns import scaled
+from rank_workers import Workers
+from small_runs import FILE, assert_same_run, files, records
+
+import stoker
+from stoker.dataset.dataset import Dataset
+from stoker.testing import make_dataset
+
+RUN: dict[str, Any] = {
+    "embedding_dim": 4, "batch_size": 100, "steps": 4, "eval_every": 2, "tensorboard": False, "display": "quiet",
+    "dense_clip_norm": 0.5, "shards": 8, "keep_last": 3,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": {"bottom": (16,), "top": (24,)},
+    "dcn": {"hidden": (16,), "rank": 4},
+    "deepfm": {"hidden": (16, 8)},
+    "tabular": {"hidden": (16, 8), "dropout": 0.2, "embedding_dropout": 0.1, "dims": {"C1": 8, "C2": 4, "C3": 4}},
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "cached": {"device_memory": "4KiB", "strategy": "cached"},
+    "file": {"device_memory": "4KiB", **FILE},
+    "pipelined": {"device_memory": "6KiB", "strategy": "host-pipelined"},
+    "hot": {"device_memory": "20KiB", "strategy": "hot-cold"},
+}  # fmt: skip
+ROWS = ("sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb")
+DENSE = ("sgd", "adagrad", "adam", "lamb")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(4) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = tmp_path_factory.mktemp("data") / "d"
+    return make_dataset(path, rows=800, num_embeddings=(1200, 600, 10), sequence={1: 4})
+
+
+def settings_of(model: str, number: int) -> dict[str, Any]:
+    """The settings of a run: one of 8 row optimizers, with what goes with it."""
+    return {
+        **RUN, "model": model, "model_options": MODELS[model], "row_optimizer": ROWS[number],
+        "dense_optimizer": DENSE[number % 4], "dtype": "bfloat16" if number % 3 == 1 else "float32",
+        "pooling": ("sum", "mean", "max")[number % 3], "row_cow_clip": (1.0, 1e-4) if number in (4, 7) else None,
+        "metric": "log_loss" if number % 2 else "auc",
+    }  # fmt: skip
+
+
+def test_random_runs_on_ranks_are_those_of_one_process(
+    workers: Workers, data: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def alone(model: str, number: int) -> tuple[Path, Any]:
+        out = folder / f"{model}-{number}"
+        result = stoker.train(data, out=out, threads=1, **settings_of(model, number))
+        return out, (result.step, result.best_step, result.valid, result.test)
+
+    for seed in range(scaled(60)):
+        draw = random.Random(seed)
+        model, number = draw.choice(sorted(MODELS)), draw.randrange(len(ROWS))
+        ranks, again = draw.randint(1, 4), draw.randint(1, 4)
+        places = [PLACES[draw.choice(sorted(PLACES))] for _ in range(2)]
+        threads = draw.randint(1, 2)
+        given = settings_of(model, number)
+        out, what = folder / str(seed), f"seed {seed}: {model}, {ROWS[number]}, {ranks}, {again}, {places}"
+        if draw.random() < 0.5:
+            found = workers.train(ranks, data.path, out=out, **given, **places[0], threads=threads)
+        else:  # and resume with another number
+            stopped = workers.train(ranks, data.path, out=out, **{**given, "steps": 2}, **places[0], threads=threads)
+            assert stopped[0][0] == 2, (what, stopped)
+            place = {"device_memory": None, "strategy": "auto", "host_memory": None, **places[1]}
+            found = workers.train(again, resume=out, steps=4, display="quiet", threads=1, **place)
+        expected, result = alone(model, number)
+        assert found == [result] * len(found), (what, found)
+        assert files(out / "checkpoints") == files(expected / "checkpoints"), what
+        assert_same_run(expected, out, kinds=("valid",))
+        assert len(records(out, "valid")) == 2, "each record is written once"
+
+
+def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset, tmp_path: Path) -> None:
+    given = settings_of("tabular", 4)
+    stoker.train(data, out=tmp_path / "alone", **given)
+    found = workers.train(3, data.path, out=tmp_path / "run", **{**given, "steps": 2})
+    assert found[0][0] == 2, found
+    loaded = stoker.load(tmp_path / "run")
+    assert loaded.model.embeddings.shards == 8
+    assert stoker.evaluate(loaded.model, data.valid)["log_loss"] == found[0][2]["log_loss"]
+    assert stoker.verify(tmp_path / "run", steps=2, begin="start").identical
+    stoker.train(resume=tmp_path / "run", steps=4, display="quiet", device_memory="4KiB", strategy="cached")
+    assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
+
+
+def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
+    workers: Workers, data: Dataset, tmp_path: Path
+) -> None:
+    """The last batch of the epoch has 1 example, so 7 of 8 shards are empty, and 3 of 4 ranks."""
+    given = {**settings_of("tabular", 3), "batch_size": 71, "steps": 10, "eval_every": 10}
+    rows = len(data.train)
+    assert 0 < rows % 71 < 8 or rows == 0, rows
+    stoker.train(data, out=tmp_path / "alone", **given)
+    found = workers.train(4, data.path, out=tmp_path / "run", **{k: v for k, v in given.items() if k != "shards"})
+    assert found[0][0] == 10, found
+    assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tt_own": {"C1": 2}}, "not with tensor trains yet"),
+        ({"shards": 2}, "need as many logical shards"),
+        ({"shards": 1}, "need as many logical shards"),
+        ({"batch_size": "auto"}, "measured in one process"),
+        ({"epoch_lookahead": True, "device_memory": "4KiB"}, "without epoch_lookahead"),
+        ({"model": "din", "model_options": {"history": {"C1": "C2"}}}, "steps"),
+        ({"steps": 0}, "steps is 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_refused_by_name_on_every_rank(
+    more: dict[str, Any], message: str, workers: Workers, data: Dataset, tmp_path: Path
+) -> None:
+    found = workers.train(3, data.path, out=tmp_path / "run", **{**settings_of("dlrm", 3), **more})
+    assert all("ConfigError" in each and message in each for each in found), found
+    assert not (tmp_path / "run").exists()
