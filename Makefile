@@ -60,12 +60,14 @@ soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:4000
 	@$(PY) tests/soak.py $(SEEDS)
 	@STOKER_EFFORT=5 $(PYTEST) $(CAMPAIGNS)
 	@STOKER_EFFORT=5 $(PYTEST) --dist worksteal --timeout=0 -m hypothesis
+	@STOKER_EFFORT=34 $(PYTEST) tests/training/test_rank_runs.py -k random --timeout=0  # 2,040 runs on ranks
 
 kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, 200 updates, and preparations at every step; each must end as if undisturbed (minutes)
 	@$(PY) tests/soak.py --kills $(if $(findstring :,$(KILLS)),$(KILLS),0:$(KILLS))
 	@STOKER_KILLS=0:200 $(PY) -m pytest tests/live/test_update_kills.py --timeout=0
 	@STOKER_KILLS=all $(PY) -m pytest tests/data/test_deaths.py --timeout=0
 	@STOKER_EFFORT=5 $(PY) -m pytest tests/data tests/training/test_scheduled_runs.py -k kill --timeout=0
+	@STOKER_KILLS=0:200 $(PY) -m pytest tests/training/test_rank_kills.py --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .
