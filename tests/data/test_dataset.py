@@ -148,7 +148,7 @@ def test_damaged_side_file_is_found(path: Path) -> None:
         ("[]", "describes a list"),
         ('{"kind": "checkpoint"}', "describes a checkpoint, not a dataset"),
         ("{}", "no format_version"),
-        ('{"format_version": 99}', "dataset format 99, this Stoker reads up to 1. Update Stoker"),
+        ('{"format_version": 99}', "dataset format 99, this Stoker reads up to 2. Update Stoker"),
         ('{"format_version": 1}', "lacks"),
     ],
 )

@@ -202,4 +202,4 @@ def test_its_options_are_those_of_train() -> None:
     mine, theirs = (set(inspect.signature(each).parameters) for each in (command, train_command))
     own = {item.name for part in (OrderConfig, RateConfig, RunConfig) for item in dataclasses.fields(part)}
     shared = {"batch_size", "seed", "shuffle_memory", "data_memory", "lr_scaling", "base_batch_size"}
-    assert theirs - mine == own - shared | {"out", "resume", "why", "json_lines"}  # why: --explain
+    assert theirs - mine == own - shared | {"out", "resume", "why", "json_lines", "ranks"}  # why: --explain
