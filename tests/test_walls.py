@@ -20,10 +20,21 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_140, "ops": 6_821, "dataset": 2_985, "optim": 620, "tables": 11_445, "models": 1_675, "placement": 3_060,
-    "training": 9_850, "rewrite": 1_945, "prep": 11_620, "synthetic": 1_690, "cli": 3_175, "live": 950,
+    "base": 2_311,
+    "ops": 7_366,
+    "dataset": 3_223,
+    "optim": 669,
+    "tables": 12_360,
+    "models": 1_809,
+    "placement": 3_304,
+    "training": 10_638,
+    "rewrite": 2_100,
+    "prep": 12_549,
+    "synthetic": 1_825,
+    "cli": 3_429,
+    "live": 1_026,
 }  # fmt: skip
-ALL_LINES = 58_707
+ALL_LINES = 66_000
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
