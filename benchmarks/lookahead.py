@@ -17,12 +17,12 @@ from functools import cache, partial
 from typing import Any
 
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
+from benchmarks.naive_replay import replay_reference
 from benchmarks.workload import SKEW, kaggle_like
 from stoker import synthetic
 from stoker.dataset.dataset import Dataset
 from stoker.optim import SGD
-from stoker.placement.replay import Replay, dataset_space, dataset_steps, record, replay, simulate
-from stoker.placement.replay_reference import CacheStrategy, replay_reference
+from stoker.placement.replay import CacheStrategy, Replay, dataset_space, dataset_steps, record, replay, simulate
 from stoker.prep.prepare import run_prepare
 from stoker.tables import Cached, EmbeddingTables, stage, tables_for
 from stoker.tables.slots.slotted import SlottedRows

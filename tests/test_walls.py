@@ -26,7 +26,7 @@ LINES = {
     "optim": 669,
     "tables": 12_360,
     "models": 1_809,
-    "placement": 3_304,
+    "placement": 2_879,
     "training": 10_638,
     "rewrite": 2_100,
     "prep": 12_549,

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
+from benchmarks.naive_replay import Row, replay_reference
 from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.base.progress import quiet
 from stoker.dataset.dataset import Dataset
-from stoker.placement.replay import IdTrace, _pinned, record, row_size, simulate
-from stoker.placement.replay_reference import CacheStrategy, Counts, Row, replay_reference
+from stoker.placement.replay import CacheStrategy, Counts, IdTrace, _pinned, record, row_size, simulate
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
 
@@ -390,6 +390,14 @@ def test_too_few_slots_are_refused_with_the_number_that_works(data: Dataset) -> 
 def test_settings_that_cannot_work(data: Dataset, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stoker.replay(data, **settings)
+
+
+def test_a_ranking_of_millions_of_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.placement.replay.FARTHEST", 8)
+    assert stoker.replay([[1], [2], [3], [1]], slots=2, strategies=["lru"])["lru"].misses == 4
+    with pytest.raises(ConfigError, match="lfu ranks at most 4 batches, not 5. Give fewer steps"):
+        stoker.replay([[1]] * 5, slots=2, strategies=["lfu"])
+    assert stoker.replay([[1]] * 5, slots=2, strategies=["adaptive"])["adaptive"].misses == 1
 
 
 @pytest.mark.parametrize(

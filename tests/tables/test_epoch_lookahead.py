@@ -21,13 +21,13 @@ from placed import draw, placed_run, resident_run, same
 from programs import Rereadable
 
 import stoker
+from benchmarks.naive_replay import replay_reference
 from stoker.base import spool
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.spool import Spool
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import NumpyGather
-from stoker.placement.replay import dataset_space, dataset_steps, record, simulate
-from stoker.placement.replay_reference import CacheStrategy, replay_reference
+from stoker.placement.replay import CacheStrategy, dataset_space, dataset_steps, record, simulate
 from stoker.tables.slots import epoch_lookahead as module
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Recording
 from stoker.tables.slots.slotted import SlottedRows, make_residency

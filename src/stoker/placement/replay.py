@@ -1,8 +1,9 @@
 """``stoker.replay``: simulate cache strategies on a stream of ids, without training.
 
 Placement does not change the ids of a run, so hits, misses and traffic depend on the ids only. A stream becomes a
-trace: the distinct rows of each step, numbered by falling frequency. :mod:`stoker.placement.replay_reference` defines
-the strategies; here they run as Numba kernels.
+trace: the distinct rows of each step, numbered by falling frequency. The planner of a run
+(:class:`stoker.tables.slots.residency.Residency`) plans its batches. A strategy is what the planner is told of next
+uses: by a window, by hints, or not at all.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows that occur at all, N rows of all tables,
 C slots, B examples, F features.
@@ -10,11 +11,13 @@ C slots, B examples, F features.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +33,75 @@ from stoker.dataset.dataset import Dataset
 from stoker.ops.space import AddressSpace, make_space
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.budget import ReplaySettings
-from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables import tables_for
 from stoker.tables.config import DTYPES, Cached, bytes_of_row
-from stoker.tables.slots.window import default_memory
+from stoker.tables.slots.residency import FARTHEST, Hints, known_bytes
+from stoker.tables.slots.slotted import make_residency
+from stoker.tables.slots.window import Ahead, default_memory
 
+Kind = Literal["lru", "lfu", "lookahead", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined"]
+_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined")
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 _ADAPTIVE = ("adaptive", "pinned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStrategy:
+    """Which resident row is evicted when a slot is needed.
+
+    * ``lru``: the one whose last use is longest ago.
+    * ``lfu``: the one that the fewest batches have used so far, counted over the whole trace.
+    * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
+      of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
+    * ``adaptive``: the same with as many batches known as evictions need, within ``memory``
+      (:mod:`stoker.tables.slots.window`): what a cache over a file or URL does that is not told how far to look ahead.
+    * ``pinned``: the same, and the first ids of tables are pinned (``Cached(hot=...)``).
+    * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
+    * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that
+      the most batches of the trace use, as many as leave slots for the other rows in flight (FAE, 2022).
+    * ``host-pipelined``: no cache. A row is evicted as soon as no batch in flight uses it.
+
+    Among equals, the greater id is evicted first (it is the rarer one), then the later table.
+    """
+
+    kind: Kind
+    window: int = 0  # batches known ahead; for lookahead only
+    memory: float = math.inf  # bytes for known batches; for adaptive and pinned only
+
+    @property
+    def name(self) -> str:
+        """The name that users write, such as ``lookahead-64``."""
+        return f"lookahead-{self.window}" if self.kind == "lookahead" else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> CacheStrategy:
+        """Return the strategy of a :attr:`name`.
+
+        Raises:
+            ConfigError: no such strategy, or a lookahead under 1.
+        """
+        for kind in _PLAIN:
+            if text == kind:
+                return cls(kind=kind)
+        word, _, number = text.partition("-")
+        if word == "lookahead" and number.isdecimal() and int(number) >= 1:
+            return cls(kind="lookahead", window=int(number))
+        raise ConfigError(
+            f"strategy {text!r} is unknown. Choose among {', '.join(_PLAIN)} and lookahead-W, where W is the number of "
+            "batches known ahead, at least 1 (lookahead-64 for example)."
+        )
+
+
+class Counts(NamedTuple):
+    """Hits and misses of a strategy over a trace."""
+
+    hits: int  # distinct rows of batches that were resident
+    lookups_hit: int  # occurrences of those
+    misses: int  # distinct rows of batches that were fetched
+    compulsory: int  # misses of rows never used before
+    written_back: int  # evicted rows, without those resident at the end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,14 +109,14 @@ class IdTrace:
     """The distinct rows of each step.
 
     Rows are numbered from 0 in the order of (id within its table, position of the table), and listed rising within a
-    step. ``rows``, ``counts`` and ``following`` are in unnamed temporary files, 16 bytes per place in all. The memory
-    of a simulation grows with K (about 40 bytes per row while recording), not with L.
+    step. ``rows``, ``counts`` and ``until`` are in unnamed temporary files, at most 16 bytes per place in all. Memory
+    grows with K (about 40 bytes per row while recording) and C (about 100 bytes per slot in a simulation), not with L.
     """
 
     offsets: Int64  # [T + 1] first place of each step
     rows: Int32  # [L]
     counts: Int32  # [L] occurrences of the row in its batch
-    following: Int64  # [L] place of the next use of the row; L + row if there is none
+    until: Int32  # [L] batches until the next use of the row; 0 if there is none
     num_rows: int  # K
     lookups: int  # occurrences of all rows
     keys: Int64  # [K] key of each row: its id times the number of tables, plus the position of the table
@@ -70,6 +134,18 @@ class IdTrace:
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield chunks of steps [first, last)."""
         return spool.stretches(self.offsets)
+
+    def in_flight(self, batches: int, hot: Flags) -> Int64:
+        """Return how many rows that are not ``hot`` [K] the last ``batches`` batches use, at each step [T]."""
+        change = np.zeros(self.steps + 1, np.int64)
+        for first, last in self.chunks():
+            places = slice(*self.offsets[[first, last]])
+            cold, until = ~hot[self.rows[places]], self.until[places]
+            step = np.repeat(np.arange(first, last), np.diff(self.offsets[first : last + 1]))
+            end = step + np.where(until > 0, np.minimum(until, batches), batches)
+            change += np.bincount(step[cold], minlength=len(change))
+            change -= np.bincount(np.minimum(end[cold], self.steps), minlength=len(change))
+        return np.cumsum(change[:-1])
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
@@ -158,8 +234,6 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
         DataError: no lookups at all.
         OSError: the disk of the temporary files is full.
     """
-    from stoker.placement.replay_kernels import link
-
     offsets, lookups = [0], 0
     known, fresh, waiting = np.empty(0, np.int64), list[Int64](), 0
     with Spool(np.int64) as wide, Spool(np.int32) as narrow, Spool(np.int32) as numbers:
@@ -181,11 +255,18 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
         for begin, end in spool.spans(len(places)):
             numbers.add(np.searchsorted(known, places[begin:end]))
         rows, occurrences = numbers.mapped(), narrow.mapped()
-    nearest = len(rows) + np.arange(len(known), dtype=np.int64)
-    for begin, end in reversed(list(spool.spans(len(rows)))):
-        link(rows, begin, end, nearest, places)  # the file of the keys, which are no longer needed, takes the links
+    del places
+    with Spool(np.int32) as file:
+        file.reserve(len(rows))
+        until = file.mapped()
+    soonest = np.zeros(len(known), np.int32)  # step of the next use of each row; 0: none
+    for step in reversed(range(len(offsets) - 1)):
+        part = slice(offsets[step], offsets[step + 1])
+        later = soonest[rows[part]]
+        until[part] = np.where(later > 0, later - step, 0)
+        soonest[rows[part]] = step
     trace = IdTrace(
-        offsets=np.array(offsets, np.int64), rows=rows, counts=occurrences, following=places, num_rows=len(known),
+        offsets=np.array(offsets, np.int64), rows=rows, counts=occurrences, until=until, num_rows=len(known),
         lookups=lookups, keys=known,
     )  # fmt: skip
     return trace, int(known[-1])
@@ -334,10 +415,11 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
 
     Returns:
         The figures. The trace takes 16 bytes of temporary file for each distinct row of each batch, and about 40 bytes
-        of memory for each row that occurs.
+        of memory for each row that occurs; a simulation about 100 for each slot.
 
     Raises:
-        ConfigError: settings that contradict each other or do not exist; a batch whose rows exceed the slots.
+        ConfigError: settings that contradict each other or do not exist; a batch whose rows exceed the slots; or
+            millions of batches for a strategy that ranks all of them.
         DataError: no dataset there, or ids that its tables do not have.
         DependencyError: Numba is not installed.
 
@@ -386,13 +468,13 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         share = parse_share(0.1 if asked.fraction is None else asked.fraction)
     capacity = Cached(slots=slots, memory=memory, fraction=share).count_slots(num_rows, size)
 
-    # The strategy without a cache always runs first, because it tells how many slots all strategies need.
-    pipelined = _replayed(trace, CacheStrategy(kind="host-pipelined"), capacity, in_flight, report)
-    _, least, step, needed = pipelined.taken
-    if step >= 0:
+    taken = trace.in_flight(in_flight, np.zeros(trace.num_rows, np.bool_))
+    least = int(taken.max())
+    if least > capacity:
+        step = int(np.argmax(taken > capacity))
         lower = "batch_size" if in_flight == 1 else "batch_size or in_flight"
         raise ConfigError(
-            f"batch {step:,} needs {needed:,} rows in fast memory at once (in_flight={in_flight}), but there are "
+            f"batch {step:,} needs {taken[step]:,} rows in fast memory at once (in_flight={in_flight}), but there are "
             f"{capacity:,} slots. Give at least {least:,} slots, which is {least / num_rows:.2%} of all rows or "
             f"{format_size(least * size)}; or lower {lower}."
         )
@@ -402,9 +484,7 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
             most = min(int(parse_share(asked.pinned) * capacity), capacity - least)
             return _pinned(trace, strategy, pins(most), capacity, in_flight, report)
         replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
-        return (
-            pipelined if strategy.kind == "host-pipelined" else replayed(trace, strategy, capacity, in_flight, report)
-        )
+        return replayed(trace, strategy, capacity, in_flight, report)
 
     found = {strategy: one(strategy) for strategy in chosen}
     best = next((run.counts.misses for strategy, run in found.items() if strategy.kind == "belady"), None)
@@ -433,32 +513,81 @@ class _Run(NamedTuple):
     """What a simulation counted."""
 
     counts: Counts
-    taken: list[int]  # slots taken at the end, their maximum, first step that needs too many (-1: none), how many
     ahead: int  # most batches known ahead
     window_bytes: int  # most bytes of them
 
 
-def _replayed(
-    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress,
-    hot: npt.NDArray[np.bool_] | None = None,
-) -> _Run:  # fmt: skip
-    """Replay a trace once; the rows ``hot`` [K] are pinned and take none of the ``slots``."""
-    from stoker.placement import replay_kernels as kernels
+def _hints(trace: IdTrace, kind: Kind) -> Callable[[int, Int64, Int32], Hints | None]:
+    """Return what tells the planner the next uses of the rows of a batch, beyond the window.
 
+    LRU and LFU are told uses after the end of the trace: the farther, the longer ago or the seldomer a row was used.
+    """
+    end, uses = 2 * trace.steps, np.zeros(trace.num_rows, np.int32)
+    if kind in ("lru", "lfu", "belady") and end > FARTHEST:
+        raise ConfigError(f"{kind} ranks at most {FARTHEST // 2:,} batches, not {trace.steps:,}. Give fewer steps.")
+
+    def frequency(step: int, rows: Int64, until: Int32) -> Hints:
+        uses[rows] += 1
+        return end - step - uses[rows]
+
+    known: dict[str, Callable[[int, Int64, Int32], Hints]] = {
+        "lru": lambda step, rows, until: np.full(len(rows), end - 2 * step, np.int32),
+        "lfu": frequency,
+        "belady": lambda step, rows, until: until,
+    }
+    return known.get(kind, lambda step, rows, until: None)
+
+
+def _replayed(
+    trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int, report: Progress, hot: Flags | None = None
+) -> _Run:
+    """Replay a trace once; the rows ``hot`` [K] are pinned and take none of the ``slots``."""
     passing, adapts = strategy.kind in ("hot-cold", "host-pipelined"), strategy.kind in _ADAPTIVE
-    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
-    kind = kernels.PASSING if passing else {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
-    state = kernels.State.begin(
-        np.zeros(trace.num_rows, np.bool_) if hot is None else hot,
-        0 if passing else 2 * min(slots, trace.num_rows) + 1,  # never more slots are taken
-        None if adapts else window,
-    )
-    places = kernels.Places(trace.rows, trace.counts, trace.following, trace.offsets)
-    memory = int(min(strategy.memory, 2**62)) if adapts else -1
+    residency = make_residency([0, trace.num_rows], min(slots, trace.num_rows + 1), transient=passing)
+    residency.landing = 0
+    ahead, hints = Ahead(None if adapts else strategy.window), _hints(trace, strategy.kind)
+    waiting: deque[tuple[Int64, Int32, float]] = deque()  # known batches: rows, occurrences, bytes
+    flying: deque[Int64] = deque()  # slots of batches in flight
+    fresh = np.zeros(0, np.bool_) if hot is None else hot.copy()  # pinned rows that were not used yet
+    known = misses = missed = written = widest = 0
+    size = largest = 0.0
+
+    def read(step: int) -> None:
+        nonlocal misses, missed, size
+        part = slice(*trace.offsets[step : step + 2])
+        rows, counts, until = trace.rows[part].astype(np.int64), trace.counts[part], trace.until[part]
+        own = known_bytes(len(rows), int(counts.sum()))
+        if hot is not None:
+            new, cold = fresh[rows], ~hot[rows]
+            misses, missed, fresh[rows] = misses + int(new.sum()), missed + int(counts[new].sum()), False
+            own = known_bytes(int(cold.sum()), int(counts.sum()))
+            rows, counts, until = rows[cold], counts[cold], until[cold]
+        residency.announce(rows, hints(step, rows, until))
+        waiting.append((rows, counts, own))
+        size += own
+
     for first, last in trace.chunks():
-        kernels.advance(kind, places, first, last, memory, in_flight, slots, state)
+        for step in range(first, last):
+            while known < trace.steps and known - step <= ahead.batches:
+                if adapts and known - step > in_flight and size >= strategy.memory:
+                    break
+                read(known)
+                known += 1
+            widest, largest = max(widest, known - step - 1), max(largest, size)
+            if len(flying) == in_flight:
+                residency.release(flying.popleft(), changed=True)
+            plan = residency.plan()
+            assert plan is not None, "the rows in flight fit the slots"
+            flying.append(plan.slots)
+            rows, counts, own = waiting.popleft()
+            misses, written = misses + len(plan.fetch_rows), written + len(plan.evict_rows)
+            missed += int(counts[np.searchsorted(rows, plan.fetch_rows)].sum())
+            ahead.judge(residency.guesses, known - step - 1)
+            size -= own
         report(strategy.name, last, trace.steps)
-    return _Run(Counts(*state.counts.tolist()), state.taken.tolist(), *state.ahead[kernels.WIDEST :].tolist())
+    # Each row is fetched for its first use, whatever the strategy.
+    counted = Counts(trace.places - misses, trace.lookups - missed, misses, trace.num_rows, written)
+    return _Run(counted, widest, int(largest))
 
 
 def _most_used(counts: Mapping[str, Any], most: int) -> dict[str, int]:
@@ -478,7 +607,7 @@ def _pinned(
     """
     pins, room = np.array(hot, np.int64), slots - sum(hot)
     flags = trace.keys // len(pins) < pins[trace.keys % len(pins)]
-    least = _replayed(trace, CacheStrategy(kind="host-pipelined"), slots, in_flight, report, flags).taken[1]
+    least = int(trace.in_flight(in_flight, flags).max())
     if least > room:
         raise ConfigError(
             f"{sum(hot):,} pinned rows leave {max(0, room):,} of {slots:,} slots, but the other rows in flight need "
@@ -495,21 +624,22 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
         uses += np.bincount(trace.rows[trace.offsets[first] : trace.offsets[last]], minlength=trace.num_rows)
     order = np.argsort(-uses, kind="stable")
 
-    def replayed(count: int) -> _Run:
-        hot = np.zeros(trace.num_rows, np.bool_)
-        hot[order[:count]] = True
-        return _replayed(trace, strategy, slots, in_flight, report, hot)
+    def hot(count: int) -> Flags:
+        found = np.zeros(trace.num_rows, np.bool_)
+        found[order[:count]] = True
+        return found
 
     # With one more hot row, at most one row less is in flight, so bisection works.
     most = bisect_right(
-        range(1, min(slots, trace.num_rows) + 1), slots, key=lambda count: count + replayed(count).taken[1]
-    )
-    return replayed(most)
+        range(1, min(slots, trace.num_rows) + 1), slots,
+        key=lambda count: count + int(trace.in_flight(in_flight, hot(count)).max()),
+    )  # fmt: skip
+    return _replayed(trace, strategy, slots, in_flight, report, hot(most))
 
 
 def simulate(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
 ) -> Counts:
-    """Replay one strategy on a trace whose rows in flight fit the slots; equals ``replay_reference``."""
+    """Replay one strategy on a trace whose rows in flight fit the slots."""
     replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
     return replayed(trace, strategy, slots, in_flight, report).counts

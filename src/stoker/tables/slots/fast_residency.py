@@ -39,8 +39,8 @@ from stoker.tables.slots.residency import FARTHEST, NEVER, Hints, Ints, Residenc
 from stoker.tables.stores.kernels import segment_of
 
 _AHEAD = 24  # lines to prefetch ahead
-_RANK_BITS = 40
-_STEPS = 2**22  # steps that heap keys can count before a rebuild from a later base
+_RANK_BITS = 36
+_STEPS = 2**26  # steps that heap keys can count before a rebuild from a later base
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_HINTS = np.zeros(0, np.int32)
 ADDRESS, SLOT, USE, LAST = 0, 1, 2, 3  # columns of the directory

@@ -23,7 +23,7 @@ from stoker.base.errors import ConfigError
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
 NEVER = 2**62  # step of the next use of a row without a known one
-FARTHEST = 2**19  # largest hint in batches; later uses are equally far
+FARTHEST = 2**24  # largest hint in batches; later uses are equally far
 #: After this many plans every writeback of a plan has landed; links guarantee it.
 LANDED = 8
 #: Largest share of the directory of rows that has records. At most half full, it is searched in a cache line or two: a

@@ -1,4 +1,4 @@
-"""Cache strategies on a trace of batches, in plain Python: the definition that the fast simulation equals.
+"""Cache strategies on a trace of batches, in plain Python: the definition that :func:`stoker.replay` equals.
 
 A step needs the distinct rows of its batch. Rows that are in one of the C slots are hits, the others are misses.
 Each miss takes a free slot or, if there is none, the slot of a victim: a resident row that no batch in flight
@@ -13,74 +13,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
+from stoker.placement.replay import CacheStrategy, Counts
 from stoker.tables.slots.residency import known_bytes
 from stoker.tables.slots.window import Ahead
 
+__all__ = ["Row", "replay_reference"]
+
 Row = tuple[int, int]  # (id within its table, position of the table): the greater one is rarer and is evicted first
-Kind = Literal["lru", "lfu", "lookahead", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined"]
-_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "adaptive", "pinned", "belady", "hot-cold", "host-pipelined")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheStrategy:
-    """Which resident row is evicted when a slot is needed.
-
-    * ``lru``: the one whose last use is longest ago.
-    * ``lfu``: the one that the fewest batches have used so far, counted over the whole trace.
-    * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
-      of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
-    * ``adaptive``: the same with as many batches known as evictions need, within ``memory``
-      (:mod:`stoker.tables.slots.window`): what a cache over a file or URL does that is not told how far to look ahead.
-    * ``pinned``: the same, and the first ids of tables are pinned (``Cached(hot=...)``).
-    * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
-    * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that
-      the most batches of the trace use, as many as leave slots for the other rows in flight (FAE, 2022).
-    * ``host-pipelined``: no cache. A row is evicted as soon as no batch in flight uses it.
-
-    Among equals, the greater id is evicted first (it is the rarer one), then the later table.
-    """
-
-    kind: Kind
-    window: int = 0  # batches known ahead; for lookahead only
-    memory: float = math.inf  # bytes for known batches; for adaptive and pinned only
-
-    @property
-    def name(self) -> str:
-        """The name that users write, such as ``lookahead-64``."""
-        return f"lookahead-{self.window}" if self.kind == "lookahead" else self.kind
-
-    @classmethod
-    def parse(cls, text: str) -> CacheStrategy:
-        """Return the strategy of a :attr:`name`.
-
-        Raises:
-            ConfigError: no such strategy, or a lookahead under 1.
-        """
-        for kind in _PLAIN:
-            if text == kind:
-                return cls(kind=kind)
-        word, _, number = text.partition("-")
-        if word == "lookahead" and number.isdecimal() and int(number) >= 1:
-            return cls(kind="lookahead", window=int(number))
-        raise ConfigError(
-            f"strategy {text!r} is unknown. Choose among {', '.join(_PLAIN)} and lookahead-W, where W is the number of "
-            "batches known ahead, at least 1 (lookahead-64 for example)."
-        )
-
-
-class Counts(NamedTuple):
-    """Hits and misses of a strategy over a trace."""
-
-    hits: int  # distinct rows of batches that were resident
-    lookups_hit: int  # occurrences of those
-    misses: int  # distinct rows of batches that were fetched
-    compulsory: int  # misses of rows never used before
-    written_back: int  # evicted rows, without those resident at the end
 
 
 def replay_reference(
