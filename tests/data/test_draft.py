@@ -16,7 +16,7 @@ from recipe_logs import generated
 
 import stoker
 from stoker import Schema
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.cli import main
 from stoker.prep.draft import Draft, draft_log
 
@@ -61,7 +61,7 @@ def settings(found: Draft, kind: str, name: str) -> dict[str, Any]:
         ("price", [i % 50 or "" for i in range(ROWS)], "dense", {"fill": "median", "transforms": ["zscore"]}),
         ("views", [1] * 390 + [10_000 + i for i in range(10)], "categorical", {"type": "int"}),
         ("amount", [i % 20 for i in range(390)] + [9_999] * 10, "dense", {"transforms": ["log1p", "zscore"]}),
-        ("c", ["" if i % 9 == 0 else i * i for i in range(20)] * 20, "categorical", {"type": "int"}),
+        ("c", (["" if i % 9 == 0 else i * i for i in range(19)] * 22)[:ROWS], "categorical", {"type": "int"}),
         (
             "c",
             ["" if i % 9 == 0 else i**6 for i in range(40)] * 10,
@@ -130,7 +130,7 @@ def test_columns_that_are_left_out(tmp_path: Path, values: Sequence[Any], reason
 )
 def test_labels(tmp_path: Path, name: str, values: Sequence[Any], rule: str | None) -> None:
     column = [values[i % len(values)] for i in range(ROWS)]
-    found = draft_log(write(tmp_path / "log.csv", {"item": [f"i{i % 9}" for i in range(ROWS)], name: column}))
+    found = draft_log(write(tmp_path / "log.csv", {"item": [f"i{i % 7}" for i in range(ROWS)], name: column}))
     assert found.label == name
     schema = Schema.from_dict(tomllib.loads(found.text))
     assert (schema.label.column, schema.label.rule) == (name, rule)
@@ -249,6 +249,32 @@ def test_columns_that_tell_the_label_are_left_out(tmp_path: Path, found: str) ->
     assert kinds(drawn)[found] == "left out"
     assert kinds(drawn)["nearly"] != "left out"
     assert "in no others: it tells the label" in drawn.text
+
+
+def test_columns_without_a_value_of_both_labels_are_left_out(tmp_path: Path) -> None:
+    clicked = table()["clicked"]
+    outcome = [("won", "kept")[i // 4 % 2] if bought else ("lost", "left", "")[i % 3] for i, bought in enumerate(clicked)]
+    few = [f"x{i % 40}" for i in range(ROWS)]  # 40 values want 120 rows of each label: 100 could be chance
+    drawn = draft(tmp_path, outcome=outcome, nearly=[outcome[1], *outcome[1:]], few=few)
+    assert kinds(drawn) == {
+        "clicked": "label", "shop": "categorical", "outcome": "left out", "nearly": "categorical", "few": "categorical",
+    }  # fmt: skip
+    assert "left out: outcome: no value is in rows of both labels: it tells the label" in drawn.notes
+    alone = draft_log(write(tmp_path / "alone.csv", {"clicked": clicked, "outcome": outcome}))
+    with pytest.raises(SchemaError, match=r"like a feature: clicked, outcome \(no value is in rows of both labels: it"):
+        alone.schema()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_numbers_that_are_not_finite_are_a_doubt(tmp_path: Path, kind: str) -> None:
+    price = numbers(0.25, 97)
+    for few, doubt in ((1, "1 of 400 values are not numbers, such as 'inf': bad lines"), (40, "40 of 400 values are")):
+        frame = pl.DataFrame(table(price=[float("inf")] * few + price[few:], none=[float("inf")] * ROWS))
+        getattr(frame, f"write_{kind}")(tmp_path / f"log.{kind}")
+        found = draft_log(tmp_path / f"log.{kind}")
+        assert any(doubt in note for note in found.notes), found.text
+        assert kinds(found)["price"] == ("categorical" if (kind, few) == ("csv", 40) else "dense")
+        assert kinds(found)["none"] == "left out"
 
 
 def test_a_label_with_one_value_is_not_offered_as_a_feature(tmp_path: Path) -> None:

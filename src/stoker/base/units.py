@@ -98,9 +98,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return at most ``most`` names, each cut to 40 characters, and how many more there are: ``"a, b and 90 more"``."""
-    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most])
+def listed(names: Sequence[str], most: int = 8, longest: int = 40) -> str:
+    """Return at most ``most`` names, each cut to ``longest`` characters, and how many more there are.
+
+    ``"a, b and 90 more"``.
+    """
+    shown = ", ".join(name if len(name) <= longest else f"{name[: longest - 3]}..." for name in names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 

@@ -33,6 +33,7 @@ _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
 _STRONG = 3  # candidates for the label up to this order have the name of an outcome
 _MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
 _CLASS_ROWS = 10  # rows of each class from which a value that only one class has is no chance
+_VALUE_ROWS = 3  # rows of each class for each value from which values of one class each are no chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,9 @@ class Draft:
         """
         lacking = "label" if self.label is None else "feature" if not self.features else None
         if lacking is not None:
+            columns = [f"{one.name} ({one.reason})" if one.reason else one.name for one in self.columns]
             raise SchemaError(
-                f"no column of the log looks like a {lacking}: {listed([one.name for one in self.columns])}. "
+                f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
                 "Draft a schema with stoker init LOG, fill in what is missing, and prepare with that file."
             )
         return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
@@ -189,7 +191,10 @@ def _leave_out_others(columns: Sequence[Guess], label: Guess | None, time: Guess
 
 
 def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame) -> None:
-    """Leave out columns that tell the label: they have one value, or none, in all rows of a class and in no others."""
+    """Leave out columns that tell the label.
+
+    They have one value, or none, in all rows of a class and in no others, or values that are each in one class only.
+    """
     rule = Label(column=label.name, rule=label.outcome.rule if label.outcome else None).parsed() or ("==", 1.0)
     texts = frame[label.name].cast(pl.String)
     values = texts if isinstance(rule[1], str) else texts.str.strip_chars().cast(pl.Float64, strict=False)
@@ -202,6 +207,9 @@ def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame
             if min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1 and not other.eq_missing(one[:1]).any():
                 what = "empty" if one[0] is None else f"{str(one[0])[:30]!r}"
                 column.leave_out(f"{what} in all rows with label {name} and in no others: it tells the label")
+        enough = max(_CLASS_ROWS, _VALUE_ROWS * column.distinct)
+        if column.kind in COLUMNS and min(yes.count(), no.count()) >= enough and set(yes).isdisjoint(no.drop_nulls()):
+            column.leave_out("no value is in rows of both labels: it tells the label")
 
 
 def _comment(text: str) -> str:

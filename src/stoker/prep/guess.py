@@ -380,11 +380,14 @@ def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
     if values.dtype == pl.String and found.count() < _NUMERIC * len(values):
         guess.outcome = _text_outcome(name, values)
         _text(guess, name, values, rows)
+        if guess.kind == "categorical" and found.count() > len(values) / 2 and not _CODE_NAME.search(name):
+            guess.doubts.append(f"{_no_numbers(values, found)}: taken for texts. For [[dense]], name them in null_values")
         return
     numbers = found.drop_nulls()
-    if wrong := len(values) - len(numbers):
-        bad = str(values.filter(found.is_null())[0])[:30]
-        guess.doubts.append(f"{wrong:,} of {len(values):,} values are not numbers, such as {bad!r}: bad lines")
+    if not len(numbers):
+        return guess.leave_out("no row read has a finite number")
+    if len(numbers) < len(values):
+        guess.doubts.append(f"{_no_numbers(values, found)}: bad lines")
     guess.outcome = _number_outcome(name, numbers, named=named)
     _number(guess, name, values, numbers, whole=whole, rows=rows)
 
@@ -420,7 +423,7 @@ def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
     if values.dtype.is_integer():
         return values, True
     if values.dtype.is_float():
-        return values, False
+        return values.set(values.is_infinite(), None), False
     stripped = values.str.strip_chars()
     whole = stripped.str.contains(r"^[+-]?[0-9]+$")
     if whole.all():
@@ -429,6 +432,11 @@ def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
             return ints, True
     found = stripped.cast(pl.Float64, strict=False)
     return found.set(found.is_nan() | found.is_infinite(), None), bool(whole.filter(found.is_not_null()).all())
+
+
+def _no_numbers(values: pl.Series, found: pl.Series) -> str:
+    bad = values.filter(found.is_null())
+    return f"{len(bad):,} of {len(values):,} values are not numbers, such as {str(bad[0])[:30]!r}"
 
 
 def _spread(numbers: pl.Series) -> tuple[float, float, float]:
