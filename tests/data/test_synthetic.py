@@ -61,23 +61,23 @@ def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(
 
 
 _BEFORE_UNIVERSES = {
-    "criteo": "3b2a77555884e0b3",
-    "avazu": "d36956b645518d2f",
-    "taobao": "9794a6dc910fb48a",
-    "trivago": "120b8ee5c979b13b",
-    "movielens": "b102c249b4293642",
-    "online-retail": "4a4fae125ceb7321",
-    "globo": "4f60c97822e3d435",
-    "ebnerd": "83a63abec777f94f",
+    "criteo": "34b209f0fbb1dbf2",
+    "avazu": "c578fb3cb792b795",
+    "taobao": "811f690a13807156",
+    "trivago": "afa5a9bea0cae820",
+    "movielens": "cab15e3915cbf023",
+    "online-retail": "3aa0ce2d15a245fb",
+    "globo": "b23e24e84543dfc2",
+    "ebnerd": "0e14f68204c5e389",
 }
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of text; the values of Parquet, whose bytes depend on the version of Arrow; ten digits of the truth,
-    whose last ones depend on the processor."""
+    """The bytes of text; the values of Parquet, whose bytes depend on the version of Arrow; five digits of the truth,
+    whose last ones depend on the processor (it sums float32 logarithms)."""
     if path.suffix == ".json":
         truth = json.loads(path.read_text())
-        return repr({key: f"{one:.10g}" if isinstance(one, float) else one for key, one in truth.items()}).encode()
+        return repr({key: f"{one:.5g}" if isinstance(one, float) else one for key, one in truth.items()}).encode()
     return repr(pq.read_table(path).to_pydict()).encode() if path.suffix == ".parquet" else path.read_bytes()
 
 
