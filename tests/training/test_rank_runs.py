@@ -106,6 +106,23 @@ def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
 
 
+def test_hot_and_cold_batches_on_ranks_are_those_of_one_process(
+    workers: Workers, data: Dataset, tmp_path: Path
+) -> None:
+    hot = stoker.classify(data, stoker.profile(data, budget="2KiB", embedding_dim=4), tmp_path / "classified")
+    given = {**settings_of("dlrm", 3), "batch_size": 40, "steps": 48, "eval_every": 24, "schedule_rows": 4}
+    stoker.train(hot, out=tmp_path / "alone", **given)
+    swaps = records(tmp_path / "alone", "schedule")
+    assert len(swaps) > 2
+    found = workers.train(3, hot.path, out=tmp_path / "run", **{**given, "steps": 21}, **PLACES["cached"])
+    assert found[0][0] == 21, found
+    found = workers.train(2, resume=tmp_path / "run", steps=48, display="quiet")
+    assert found[0][0] == 48, found
+    expected, written = files(tmp_path / "alone" / "checkpoints"), files(tmp_path / "run" / "checkpoints")
+    assert expected == {name: written[name] for name in expected}
+    assert [line["loss"] for line in records(tmp_path / "run", "schedule")] == [line["loss"] for line in swaps]
+
+
 def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
     workers: Workers, data: Dataset, tmp_path: Path
 ) -> None:
