@@ -16,7 +16,8 @@ import stoker
 ROOT = Path(stoker.__file__).parent
 FLOORS = {
     "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
-    "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "cli": 9, "testing": 9, "__init__": 10, "__main__": 10,
+    "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "testing": 10, "__init__": 11,
+    "__main__": 11,
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
@@ -33,6 +34,7 @@ LINES = {
     "synthetic": 1_825,
     "cli": 3_429,
     "live": 1_026,
+    "serve": 95,
 }  # fmt: skip
 ALL_LINES = 66_000
 MODULES = 15  # in a folder

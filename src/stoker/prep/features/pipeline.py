@@ -180,7 +180,7 @@ def fit_apply(
         with explained(f"label column {label!r}"):
             frame = frame.with_columns(_row_numbers(), _labels(label))
     for run in runs:
-        executor = Executor(rows=_Frame(frame), threads=threads, train=pl.lit(True))
+        executor = Executor(rows=FrameBlocks(frame), threads=threads, train=pl.lit(True))
         [made] = executor.run(run)
         frame = frame.hstack(made)
         learned |= executor.learned
@@ -200,7 +200,7 @@ def _with_leading(frame: pl.DataFrame, features: Sequence[Derivation], threads: 
     return frame.hstack(joined([block.select(outputs) for block in blocks]))
 
 
-class _Frame:
+class FrameBlocks:
     """A frame in memory as one block of rows."""
 
     def __init__(self, frame: pl.DataFrame) -> None:

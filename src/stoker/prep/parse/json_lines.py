@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,7 @@ def _read_line_by_line(
             positions.append(number)
         except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
-    texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
-    frame = pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
-    return frame, np.array(positions, np.int64), bad
+    return _texts(records, schema), np.array(positions, np.int64), bad
 
 
 class _BadLineError(Exception):
@@ -123,17 +121,51 @@ class _BadLineError(Exception):
 def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
     """Return the wanted values of a line, numbers as they are written."""
     try:
-        found = json.loads(
-            line.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
-            parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
-        )  # fmt: skip
+        found = parsed(line)
     except UnicodeDecodeError:
         raise _BadLineError("broken UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise _BadLineError(f"not a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise _BadLineError("not a JSON object")
+    return _values(found, schema)
+
+
+def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType]) -> dict[str, Any]:
     return {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+
+
+def parsed(text: bytes) -> Any:
+    """Parse JSON; numbers become texts as they are written, and of equal keys the first one counts.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8; NaN and Infinity are not.
+    """
+    return json.loads(
+        text.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
+        parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
+    )  # fmt: skip
+
+
+def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl.DataFrame:
+    """Return objects of :func:`parsed` as a frame, as :func:`json_block` reads them from lines.
+
+    Raises:
+        DataError: a value does not fit its column; the message names the row.
+    """
+    schema = _schema(fields)
+    records = []
+    for number, row in enumerate(rows):
+        try:
+            records.append(_values(row, schema))
+        except _BadLineError as error:
+            raise DataError(f"row {number}: {error}. Rows count from 0; nothing was scored.") from None
+    return _texts(records, schema)
+
+
+def _texts(records: Sequence[Mapping[str, Any]], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
+    return pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
 
 
 def _refuse(constant: str) -> None:

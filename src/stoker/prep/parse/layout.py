@@ -152,10 +152,10 @@ class Layout:
         if textual and feature.fill is not None:
             column = column.fill_null(str(feature.fill))
         if not textual:
-            column = _keys(column, feature)
+            column = keys_of(column, feature)
         if feature.hash_buckets is not None:
             hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
-            return _bucket_ids(hashes, column.is_null().to_numpy(), feature), feature.hash_buckets
+            return bucket_ids(hashes, column.is_null().to_numpy(), feature), feature.hash_buckets
         if textual:
             codes, out[f"bytes.{index}"], ends = number_texts(column)
             out[f"ends.{index}"] = ends
@@ -214,7 +214,7 @@ def time_value(number: int, kind: str) -> int | float | str:
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
 
-def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
+def keys_of(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
     """Return numbers as int64 keys after fill and modulo; other types keep their bits; null where missing."""
     if feature.fill is not None:
         fill: Any = feature.fill
@@ -227,7 +227,7 @@ def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
     return column.reinterpret(signed=True) if feature.type == "hex" else column
 
 
-def _bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
+def bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
     """Return 1 + hash % buckets; a missing value is 0, or the bucket of the empty text if it is a category."""
     assert feature.hash_buckets is not None
     buckets = np.uint64(feature.hash_buckets)

@@ -423,7 +423,7 @@ class RowsSink:
         if block.bad:
             readers = _read_by(self.schema)[1]
             block.bad = [_name_reader(one, readers) for one in block.bad]
-        frame = self._typed(block)
+        frame = self.typed(block)
         rows, keys, bad = make_rows(self.schema, frame, file)
         if bad:
             # If one row of a line is bad, the line is bad, and its other rows are dropped.
@@ -437,7 +437,7 @@ class RowsSink:
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
         return write_rows(path, rows, keys)
 
-    def _typed(self, block: Block) -> pl.DataFrame:
+    def typed(self, block: Block) -> pl.DataFrame:
         """Return each column of the block once, times as such, others in the type that loses nothing.
 
         Texts that features read as numbers lose the blanks around them, which Polars cannot read.

@@ -97,8 +97,8 @@ class Task:
     read: Counter[str] = field(init=False, default_factory=Counter)  # bytes read in each stage, of all inputs
 
     def __post_init__(self) -> None:
-        self.splitting = self.schema if self.like is None else _all_test(self.schema)
-        self.inner = _schema_after_features(self.splitting) if self.schema.feature else self.splitting
+        self.splitting = self.schema if self.like is None else all_test(self.schema)
+        self.inner = schema_after_features(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = home_of(self.out) is not None
 
@@ -208,7 +208,7 @@ def _stamp(path: Path) -> list[Any]:
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
-def _all_test(schema: Schema) -> Schema:
+def all_test(schema: Schema) -> Schema:
     """Return the schema for ``like``: all rows go to test, and may lack a label. A split column may still drop rows."""
     split = SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0)
     if schema.split.rule == "column":
@@ -217,7 +217,7 @@ def _all_test(schema: Schema) -> Schema:
     return replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule), split=split)
 
 
-def _schema_after_features(schema: Schema) -> Schema:
+def schema_after_features(schema: Schema) -> Schema:
     """Return the schema of rows with features: label, split and time are in helper columns."""
     values = {name: name for name in (*SPLITS, "drop")}
     time = Timestamp(column="__time") if schema.timestamp is not None else None

@@ -28,6 +28,7 @@ from stoker.tables import stage
 from stoker.tables.config import Slotted
 from stoker.training.ranks.share import Shares, whole_of
 from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
+from stoker.training.scores.tiles import tiled_scores
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -181,7 +182,7 @@ def _scored(
     with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
         for batch in batches:
             # The labels of a staged batch are on the model's device.
-            scores, labels = model.predict(batch), whole_of(batch).labels
+            scores, labels = tiled_scores(model, batch), whole_of(batch).labels
             yield None if labels is None else labels.cpu(), scores.cpu()
 
 

@@ -1,0 +1,311 @@
+"""Encode rows in memory as ``prepare(like=dataset)`` encodes rows of files, to the bit and without a file.
+
+A request has the raw columns and needs no label. Window features continue from the stored state and see the earlier
+rows of the same request, as those of a file do. Rows are never dropped: one that does not fit is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import torch
+
+from stoker.base.checks import near
+from stoker.base.engine import reason_of
+from stoker.base.errors import ConfigError, DataError
+from stoker.base.units import listed
+from stoker.dataset.batch import Batch
+from stoker.prep.features.base import ROW, RowSteps, leading
+from stoker.prep.features.execute import Executor, derive, runs_of
+from stoker.prep.features.learned import LearnedTable
+from stoker.prep.features.past import Past
+from stoker.prep.features.pipeline import FrameBlocks
+from stoker.prep.fit.dense import DenseFit, dense_values
+from stoker.prep.fit.vocabulary import as_raw_ids
+from stoker.prep.like import Like
+from stoker.prep.parse.dictionaries import splitmix, text_hashes
+from stoker.prep.parse.frames import Block, Field, frame_block
+from stoker.prep.parse.json_lines import json_frame
+from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
+from stoker.prep.rows.featured import RowsSink, raw_fields
+from stoker.prep.schema import CategoricalColumn, Schema
+from stoker.prep.stages.task import all_test, schema_after_features
+
+Array = npt.NDArray[Any]
+_SHOWN = 3  # bad rows in a message
+
+
+class Ids:
+    """A vocabulary for lookups: distinct values in rising order, and the id of each. Both may be mapped files."""
+
+    def __init__(self, values: pl.Series, ids: Array, missing: int = 0) -> None:
+        self.values, self.ids, self.missing = values, ids, missing
+
+    @classmethod
+    def of(cls, vocabulary: pl.DataFrame) -> Ids:
+        """Make it from a vocabulary (value, count), whose row i is id i + 1; a null is the empty field."""
+        values = vocabulary.get_column("value")
+        if values.dtype != pl.String:
+            values = (
+                values.reinterpret(dtype=pl.Int64) if values.dtype == pl.Float64 else values.reinterpret(signed=True)
+            )
+        numbered = pl.DataFrame({"value": values}).with_row_index("id", 1)
+        absent = numbered.filter(pl.col("value").is_null()).get_column("id").to_list()
+        known = numbered.drop_nulls("value").sort("value").rechunk()
+        return cls(known.get_column("value"), known.get_column("id").to_numpy(), *absent)
+
+    def find(self, column: pl.Series) -> Array:
+        """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
+        if not len(self.values):
+            return np.zeros(len(column), np.int64)
+        absent = column.is_null().to_numpy()
+        if column.dtype == pl.String:
+            column = column.fill_null("")
+            places = np.minimum(self.values.search_sorted(column).to_numpy(), len(self.values) - 1)
+            same = (self.values.gather(places) == column).to_numpy()
+        else:
+            wanted, known = column.fill_null(0).to_numpy(), self.values.to_numpy()
+            places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+            same = known[places] == wanted
+        return np.where(same & ~absent, self.ids[places], 0).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What preparing rows like those of a dataset takes, in memory or in mapped files."""
+
+    schema: Schema
+    dense: Sequence[DenseFit]
+    ids: Mapping[str, Ids]  # table -> its vocabulary, where it has one
+    learned: Mapping[str, LearnedTable] = field(default_factory=dict)
+    state: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of window features
+    source: object = None  # the dataset, for errors
+
+    @classmethod
+    def of(cls, like: Like) -> Fitted:
+        """Read it from a dataset.
+
+        Raises:
+            ConfigError: a recipe makes the rows from several files.
+        """
+        if like.recipe.derive is not None:
+            raise ConfigError(
+                f"the recipe {like.recipe.name} makes rows from whole files, so single rows cannot be scored. "
+                "Score files: stoker predict RUN --data FILES, or prepare rows of your own with a schema."
+            )
+        named = {one.table_name for one in like.schema.features if one.hash_buckets is None and one.oov != "grow"}
+        ids = {name: Ids.of(like.vocabulary(name)) for name in sorted(named)}
+        return cls(
+            schema=like.schema, dense=like.dense, ids=ids, learned=like.learned, state=like.state,
+            source=like.data.path,
+        )  # fmt: skip
+
+
+class RowEncoder:
+    """Encodes the rows of requests.
+
+    Args:
+        fitted: what the rows are encoded by.
+
+    Raises:
+        ConfigError: a feature changes the number of rows.
+    """
+
+    def __init__(self, fitted: Fitted) -> None:
+        self.fitted = fitted
+        known = Layout(fitted.schema)
+        schema = replace(all_test(fitted.schema), keep=(), group=None)
+        if schema.split.column is not None:
+            schema = replace(schema, split=replace(schema.split, rule="hash", column=None, values={}))
+        steps = [one for one in schema.feature if isinstance(one, RowSteps)]
+        if steps:
+            raise ConfigError(
+                f"{steps[0].where} changes the number of rows, so rows cannot be scored one by one. Score files: "
+                "stoker predict RUN --data FILES."
+            )
+        self._own = leading(schema.feature)
+        self._sink = RowsSink(schema=schema, kept={})
+        self._layout = Layout(schema_after_features(schema) if schema.feature else schema)
+        self._needed = [*self._layout.dense, *self._layout.feature_fields]
+        read = {column for feature in schema.feature for column in feature.inputs}
+        wanted = {item.column for item in self._needed} | read
+        #: fields that are read of a request
+        self.fields = [item for item in raw_fields(schema) if item.column in wanted]
+        #: raw columns that a request must have
+        self.columns = list(dict.fromkeys(item.column for item in self.fields))
+        #: raw columns of training that scoring does not need
+        self.others = sorted({item.column for item in known.fields} - set(self.columns))
+        self._window = [one for one in schema.feature if isinstance(one, Past)]
+
+    @property
+    def independent(self) -> bool:
+        """Whether rows of several requests may be encoded together: no feature of a row reads others."""
+        return not self._window
+
+    def from_json(self, rows: Sequence[Mapping[str, Any]], *, unknown: bool = False) -> Batch:
+        """Encode objects whose numbers are still texts (:func:`json_frame`); arguments and errors as :meth:`encode`."""
+        self._check_names(list(dict.fromkeys(name for row in rows for name in row)), unknown)
+        return self._encode(frame_block(json_frame(rows, self.fields), self.fields))
+
+    def encode(self, table: Any, *, unknown: bool = False) -> Batch:
+        """Encode a table: Polars, pandas, Arrow, or anything with ``__arrow_c_stream__``.
+
+        Args:
+            table: with the raw columns, in any order.
+            unknown: leave out columns that the schema does not have, instead of refusing them.
+
+        Raises:
+            DataError: a column is missing or unknown, or a value does not fit; the message names the row.
+        """
+        frame = as_frame(table)
+        self._check_names(frame.columns, unknown)
+        return self._encode(frame_block(frame, self.fields, typed=True))
+
+    def _check_names(self, names: Sequence[str], unknown: bool) -> None:
+        missing = [name for name in self.columns if name not in names]
+        if missing:
+            raise DataError(
+                f"the rows lack {listed([repr(name) for name in missing])}. They have: {listed(names)}."
+                f"{near(missing[0], names)}"
+            )
+        known = {*self.columns, *self.others}
+        strange = [name for name in names if name not in known]
+        if strange and not unknown:
+            raise DataError(
+                f"the rows have columns that the model does not know: {listed([repr(name) for name in strange])}."
+                f"{near(strange[0], sorted(known))} Leave them out. The model reads: {listed(self.columns)}."
+            )
+
+    def _encode(self, block: Block) -> Batch:
+        if self._sink.schema.feature:
+            _refuse(block)
+            frame = self._sink.typed(block)
+            _refuse(block)  # times that cannot be read
+            block = frame_block(self._with_features(frame), self._needed, typed=True)
+        _refuse(block)
+        raw = [block.columns[item].to_numpy() for item in self._layout.dense]
+        dense = dense_values(self._layout.columns, raw, self.fitted.dense)
+        if not raw:
+            dense = np.zeros((block.rows, 0), np.float32)
+        return _batch(dense, [self._ids(column, block.columns[item]) for column, item in self._items()])
+
+    def _items(self) -> list[tuple[CategoricalColumn, Field]]:
+        return list(zip(self._layout.features, self._layout.feature_fields, strict=True))
+
+    def _with_features(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows with all features."""
+        schema, fitted = self._sink.schema, self.fitted
+        frame = derive(frame, schema.feature[: self._own]).with_columns(
+            pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)
+        )
+        states = {one.name: _of_groups(one, fitted.state[one.name], frame) for one in self._window
+                  if one.name in fitted.state and set(one.by) <= set(frame.columns)}  # fmt: skip
+        for run in runs_of(schema.feature):
+            more = {one.name: fitted.state[one.name] for one in run if one.name in fitted.state}
+            executor = Executor(
+                rows=FrameBlocks(frame), threads=1, given=fitted.learned, states={**more, **states},
+                source=fitted.source,
+            )  # fmt: skip
+            [made] = executor.run(run)
+            frame = frame.hstack(made)
+        return frame
+
+    def _ids(self, feature: CategoricalColumn, column: pl.Series) -> tuple[Array, Array | None]:
+        """Return the ids of a feature, and how many each row has if it is a sequence."""
+        lengths = None
+        if isinstance(column.dtype, pl.List):
+            lengths = column.list.len().to_numpy().astype(np.int64)
+            column = column.explode(empty_as_null=False)
+        textual = column.dtype == pl.String
+        if textual and feature.fill is not None:
+            column = column.fill_null(str(feature.fill))
+        if not textual:
+            column = keys_of(column, feature)
+        absent = column.is_null().to_numpy()
+        if feature.hash_buckets is not None or feature.oov == "grow":
+            hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
+            if feature.hash_buckets is not None:
+                return bucket_ids(hashes, absent, feature).astype(np.int64), lengths
+            own = as_raw_ids(text_hashes(pl.Series([""]), 0))[0] if feature.missing == "category" else 0
+            return np.where(absent, own, as_raw_ids(hashes)), lengths
+        known = self.fitted.ids[feature.table_name]
+        ids = known.find(column)
+        if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~absent).any():
+            row = int(odd.argmax())
+            raise DataError(
+                f"{_row(row, lengths)}: column {feature.name} has a value that training did not have, and its oov "
+                f"policy is {feature.oov!r}. Leave the row out."
+            )
+        if feature.missing == "category":
+            ids[absent] = known.missing
+        return ids, lengths
+
+
+def as_frame(table: Any) -> pl.DataFrame:
+    """Return a table in memory as a Polars frame, whose columns have one type each.
+
+    Raises:
+        DataError: it is no table, or its columns cannot be read.
+    """
+    try:
+        if isinstance(table, pl.LazyFrame):
+            return table.collect()
+        if type(table).__module__.startswith("pandas"):
+            table = pa.Table.from_pandas(table, preserve_index=False)
+        if isinstance(table, pa.RecordBatch):
+            table = pa.Table.from_batches([table])
+        if not isinstance(table, pl.DataFrame) and not hasattr(table, "__arrow_c_stream__"):
+            raise DataError(
+                f"a {type(table).__name__} is no table. Pass Polars, pandas, PyArrow, or anything with "
+                "__arrow_c_stream__."
+            )
+        frame = table if isinstance(table, pl.DataFrame) else pl.DataFrame(table)
+    except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the rows cannot be read: {reason_of(error)}. Give each column one plain type.") from error
+    return frame.rechunk()
+
+
+def _refuse(block: Block) -> None:
+    """Raise an error for the rows that do not fit."""
+    if block.bad:
+        some = "; ".join(f"row {one.line}: {one.reason}" for one in block.bad[:_SHOWN])
+        more = f" and {len(block.bad) - _SHOWN:,} more rows" if len(block.bad) > _SHOWN else ""
+        raise DataError(f"{some}{more}. Rows count from 0; nothing was scored.")
+
+
+def _row(place: int, lengths: Array | None) -> str:
+    return f"row {place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side='right'))}"
+
+
+def _of_groups(feature: Past, state: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the state of the groups that the rows have; all of it if their keys have other types."""
+    if any(state.schema[name] != rows.schema[name] for name in feature.by) or not rows.height:
+        return state
+    return state.join(
+        rows.select(feature.by).unique(), on=list(feature.by), how="semi", nulls_equal=True, maintain_order="left"
+    )
+
+
+def _batch(dense: Array, columns: Sequence[tuple[Array, Array | None]]) -> Batch:
+    """Join the ids of features: [B, F], or bags in the order of examples."""
+    rows = len(dense)
+    if all(lengths is None for _, lengths in columns):
+        ids = np.stack([each for each, _ in columns], axis=1) if columns else np.zeros((rows, 0), np.int64)
+        return Batch(dense=torch.from_numpy(dense), ids=torch.from_numpy(ids))
+    lengths = np.stack([np.ones(rows, np.int64) if each is None else each for _, each in columns], axis=1)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    begins = offsets[:-1].reshape(lengths.shape)
+    flat = np.empty(offsets[-1], np.int64)
+    for place, (each, _) in enumerate(columns):
+        count = lengths[:, place]
+        within = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count)
+        flat[np.repeat(begins[:, place], count) + within] = each
+    return Batch(dense=torch.from_numpy(dense), ids=torch.from_numpy(flat), offsets=torch.from_numpy(offsets))

@@ -1,0 +1,1 @@
+"""Scores of raw rows: in memory, from an exported model, over HTTP."""

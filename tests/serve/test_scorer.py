@@ -1,0 +1,135 @@
+"""Rows scored in memory: equal to `stoker predict` to the bit, however rows are divided into requests."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stoker
+from stoker.prep.schema import Schema
+from tests.campaigns import scaled
+
+_SCHEMA: dict[str, Any] = {
+    "name": "shop",
+    "label": "bought",
+    "derive": ["mean_target name=rate by=item", "divide name=per_page left=price right=pages"],
+    "categorical": [
+        {"name": "customer"}, {"name": "item", "type": "int", "missing": "category"},
+        {"name": "word", "hash_buckets": 7},
+        {"name": "tag", "type": "hex"}, {"name": "size", "type": "float", "min_count": 3},
+    ],
+    "sequence": [{"name": "past", "type": "int", "max_length": 3, "table": "item"}],
+    "dense": [
+        {"name": "price", "fill": "median", "transforms": ["log1p", "zscore"], "null_flag": True},
+    ],
+}  # fmt: skip
+
+
+def log(rows: int, seed: int) -> pl.DataFrame:
+    random = np.random.default_rng(seed)
+
+    def some(values: Any, share: float = 0.1) -> Any:
+        return pl.Series(values).set(pl.Series(random.random(rows) < share), None)
+
+    texts = np.array(["", "ann", "bob", "zoë", "日本", "a longer text than twelve bytes"])
+    return pl.DataFrame({
+        "bought": random.integers(0, 2, rows), "customer": some(texts[random.integers(0, 6, rows)]),
+        "item": some(random.integers(-3, 30, rows)), "word": some(texts[random.integers(0, 6, rows)]),
+        "tag": some([f"{v:x}" for v in random.integers(0, 40, rows)]),
+        "size": some(random.choice([0.0, -0.0, 1.5, 2.25, 1e300], rows)),
+        "past": [random.integers(-3, 30, n).tolist() for n in random.integers(0, 5, rows)],
+        "price": some(np.round(random.lognormal(2, 1, rows), 3)), "pages": some(random.integers(0, 5, rows)),
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shop")
+    data = stoker.prepare(Schema.from_dict(_SCHEMA), log(600, 0), out=folder / "data", split="random:0.8,0.1")
+    stoker.train(data, out=folder / "run", display="quiet", embedding_dim=4, batch_size=64, epochs=1,
+                 model_options={"bottom": (24,), "top": (40, 8)})  # fmt: skip
+    return folder / "run"
+
+
+def predicted(run: Path, rows: pl.DataFrame) -> Any:
+    """Return the scores of `stoker predict --data`, whose rows go through files."""
+    data = stoker.prepare(like=run.with_name("data"), files=rows)
+    return stoker.predict(stoker.load(run).model, data.test).scores
+
+
+def pieces(rows: pl.DataFrame, cuts: list[int]) -> list[pl.DataFrame]:
+    places = [0, *sorted(cut % (rows.height + 1) for cut in cuts), rows.height]
+    return [rows[a:b] for a, b in pairwise(places)]
+
+
+@pytest.fixture(scope="module")
+def truth(run: Path) -> tuple[stoker.Scorer, pl.DataFrame, Any]:
+    rows = log(700, 1)
+    return stoker.Scorer(run), rows.drop("bought"), predicted(run, rows)
+
+
+@settings(max_examples=scaled(40), deadline=None)
+@given(cuts=st.lists(st.integers(0, 700), max_size=6), kind=st.sampled_from(["polars", "pandas", "arrow", "json"]))
+def test_scores_are_those_of_predict(
+    truth: tuple[stoker.Scorer, pl.DataFrame, Any], cuts: list[int], kind: str
+) -> None:
+    scorer, rows, wanted = truth
+    found = []
+    for each in pieces(rows, cuts):
+        table: Any = each
+        if kind == "json":
+            from stoker.prep.parse.json_lines import parsed
+
+            if each.height:
+                objects = parsed(json.dumps(each.to_dicts()).encode())
+                found.append(scorer.score_batch(scorer.encoder.from_json(objects)))
+            continue
+        if kind == "arrow":
+            table = each.to_arrow()
+        elif kind == "pandas" and each.height:
+            table = each.with_columns(pl.col("past").cast(pl.List(pl.Int64))).to_pandas()
+        found.append(scorer.score(table))
+    assert np.concatenate(found).tobytes() == wanted.tobytes()
+
+
+def test_rows_that_do_not_fit_are_refused_by_name(truth: tuple[stoker.Scorer, pl.DataFrame, Any]) -> None:
+    scorer, rows, _ = truth
+    some = rows.head(3)
+    for table, words in [
+        (some.drop("price"), "lack 'price'"),
+        (some.with_columns(color=1), "does not know: 'color'"),
+        (some.with_columns(price=pl.Series(["1", "two", "3"])), "row 1: column price: 'two' is not a number"),
+        (some.with_columns(price=pl.Series([1.0, 2.0, float("inf")])), "row 2: column price: 'inf'"),
+        (some.with_columns(item=1.5), "row 0: column item: '1.5' is not a whole number"),
+        ({"price": [1]}, "a dict is no table"),
+    ]:
+        with pytest.raises(stoker.DataError, match="(?s)" + words.replace("(", r"\(")):
+            scorer.score(table)
+    assert len(scorer.score(some.with_columns(color=1), unknown=True)) == 3
+    assert len(scorer.score(some.head(0))) == 0
+
+
+def test_window_features_go_on_from_the_state_in_each_request(tmp_path: Path) -> None:
+    schema = Schema.from_dict({
+        "name": "seen", "label": "bought", "timestamp": {"column": "at", "type": "int"},
+        "derive": ["past_count name=sold by=item order=at window=50", "since_last name=since by=user order=at"],
+        "categorical": [{"name": "item", "type": "int"}, {"name": "user", "type": "int"}],
+    })  # fmt: skip
+    random = np.random.default_rng(3)
+    days = [pl.DataFrame({"bought": random.integers(0, 2, 300), "at": np.arange(day * 300, day * 300 + 300) // 2,
+                          "item": random.integers(0, 9, 300), "user": random.integers(0, 9, 300)})
+            for day in range(2)]  # fmt: skip
+    data = stoker.prepare(schema, days[0], out=tmp_path / "data", split="time:0.8,0.1")
+    stoker.train(data, out=tmp_path / "run", display="quiet", embedding_dim=4, batch_size=64, epochs=1)
+    scorer = stoker.Scorer(tmp_path / "run")
+    assert not scorer.encoder.independent
+    for each in pieces(days[1], [1, 17, 150]):
+        assert scorer.score(each.drop("bought")).tobytes() == predicted(tmp_path / "run", each).tobytes()
