@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_366,
     "dataset": 3_223,
     "optim": 669,
-    "tables": 12_360,
+    "tables": 12_500,
     "models": 1_809,
     "placement": 2_879,
     "training": 10_638,
@@ -34,7 +34,7 @@ LINES = {
     "synthetic": 1_825,
     "cli": 3_429,
     "live": 1_026,
-    "serve": 95,
+    "serve": 900,
 }  # fmt: skip
 ALL_LINES = 66_000
 MODULES = 15  # in a folder

@@ -52,6 +52,8 @@ from stoker.rewrite.hot_profile import HotProfile as HotProfile
 from stoker.rewrite.id_order import Reordering as Reordering
 from stoker.rewrite.popularity import profile as profile
 from stoker.rewrite.reorder import reorder as reorder
+from stoker.serve.client import Client as Client
+from stoker.serve.export import export as export
 from stoker.serve.scorer import Scorer as Scorer
 from stoker.tables import Cached as Cached
 from stoker.tables import Device as Device

@@ -90,7 +90,7 @@ def test_scores_are_those_of_predict(
 
             if each.height:
                 objects = parsed(json.dumps(each.to_dicts()).encode())
-                found.append(scorer.score_batch(scorer.encoder.from_json(objects)))
+                found.append(scorer.score_batch(scorer.encoder.from_objects(objects)))
             continue
         if kind == "arrow":
             table = each.to_arrow()

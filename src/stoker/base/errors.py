@@ -97,7 +97,8 @@ def errors_as(
 
 #: module -> the extra of this package that installs it
 EXTRAS = {
-    "fsspec": "remote", "matplotlib": "plot", "networkit": "communities", "tensorboard": "tensorboard",
+    "fsspec": "remote", "matplotlib": "plot", "networkit": "communities", "prometheus_client": "serve",
+    "tensorboard": "tensorboard",
     "yaml": "yaml", "zstandard": "zstd",
 }  # fmt: skip
 

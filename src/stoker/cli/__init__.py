@@ -37,6 +37,8 @@ COMMANDS = {
     "update": "stoker.cli.live:update",
     "rollback": "stoker.cli.live:rollback",
     "compact": "stoker.cli.live:compact",
+    "export": "stoker.cli.serve:export",
+    "serve": "stoker.cli.serve:serve",
     "plan": "stoker.cli.place:plan",
     "profile": "stoker.cli.rewrite:profile",
     "classify": "stoker.cli.rewrite:classify",

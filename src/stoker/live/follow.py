@@ -82,6 +82,11 @@ class Follower:
         self._arrived(path)
 
     @property
+    def path(self) -> Path:
+        """The checkpoint of the model."""
+        return self._links[-1].path
+
+    @property
     def version(self) -> Version:
         """The model as it is now."""
         manifest = self._links[-1].manifest
@@ -102,12 +107,14 @@ class Follower:
         if self._known[-1] in names[-1]:  # the same model, compacted
             self._arrived(path)
             return False
+        made = self.before_change(path)
         common = next((place for place in reversed(range(len(links))) if self._at(names[place]) is not None), None)
         same = self._sizes(links[-1]) == self._sizes(self._links[-1])
         changes = None if common is None or not same else self._changes(links, common, names[common])
+        model = self.model if same else self._rebuilt(path)
         with self.lock, torch.no_grad():
             if not same:
-                self._rebuild(path)
+                self.model = model
             elif changes is None:
                 loading.load(path, self.model)
             else:
@@ -115,21 +122,28 @@ class Follower:
                 for each in changes:
                     tables[each.module].group_of[each.table].scatter(each.table, each.rows, each.values)
                 loading.load_dense(links[-1], self.model)
-        self._arrived(path)
+            self._arrived(path)
+            self.after_change(made)
         return True
+
+    def before_change(self, path: Path) -> Any:
+        """Prepare what must change together with the model, before the lock is held; a subclass may."""
+
+    def after_change(self, made: Any) -> None:
+        """Change it to what :meth:`before_change` returned, while the lock is held."""
 
     @staticmethod
     def _sizes(link: Link) -> list[int]:
         return [int(entry["num_embeddings"]) for entry in link.manifest["tables"]]
 
-    def _rebuild(self, path: Path) -> None:
-        """Replace the model by one with tables of other sizes."""
+    def _rebuilt(self, path: Path) -> Any:
+        """Return the model with tables of other sizes."""
         if self._settings is None:
             raise CheckpointError(
                 f"{path} has tables with other numbers of rows, for ids that are new. Build a model for it, and a "
                 "follower for that; or leave out the model, so that the follower builds it."
             )
-        self.model = loading.load(path, **self._settings).model
+        return loading.load(path, **self._settings).model
 
     def _at(self, names: set[str]) -> int | None:
         """Return the place of a checkpoint in the chain that the model has; None if it is not in it."""

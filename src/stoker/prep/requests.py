@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from stoker.base.checks import near
@@ -42,38 +44,70 @@ _SHOWN = 3  # bad rows in a message
 
 
 class Ids:
-    """A vocabulary for lookups: distinct values in rising order, and the id of each. Both may be mapped files."""
+    """A vocabulary for lookups: keys in rising order, and the id of each. All arrays may be mapped files.
 
-    def __init__(self, values: pl.Series, ids: Array, missing: int = 0) -> None:
-        self.values, self.ids, self.missing = values, ids, missing
+    The key of a text is its hash, so a text that is found is compared with the one that has the id.
+    """
+
+    def __init__(self, table: pa.Table) -> None:
+        """Take a table with the columns key and id and, of texts, text."""
+        self.table = table
+        self.missing = int(table.schema.metadata[b"missing"])
+        self._run = int(table.schema.metadata[b"run"])
+        columns = {name: table[name].chunk(0) if table[name].num_chunks == 1 else table[name].combine_chunks()
+                   for name in table.column_names}  # fmt: skip
+        self._keys, self._ids = columns["key"].to_numpy(), columns["id"].to_numpy()
+        self._texts = columns.get("text")
 
     @classmethod
     def of(cls, vocabulary: pl.DataFrame) -> Ids:
         """Make it from a vocabulary (value, count), whose row i is id i + 1; a null is the empty field."""
         values = vocabulary.get_column("value")
-        if values.dtype != pl.String:
-            values = (
-                values.reinterpret(dtype=pl.Int64) if values.dtype == pl.Float64 else values.reinterpret(signed=True)
-            )
-        numbered = pl.DataFrame({"value": values}).with_row_index("id", 1)
-        absent = numbered.filter(pl.col("value").is_null()).get_column("id").to_list()
-        known = numbered.drop_nulls("value").sort("value").rechunk()
-        return cls(known.get_column("value"), known.get_column("id").to_numpy(), *absent)
+        absent = [place + 1 for place in values.is_null().arg_true().to_list()]
+        ids = np.flatnonzero(values.is_not_null().to_numpy()) + 1
+        values = values.drop_nulls()
+        if values.dtype == pl.String:
+            keys = text_hashes(values, 0)
+        else:
+            keys = values.to_numpy().view(np.int64)
+        order = np.argsort(keys, kind="stable")
+        columns = {"key": keys[order], "id": ids[order].astype(np.int64)}
+        if values.dtype == pl.String:
+            columns["text"] = values.gather(order).rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
+        run, found = 1, columns["key"]  # most equal keys
+        while len(found) > run and (found[run:] == found[:-run]).any():
+            run += 1
+        facts = {"missing": str(absent[0] if absent else 0), "run": str(run)}
+        return cls(pa.table(columns).replace_schema_metadata(facts))
+
+    @classmethod
+    def mapped(cls, path: Path) -> Ids:
+        """Map what :meth:`write` wrote."""
+        with pa.memory_map(str(path)) as file:
+            return cls(pa.ipc.open_file(file).read_all())
+
+    def write(self, path: Path) -> None:
+        """Write a file that can be mapped."""
+        with pa.ipc.new_file(path, self.table.schema) as writer:
+            writer.write_table(self.table.combine_chunks(), max_chunksize=max(1, len(self.table)))
 
     def find(self, column: pl.Series) -> Array:
         """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
-        if not len(self.values):
-            return np.zeros(len(column), np.int64)
-        absent = column.is_null().to_numpy()
-        if column.dtype == pl.String:
-            column = column.fill_null("")
-            places = np.minimum(self.values.search_sorted(column).to_numpy(), len(self.values) - 1)
-            same = (self.values.gather(places) == column).to_numpy()
+        found = np.zeros(len(column), np.int64)
+        if not len(self._keys):
+            return found
+        if self._texts is None:
+            wanted = column.fill_null(0).to_numpy()
         else:
-            wanted, known = column.fill_null(0).to_numpy(), self.values.to_numpy()
-            places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-            same = known[places] == wanted
-        return np.where(same & ~absent, self.ids[places], 0).astype(np.int64)
+            wanted, texts = text_hashes(column, 0), column.to_arrow(compat_level=pl.CompatLevel.oldest())
+        first, absent = np.searchsorted(self._keys, wanted), column.is_null().to_numpy()
+        for more in range(self._run):
+            places = np.minimum(first + more, len(self._keys) - 1)
+            same = self._keys[places] == wanted
+            if self._texts is not None:
+                same &= pc.equal(self._texts.take(pa.array(places)), texts).fill_null(False).to_numpy(False)
+            found = np.where(same & ~absent, self._ids[places], found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +182,17 @@ class RowEncoder:
         """Whether rows of several requests may be encoded together: no feature of a row reads others."""
         return not self._window
 
-    def from_json(self, rows: Sequence[Mapping[str, Any]], *, unknown: bool = False) -> Batch:
-        """Encode objects whose numbers are still texts (:func:`json_frame`); arguments and errors as :meth:`encode`."""
-        self._check_names(list(dict.fromkeys(name for row in rows for name in row)), unknown)
+    def check_objects(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise :class:`DataError` if a column is unknown or in none of the objects."""
+        self._check_names(list(dict.fromkeys(name for row in rows for name in row)), False)
+
+    def from_objects(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """Encode objects of JSON, whose numbers are still texts (:func:`~stoker.prep.parse.json_lines.parsed`).
+
+        Raises:
+            DataError: as for :meth:`encode`.
+        """
+        self.check_objects(rows)
         return self._encode(frame_block(json_frame(rows, self.fields), self.fields))
 
     def encode(self, table: Any, *, unknown: bool = False) -> Batch:

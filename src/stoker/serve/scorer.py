@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import numpy.typing as npt
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.spec import FeatureSpec
+from stoker.live.follow import Follower
 from stoker.models import RecModel
 from stoker.prep.like import Like
 from stoker.prep.requests import Fitted, RowEncoder
+from stoker.serve.export import is_export, open_export, version_of
 from stoker.training.files.checkpoint import read_manifest
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import find_checkpoint, newest_rows
@@ -24,6 +27,12 @@ from stoker.training.scores.tiles import tiled_scores
 
 _REMEDY = "Pass the dataset: stoker.Scorer(run, data=...)"
 Scores = npt.NDArray[np.float32]
+
+
+def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
+    dataset = data if isinstance(data, Dataset) else Dataset(data)
+    check_dataset(dataset, spec, known)
+    return RowEncoder(Fitted.of(Like(dataset.path)))
 
 
 class Scorer:
@@ -35,7 +44,9 @@ class Scorer:
     Args:
         source: a run directory, a checkpoint, a directory of :func:`stoker.export`, or a model.
         data: the dataset of the model, if it was moved, or if ``source`` is a model.
-        settings: of :func:`stoker.load`, such as ``device``.
+        follow: follow the updates and roll-backs of the run, with :meth:`poll`.
+        settings: of :func:`stoker.load`, such as ``device``; of an export, ``check=True`` to compare all files with
+            their sha256.
 
     Raises:
         ConfigError: the dataset is not that of the model, or its rows cannot be made one by one.
@@ -46,16 +57,23 @@ class Scorer:
     >>> tuesday, wednesday = make_daily_run("run")
     >>> model = stoker.Scorer("run")
     >>> model.columns
-    ['user', 'item']
+    ['item', 'user']
     >>> model.score(tuesday.head(3).select(model.columns)).shape
     (3,)
     """
 
     def __init__(
-        self, source: str | Path | RecModel, data: Dataset | str | Path | None = None, **settings: Any
-    ) -> None:
+        self, source: str | Path | RecModel, data: Dataset | str | Path | None = None, *, follow: bool = False,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         self.version: Mapping[str, Any] = {}
+        self.lock = threading.RLock()  # held while rows are looked up and scored
+        self._follower: _Followed | None = None
         known = None
+        if not isinstance(source, RecModel) and is_export(source):
+            self.model, fitted, manifest = open_export(source, **settings)
+            self.encoder, self.version = RowEncoder(fitted), manifest["version"]
+            return
         if isinstance(source, RecModel):
             if data is None:
                 raise ConfigError("a model does not know its dataset. Pass both: stoker.Scorer(model, data).")
@@ -64,13 +82,26 @@ class Scorer:
             path = find_checkpoint(source)
             manifest = read_manifest(path)
             data, known = newest_rows(path, _REMEDY) if data is None else data, manifest["extra"].get("dataset")
+            if follow:
+                self._follower = _Followed(self, source, lock=self.lock, **settings)
+                self._follower.after_change(self._follower.before_change(self._follower.path))
+                return
             self.model = load(path, **settings).model
-            update = manifest["extra"].get("update", {})
-            self.version = {"update": int(update.get("number", 0)), "step": int(manifest["step"])}
-        dataset = data if isinstance(data, Dataset) else Dataset(data)
-        check_dataset(dataset, self.model.spec, known)
-        self.encoder = RowEncoder(Fitted.of(Like(dataset.path)))
-        self.lock = threading.RLock()  # held while rows are looked up and scored
+            self.version = version_of(manifest)
+        self.encoder = _encoder(data, self.model.spec, known)
+
+    @property
+    def follows(self) -> bool:
+        """Whether :meth:`poll` can find another model."""
+        return self._follower is not None
+
+    def poll(self) -> bool:
+        """Take the model that the run has now; return True if it changed. From then on all rows see the new one.
+
+        Raises:
+            CheckpointError: an update is missing or damaged; the model is as before.
+        """
+        return self._follower is not None and self._follower.poll()
 
     @property
     def columns(self) -> list[str]:
@@ -89,8 +120,47 @@ class Scorer:
         """
         return self.score_batch(self.encoder.encode(rows, unknown=unknown))
 
+    def score_together(self, requests: Sequence[Any]) -> list[Scores]:
+        """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).
+
+        Raises:
+            DataError: rows of one of them do not fit.
+        """
+        pieces: list[Any] = []
+        encoder = self.encoder
+        for rows in requests:
+            if not isinstance(rows, list):
+                pieces.append(encoder.encode(rows))
+            elif pieces and isinstance(pieces[-1], list) and encoder.independent:
+                encoder.check_objects(rows)
+                pieces[-1] += rows
+            else:
+                encoder.check_objects(rows)
+                pieces.append(list(rows))
+        batches = [encoder.from_objects(each) if isinstance(each, list) else each for each in pieces]
+        scores = np.concatenate([self.score_batch(each) for each in batches]) if batches else np.empty(0, np.float32)
+        ends = np.cumsum([len(rows) for rows in requests])
+        return [scores[end - len(rows) : end] for end, rows in zip(ends, requests, strict=True)]
+
     def score_batch(self, batch: Batch) -> Scores:
         """Return the scores of rows that are encoded."""
         with self.lock, scoring(self.model):
             scores: Scores = tiled_scores(self.model, batch).cpu().numpy()
         return scores
+
+
+class _Followed(Follower):
+    """The model of a run, with the encoder of its rows; both change at once."""
+
+    def __init__(self, scorer: Scorer, run: str | Path, **settings: Any) -> None:
+        self._scorer = scorer
+        super().__init__(run, **settings)
+
+    def before_change(self, path: Path) -> Any:
+        manifest = read_manifest(path)
+        spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
+        return _encoder(newest_rows(path, _REMEDY), spec, known), version_of(manifest)
+
+    def after_change(self, made: Any) -> None:
+        self._scorer.encoder, self._scorer.version = made
+        self._scorer.model = self.model

@@ -25,6 +25,7 @@ from stoker.ops.tree import Shards
 from stoker.optim import RowOptimizer
 from stoker.tables.changes import mark, mark_lookups
 from stoker.tables.config import DTYPES, Mapped, Slotted, Strategy, TableConfig
+from stoker.tables.exported import Exported
 from stoker.tables.lookups import Lookups, examples_of, keep_lookups
 from stoker.tables.ranks.sums import shared_sums
 from stoker.tables.ranks.transport import Ranks
@@ -71,6 +72,8 @@ class TableGroup:
         state: dict[str, str] = dict(optimizer.state)
         if isinstance(self.strategy, Slotted):
             return make_slotted(self.strategy, self.tables, self.space, self.seed, state, device, self.part)
+        if isinstance(self.strategy, Exported):
+            return self.strategy.open(self.tables, self.space, device)
         rows = self.space.num_rows, self.dim, dtype, state, device
         at = self.strategy
         storage = MappedRows(*rows, at.path) if isinstance(at, Mapped) else DeviceRows(*rows)

@@ -207,9 +207,11 @@ class FrameBlocks:
         self._frame, self.sizes = frame, [frame.height]
 
     def part(self, block: int) -> pl.LazyFrame:
+        """Return the rows."""
         return self._frame.lazy()
 
     def whole(self) -> pl.LazyFrame:
+        """Return the rows."""
         return self._frame.lazy()
 
 

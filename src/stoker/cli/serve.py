@@ -1,0 +1,84 @@
+"""Commands that serve a model: export, serve."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.base.errors import install, require
+from stoker.cli.options import OneObject, printed, say, takes
+from stoker.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from stoker.serve.server import Server
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    rows: str = typer.Option("fp32", help="Format of the rows: fp32, bf16, int8 or int4."),
+    data: Path | None = typer.Option(None, help="Dataset of the run, if it was moved."),
+    pt2: bool = typer.Option(False, "--pt2", help="Write the dense part as a torch.export program, too."),
+    onnx: bool = typer.Option(False, "--onnx", help="Write the dense part as an ONNX model, too."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export."),
+    as_json: OneObject = False,
+) -> None:
+    """Write a model that serves without its run and its dataset.
+
+    Rows are mapped when they are needed, so serving starts quickly. int8 takes
+    0.3 of the bytes of fp32, int4 0.18 (16 columns and more).
+
+    \b
+    stoker export runs/a served
+    stoker export runs/a served --rows int8 --overwrite
+    """
+    from stoker.serve.export import export as run_export
+
+    found = run_export(run, out, rows=rows, data=data, pt2=pt2, onnx=onnx, overwrite=overwrite)
+    if not printed({"path": str(found.path), "rows": rows, "row_bytes": found.row_bytes}, as_json):
+        say(found.summary())
+
+
+@takes(ServeSettings)
+def serve(
+    source: Annotated[Path, typer.Argument(help="Run directory or export.")],
+    data: Path | None = typer.Option(None, help="Dataset of the run, if it was moved."),
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Score rows over HTTP until Ctrl-C.
+
+    POST /score takes {"rows": [{"item": 7, ...}, ...]} or an Arrow stream, POST
+    /topk {"user": {...}, "candidates": [{...}, ...], "k": 10}. GET /healthz,
+    GET /metrics. Scores equal those of stoker predict to the bit. The updates
+    and roll-backs of a run are followed.
+
+    \b
+    stoker serve runs/a
+    stoker serve served --host 0.0.0.0 --port 80
+    """
+    import asyncio
+
+    for module in ("aiohttp", "prometheus_client"):
+        require(module, "stoker serve needs", install("prometheus_client"))
+    from stoker.serve.export import is_export
+    from stoker.serve.scorer import Scorer
+    from stoker.serve.server import serve as run_server
+
+    scorer = Scorer(source) if is_export(source) else Scorer(source, data, follow=True)
+    chosen = ServeSettings.from_dict(settings)
+
+    def started(server: Server) -> None:
+        say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        asyncio.run(run_server(scorer, chosen, started))
+    except KeyboardInterrupt:
+        say("stopped")

@@ -1,0 +1,295 @@
+"""A model that serves without its dataset: a directory of mapped rows, vocabularies, features and the dense part.
+
+::
+
+    OUT/manifest.json           written last: model, schema, sizes and sha256 of all files
+    OUT/rows/0.rows             the rows of all tables of one width, in their order
+    OUT/dense.safetensors       the dense part, and the cores of tensor trains
+    OUT/vocab/item.arrow        values with their ids, by rising hash
+    OUT/features/               fitted features and the state of window features
+    OUT/dense.pt2, dense.onnx   on request
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from stoker.base.errors import CheckpointError, ConfigError, DependencyError, errors_as
+from stoker.base.files import atomic_file, check_target, exchange, sync_folder
+from stoker.base.picture import Shown
+from stoker.base.units import format_size, listed
+from stoker.base.version import __version__
+from stoker.dataset.batch import Batch
+from stoker.dataset.manifest import canonical_json, describe_file
+from stoker.dataset.spec import FeatureSpec
+from stoker.models import MODELS, RecModel
+from stoker.optim import SGD
+from stoker.prep.features.past import Past
+from stoker.prep.features.store import load_features
+from stoker.prep.fit.dense import DenseFit
+from stoker.prep.like import FEATURES, Like
+from stoker.prep.requests import Fitted, Ids, RowEncoder
+from stoker.prep.schema import Schema
+from stoker.tables.exported import FORMATS, Exported, quantize, width_of
+from stoker.tables.storage import Rows
+from stoker.training.files.checkpoint import DENSE, chain, read_manifest, verify
+from stoker.training.files.loading import saved_model
+from stoker.training.files.rundir import find_checkpoint, newest_rows
+from stoker.training.files.segments import SavedTable
+from stoker.training.scores.evaluation import check_dataset
+
+FORMAT_VERSION = 1
+_CORE = "core:"  # prefix of the cores of tensor trains among the dense tensors
+_REMEDY = "Pass the dataset: stoker.export(run, out, data=...)"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Export(Shown):
+    """What :func:`export` returns."""
+
+    path: Path
+    rows: str
+    row_bytes: int  # of all rows
+    fp32_bytes: int  # of all rows in float32
+
+    def summary(self) -> str:
+        """Return the directory, and the size of its rows."""
+        share = f", {self.row_bytes / self.fp32_bytes:.3f} of fp32" if self.fp32_bytes else ""
+        return f"{self.path}: rows as {self.rows}, {format_size(self.row_bytes)}{share}"
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    rows: str = "fp32",
+    data: str | Path | None = None,
+    pt2: bool = False,
+    onnx: bool = False,
+    overwrite: bool = False,
+) -> Export:
+    """Write the model of a run to a directory that serves without the run and its dataset.
+
+    Rows are mapped when they are needed, so a process starts quickly and takes the memory of the rows that it touches.
+    Cores of tensor trains are kept as trained. The directory appears whole, or not at all.
+
+    Args:
+        run: a run directory or a checkpoint.
+        out: the directory.
+        rows: "fp32"; or smaller and within rounding: "bf16", "int8", "int4", the last two with a scale and an offset
+            a row.
+        data: the dataset of the run, if it was moved.
+        pt2: write the dense part as a ``torch.export`` program, too.
+        onnx: and as an ONNX model.
+        overwrite: replace an earlier export.
+
+    Raises:
+        ConfigError: ``out`` exists, tables grow, or rows cannot be made one by one.
+        CheckpointError: a file is missing or damaged, or the disk is full.
+        DependencyError: ``onnx`` needs packages that are not installed.
+
+    >>> from stoker.testing import make_daily_run
+    >>> log, _ = make_daily_run("run")
+    >>> stoker.export("run", "served", rows="int8").rows
+    'int8'
+    >>> stoker.Scorer("served").score(log.select("user", "item")).shape
+    (300,)
+    """
+    if rows not in FORMATS:
+        raise ConfigError(f"rows is {rows!r}. Choose one of: {listed(FORMATS)}.", settings=("rows",))
+    if onnx and find_spec("onnxscript") is None:
+        raise DependencyError("ONNX needs onnx and onnxscript. Run: pip install 'stoker[onnx]'")
+    target = Path(out)
+    check_target(target)
+    if target.exists() and not (overwrite and is_export(target)):
+        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is no export."
+        raise ConfigError(f"{target} exists. {more}", settings=("out", "overwrite"))
+    path = find_checkpoint(run)
+    manifest = read_manifest(path)
+    verify(path, manifest)
+    spec = FeatureSpec.from_dict(manifest["features"])
+    if spec.grow:
+        raise ConfigError(
+            f"tables {listed(list(spec.grow))} grow, and raw ids are not exported yet. Serve the run: stoker serve RUN."
+        )
+    like = Like(Path(newest_rows(path, _REMEDY) if data is None else data))
+    check_dataset(like.data, spec, manifest["extra"].get("dataset"))
+    fitted = Fitted.of(like)
+    RowEncoder(fitted)  # refuses features that change the number of rows
+    with _written(target) as made:
+        groups, sizes = _write_rows(made, path, manifest, spec, rows)
+        (made / "vocab").mkdir()
+        for name, known in fitted.ids.items():
+            known.write(made / "vocab" / f"{name}.arrow")
+        like.copy(f"{FEATURES}/", made)
+        config = {**manifest["model"], "dtype": "bfloat16" if rows == "bf16" else "float32"}
+        description = {
+            "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
+            "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
+            "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
+            "version": version_of(manifest),
+        }  # fmt: skip
+        _write_manifest(made, {**description, "files": _files(made)})
+        if pt2 or onnx:
+            _write_programs(made, pt2=pt2, onnx=onnx)
+            _write_manifest(made, {**description, "files": _files(made)})
+    return Export(path=target, rows=rows, row_bytes=sizes[0], fp32_bytes=sizes[1])
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[Path]:
+    """Yield a directory that gets the name of the target at the end of the block, or is deleted."""
+    made = target.with_name(target.name + ".tmp")
+
+    def remove(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    remove(made)
+    try:
+        made.mkdir(parents=True)
+        with errors_as(CheckpointError, f"{target} cannot be written", "Free some space, or choose another disk."):
+            yield made
+        sync_folder(made)
+        exchange(made, target, target.with_name(target.name + ".tmp-old"), remove)
+    finally:
+        remove(made)
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    return {
+        path.relative_to(folder).as_posix(): describe_file(path)
+        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"
+    }  # fmt: skip
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    with atomic_file(folder / "manifest.json") as file:
+        file.write(canonical_json(manifest).encode() + b"\n")
+
+
+def _write_rows(
+    out: Path, path: Path, manifest: Mapping[str, Any], spec: FeatureSpec, rows: str
+) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    """Write the rows of all tables, a file for each width and pooling, and the dense part with all cores."""
+    links, kind = chain(path, manifest), MODELS[saved_model(path, manifest)]
+    entries = {entry["name"]: entry for entry in manifest["tables"]}
+    by_group: dict[Any, list[str]] = {}
+    dims = {}
+    for table in kind.tables_from(spec, manifest["model"]):
+        if table.name in entries:
+            dims[table.name] = table.embedding_dim
+            by_group.setdefault((table.embedding_dim, table.pooling), []).append(table.name)
+    (out / "rows").mkdir()
+    groups, written, plain = [], 0, 0
+    for number, names in enumerate(by_group.values()):
+        file = out / "rows" / f"{number}.rows"
+        with atomic_file(file) as stream:
+            for name in names:
+                for _, chunk in SavedTable(links, entries[name]).chunks():
+                    stream.write(_encoded(chunk.weight, rows))
+        count = file.stat().st_size // width_of(rows, dims[names[0]])
+        written, plain = written + file.stat().st_size, plain + 4 * count * dims[names[0]]
+        groups.append({"file": f"rows/{file.name}", "tables": names})
+    with safe_open(path / DENSE, framework="pt") as tensors:
+        dense = {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith("model.")}  # noqa: SIM118
+    for name in entries.keys() - dims.keys():
+        for start, chunk in SavedTable(links, entries[name]).chunks():
+            dense[f"{_CORE}{start}:{name}"] = chunk.weight.contiguous()
+    save_file(dense, out / DENSE)
+    return groups, (written, plain)
+
+
+def _encoded(weight: torch.Tensor, rows: str) -> bytes:
+    if rows == "bf16":
+        return weight.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    plain = weight.float().numpy()
+    return plain.tobytes() if rows == "fp32" else quantize(plain, int(rows[3:])).tobytes()
+
+
+def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:
+    model, _, _ = open_export(out)
+    batch = Batch(
+        dense=torch.zeros(2, len(model.spec.dense)), ids=torch.zeros(2 * len(model.spec.features), dtype=torch.int64),
+        offsets=torch.arange(2 * len(model.spec.features) + 1),
+    )  # fmt: skip
+    program = model.export_dense(batch)
+    if pt2:
+        torch.export.save(program, str(out / "dense.pt2"))
+    if onnx:
+        made = torch.onnx.export(program, dynamo=True, verbose=False)
+        assert made is not None
+        made.save(str(out / "dense.onnx"))
+
+
+def version_of(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Return what names the model of a checkpoint in answers."""
+    return {"update": int(manifest["extra"].get("update", {}).get("number", 0)), "step": int(manifest["step"])}
+
+
+def is_export(path: str | Path) -> bool:
+    """Return True if a directory was written by :func:`export`."""
+    try:
+        return bool(json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))["kind"] == "export")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fitted, dict[str, Any]]:
+    """Return the model, what its rows are encoded by, and the manifest.
+
+    Args:
+        path: of the export.
+        check: read all files and compare their sha256; else only their sizes, and features.
+
+    Raises:
+        CheckpointError: a file is missing or altered, or the format is newer.
+    """
+    path = Path(path)
+    with errors_as(CheckpointError, f"{path} is not an export", "Export the run again.", (OSError, ValueError)):
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    if int(manifest["format_version"]) > FORMAT_VERSION:
+        raise CheckpointError(f"{path} has export format {manifest['format_version']}. Update Stoker.")
+    for name, entry in manifest["files"].items():
+        _check_file(path / name, entry, whole=check or not name.startswith(("rows/", "vocab/")))
+    spec = FeatureSpec.from_dict(manifest["features"])
+    names = [name for group in manifest["groups"] for name in group["tables"]]
+    model = MODELS[manifest["model"]["model"]].from_config(
+        spec, manifest["model"], optimizer=SGD(lr=1.0), placement=dict.fromkeys(names, Exported(str(path)))
+    )
+    tensors = load_file(path / DENSE)
+    with torch.no_grad():
+        for name, value in model.dense_tensors():
+            value.copy_(tensors[f"model.{name}"])
+    for name, value in tensors.items():
+        if name.startswith(_CORE):
+            _, start, core = name.split(":", 2)
+            model.embeddings.write(core, int(start), Rows(value, {}))
+    schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
+    learned = load_features(path / FEATURES)[1] if schema.feature else {}
+    state = {one.name: learned[one.name].table for one in schema.feature
+             if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
+    fitted = Fitted(
+        schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
+        ids={file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))},
+        learned=learned, state=state, source=path,
+    )  # fmt: skip
+    return model.eval(), fitted, manifest
+
+
+def _check_file(path: Path, entry: Mapping[str, Any], *, whole: bool) -> None:
+    size = path.stat().st_size if path.is_file() else -1
+    if size == int(entry["bytes"]) and (not whole or describe_file(path) == dict(entry)):
+        return
+    problem = "is missing" if size < 0 else f"was altered: {size:,} bytes, {int(entry['bytes']):,} were written"
+    raise CheckpointError(f"{path} {problem}, or its sha256 differs from the manifest's. Copy or export it again.")

@@ -1,0 +1,302 @@
+"""Score rows over HTTP, in JSON or Arrow, in small batches that several requests share.
+
+One thread encodes and scores; the event loop only reads and writes. A batch is what has come within ``wait``
+milliseconds of its first request. Rows are scored in blocks of one size, so a score does not depend on the requests
+that share its batch. If the source is a run, its updates and roll-backs are followed: a new model counts from one
+batch to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from stoker.base.errors import StokerError
+from stoker.prep.parse.json_lines import parsed
+from stoker.serve.scorer import Scorer, Scores
+from stoker.serve.settings import ServeSettings
+
+ARROW = "application/vnd.apache.arrow.stream"
+_SWEEP = 1.0  # seconds between two looks at idle connections
+Rows: TypeAlias = Any  # a list of objects, or an Arrow table
+
+
+@dataclass
+class _Waiting:
+    """A request whose rows wait for their scores."""
+
+    rows: Rows
+    since: float
+    scores: asyncio.Future[tuple[Scores, dict[str, Any]]]
+
+
+class RequestError(Exception):
+    """A request that cannot be answered."""
+
+    def __init__(self, status: int, cause: str, retry: int | None = None) -> None:
+        super().__init__(cause)
+        self.status, self.retry = status, retry
+
+
+class _Figures:
+    """What ``/metrics`` shows."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("stoker_requests", "Requests, by path and status.", ["path", "status"], **own)
+        self.rows = Counter("stoker_rows", "Rows that were scored.", **own)
+        self.seconds = Histogram(
+            "stoker_seconds", "Time from a whole request to its scores.", **own,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+        )  # fmt: skip
+        self.batch = Histogram("stoker_batch_rows", "Rows of a batch.", buckets=[4.0**n for n in range(8)], **own)
+        self.waiting = Gauge("stoker_waiting", "Requests that wait.", **own)
+        self.update = Gauge("stoker_update", "Number of the update that is served.", **own)
+
+
+class Server:
+    """The application. :meth:`running` serves it.
+
+    Args:
+        scorer: of a run or an export.
+        settings: limits and times.
+    """
+
+    def __init__(self, scorer: Scorer, settings: ServeSettings | None = None) -> None:
+        self.scorer, self.settings = scorer, settings or ServeSettings()
+        self.figures = _Figures()
+        self.problem = ""  # why updates cannot be followed at the moment
+        self.port = self.settings.port  # after :meth:`running` began, the one that the system chose for 0
+        self._waiting: list[_Waiting] = []
+        self._came = asyncio.Event()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="stoker-serve")
+        self._follower = ThreadPoolExecutor(1, thread_name_prefix="stoker-follow")
+
+    def application(self) -> web.Application:
+        """Return the routes."""
+        app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._answered])
+        app.router.add_post("/score", self._score)
+        app.router.add_post("/topk", self._topk)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Server]:
+        """Serve within the block."""
+        runner = web.AppRunner(self.application(), access_log=None, keepalive_timeout=60.0)
+        await runner.setup()
+        tasks = [asyncio.create_task(each) for each in (self._batches(), self._sweep(runner), self._poll())]
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            try:
+                await site.start()
+            except OSError as error:
+                where = f"{self.settings.host}:{self.settings.port}"
+                raise StokerError(f"{where} cannot be served: {error.strerror}. Choose another port.") from error
+            self.port = runner.addresses[0][1]
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await runner.cleanup()
+            self._worker.shutdown()
+            self._follower.shutdown()
+
+    # Requests.
+
+    @web.middleware
+    async def _answered(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Turn errors into answers with their cause."""
+        headers = {}
+        try:
+            response = await handler(request)
+        except RequestError as error:
+            if error.retry is not None:
+                headers["Retry-After"] = str(error.retry)
+            response = web.json_response({"error": str(error)}, status=error.status, headers=headers)
+        except web.HTTPException as error:
+            response = web.json_response({"error": error.text or error.reason}, status=error.status)
+        known = request.match_info.route.resource is not None
+        self.figures.requests.labels(request.path if known else "other", str(response.status)).inc()
+        return response
+
+    async def _body(self, request: web.Request) -> bytes:
+        limit = self.settings.max_body
+        if (request.content_length or 0) > limit:
+            raise RequestError(413, f"the body has {request.content_length:,} bytes, and {limit:,} are allowed.")
+        try:
+            async with asyncio.timeout(self.settings.read_timeout):
+                return await request.read()
+        except TimeoutError:
+            raise RequestError(408, f"the body did not come within {self.settings.read_timeout:g} s.") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise RequestError(413, f"the body has more than the {limit:,} bytes that are allowed.") from None
+
+    async def _json(self, request: web.Request, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the object in a body, which has some keys and no others."""
+        try:
+            found = parsed(await self._body(request))
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not JSON: {error}.") from None
+        if not isinstance(found, dict) or set(found) != set(keys):
+            have = f"an object with {sorted(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
+            raise RequestError(400, f"the body is {have}; expected an object with {', '.join(keys)}.")
+        return found
+
+    async def _score(self, request: web.Request) -> web.Response:
+        if request.content_type == ARROW:
+            try:
+                rows: Rows = pa.ipc.open_stream(await self._body(request)).read_all()
+            except pa.ArrowException as error:
+                raise RequestError(400, f"the body is not an Arrow stream: {error}.") from None
+        else:
+            rows = _objects((await self._json(request, ["rows"]))["rows"], "rows")
+        scores, version = await self._scores(rows)
+        if ARROW in request.headers.get("Accept", ""):
+            table = pa.table({"score": scores}).replace_schema_metadata({key: str(v) for key, v in version.items()})
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            return web.Response(body=sink.getvalue().to_pybytes(), content_type=ARROW)
+        return web.json_response({"scores": scores.tolist(), **version})
+
+    async def _topk(self, request: web.Request) -> web.Response:
+        found = await self._json(request, ["user", "candidates", "k"])
+        candidates, [user] = _objects(found["candidates"], "candidates"), _objects([found["user"]], "user")
+        text = str(found["k"])
+        if not text.isdigit() or not 0 < int(text) <= 2**31:
+            raise RequestError(400, f"k is {text[:20]!r}, and it is a whole number above 0.")
+        if both := sorted(set(user).intersection(*[set().union(*candidates)])):
+            raise RequestError(400, f"user and candidates both have {both}. Give each column once.")
+        scores, version = await self._scores([{**user, **each} for each in candidates])
+        best = np.argsort(-scores, kind="stable")[: int(text)]
+        return web.json_response({"best": best.tolist(), "scores": scores[best].tolist(), **version})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"status": "ok", **self.scorer.version, "problem": self.problem})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        del request
+        self.figures.waiting.set(len(self._waiting))
+        self.figures.update.set(self.scorer.version.get("update", 0))
+        return web.Response(body=generate_latest(self.figures.registry), content_type="text/plain")
+
+    async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
+        if len(self._waiting) >= self.settings.max_waiting:
+            raise RequestError(503, f"{len(self._waiting)} requests wait already. Try again in a second.", retry=1)
+        waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._came.set()
+        try:
+            found = await waiting.scores
+        except StokerError as error:
+            raise RequestError(422, str(error)) from None
+        self.figures.seconds.observe(time.perf_counter() - waiting.since)
+        return found
+
+    # Batches.
+
+    async def _batches(self) -> None:
+        """Score what waits, batch after batch."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._came.wait()
+            left = self.settings.wait / 1000 - (time.perf_counter() - self._waiting[0].since)
+            if left > 0 and sum(len(each.rows) for each in self._waiting) < self.settings.batch_rows:
+                await asyncio.sleep(left)
+            batch: list[_Waiting] = []
+            size = 0
+            while self._waiting and (not batch or size + len(self._waiting[0].rows) <= self.settings.batch_rows):
+                batch.append(self._waiting.pop(0))
+                size += len(batch[-1].rows)
+            if not self._waiting:
+                self._came.clear()
+            batch = [each for each in batch if not each.scores.cancelled()]  # whose client has gone
+            try:
+                found = await loop.run_in_executor(self._worker, self._work, [each.rows for each in batch])
+            except Exception as error:
+                found = [error] * len(batch)
+            self.figures.batch.observe(size)
+            for each, result in zip(batch, found, strict=True):
+                if each.scores.done():
+                    continue
+                if isinstance(result, Exception):
+                    each.scores.set_exception(result)
+                else:
+                    each.scores.set_result(result)
+                    self.figures.rows.inc(len(each.rows))
+
+    def _work(self, requests: Sequence[Rows]) -> list[Any]:
+        """Return the scores of each request with the version of the model, or its error."""
+        scorer = self.scorer
+        with scorer.lock:
+            version = dict(scorer.version)
+            try:
+                return [(found, version) for found in scorer.score_together(requests)]
+            except (StokerError, IndexError):
+                if len(requests) == 1:
+                    raise
+            found: list[Any] = []
+            for rows in requests:  # one of them does not fit; the others should not notice
+                try:
+                    found.append((scorer.score_together([rows])[0], version))
+                except (StokerError, IndexError) as error:
+                    found.append(error)
+            return found
+
+    # Beside the requests.
+
+    async def _poll(self) -> None:
+        """Follow the updates of a run."""
+        loop = asyncio.get_running_loop()
+        while self.scorer.follows:
+            await asyncio.sleep(self.settings.poll)
+            try:
+                await loop.run_in_executor(self._follower, self.scorer.poll)
+                self.problem = ""
+            except StokerError as error:  # the model is as before; the next look may find it whole
+                self.problem = str(error)
+
+    async def _sweep(self, runner: web.AppRunner) -> None:
+        """Close connections on which no whole request has come for too long."""
+        idle: dict[Any, float] = {}
+        while True:
+            await asyncio.sleep(_SWEEP)
+            assert runner.server is not None
+            now = time.monotonic()
+            open_ = [each for each in runner.server.connections if getattr(each, "_current_request", None) is None]
+            idle = {each: idle.get(each, now) for each in open_}
+            for each, since in idle.items():
+                if now - since > self.settings.read_timeout:
+                    each.force_close()
+                    if each.transport is not None:
+                        each.transport.close()
+
+
+def _objects(found: Any, what: str) -> list[dict[str, Any]]:
+    if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
+        raise RequestError(400, f"{what} is not a list of one or more objects, each with the columns of a row.")
+    return found
+
+
+async def serve(scorer: Scorer, settings: ServeSettings, started: Callable[[Server], None]) -> None:
+    """Serve until the task is cancelled; call ``started`` when requests are answered."""
+    async with Server(scorer, settings).running() as server:
+        started(server)
+        await asyncio.Event().wait()

@@ -1,0 +1,115 @@
+"""Exports: equal to the run for fp32, small and close for fewer bits, whole or not there, damaged files by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import stoker
+from stoker.serve.export import is_export
+from stoker.tables.exported import dequantize, quantize, width_of
+from stoker.testing import make_daily_run
+from tests.campaigns import scaled
+from tests.serve.test_scorer import log, pieces, run
+
+__all__ = ["run"]
+
+
+@pytest.mark.parametrize("rows", ["fp32", "bf16", "int8", "int4"])
+def test_an_export_scores_without_its_run(run: Path, tmp_path: Path, rows: str) -> None:
+    made = stoker.export(run, tmp_path / rows, rows=rows)
+    table, wanted = log(300, 2).drop("bought"), stoker.Scorer(run)
+    served = stoker.Scorer(made.path, check=True)
+    expected = wanted.score(table)
+    found = np.concatenate([served.score(each) for each in pieces(table, [7, 150])])
+    if rows == "fp32":
+        assert found.tobytes() == expected.tobytes()
+    else:
+        assert 0 < np.abs(found - expected).max() < {"bf16": 0.002, "int8": 0.004, "int4": 0.05}[rows]
+    assert served.score(table).tobytes() == found.tobytes()
+    assert made.row_bytes / made.fp32_bytes == width_of(rows, 4) / 16
+    assert served.version == wanted.version
+    with pytest.raises(stoker.DataError, match="does not know: 'color'"):
+        served.score(table.with_columns(color=1))
+
+
+def test_a_tensor_train_keeps_its_cores(tmp_path: Path) -> None:
+    log, _ = make_daily_run(tmp_path / "plain")
+    stoker.train(tmp_path / "plain-data", out=tmp_path / "run", display="quiet", embedding_dim=4, batch_size=64,
+                 epochs=1, tt_rank=2, tt_rows=15)  # fmt: skip
+    stoker.export(tmp_path / "run", tmp_path / "out")
+    rows = log.select("user", "item")
+    assert (
+        stoker.Scorer(tmp_path / "out").score(rows).tobytes() == stoker.Scorer(tmp_path / "run").score(rows).tobytes()
+    )
+    assert [group["tables"] for group in json.loads((tmp_path / "out/manifest.json").read_text())["groups"]] == [
+        ["user"]
+    ]
+
+
+def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:
+    make_daily_run(tmp_path / "run")
+    stoker.export(tmp_path / "run", tmp_path / "out", pt2=True)
+    program = torch.export.load(str(tmp_path / "out" / "dense.pt2")).module()
+    model = stoker.Scorer(tmp_path / "out", check=True).model
+    batch = stoker.Batch(dense=torch.zeros(5, 0), ids=torch.ones(5, 2, dtype=torch.int64))
+    torch.testing.assert_close(program(*model.inputs(batch)), model(batch))
+
+
+def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
+    made = stoker.export(run, tmp_path / "out").path
+    with pytest.raises(stoker.ConfigError, match="exists"):
+        stoker.export(run, made)
+    with pytest.raises(stoker.ConfigError, match="rows is 'int3'"):
+        stoker.export(run, tmp_path / "more", rows="int3")
+    assert stoker.export(run, made, overwrite=True).path == made
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for name in ("rows/0.rows", "vocab/item.arrow", "dense.safetensors"):
+        path = made / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        with pytest.raises(stoker.CheckpointError, match=rf"{name} was altered"):
+            stoker.Scorer(made)
+        path.write_bytes(whole[:-1] + b"x")
+        with pytest.raises(stoker.CheckpointError, match=rf"{name} was altered"):
+            stoker.Scorer(made, check=True)
+        path.unlink()
+        with pytest.raises(stoker.CheckpointError, match=rf"{name} is missing"):
+            stoker.Scorer(made)
+        path.write_bytes(whole)
+    assert [is_export(path) for path in (made, run)] == [True, False]
+
+
+def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stoker.prep.requests.Ids.write", full)
+    with pytest.raises(stoker.CheckpointError, match="cannot be written"):
+        stoker.export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=scaled(200), deadline=None)
+@given(
+    rows=arrays.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 7)),
+                       elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)),
+    bits=st.sampled_from([4, 8]),
+)  # fmt: skip
+def test_quantized_rows_are_within_half_a_step(rows: np.ndarray, bits: int) -> None:
+    data = quantize(rows, bits)
+    found = dequantize(data, rows.shape[1], bits)
+    assert data.shape == (len(rows), width_of(f"int{bits}", rows.shape[1]))
+    step = (np.maximum(rows.max(1), 0) - np.minimum(rows.min(1), 0)) / (2**bits - 1) * 1.01 + 1e-37
+    assert (np.abs(found - rows) <= step[:, None] * 1.01).all()
+    assert (found[rows == 0] == 0).all()
+    assert (quantize(found, bits) == data).all() or np.abs(
+        dequantize(quantize(found, bits), rows.shape[1], bits) - found
+    ).max() <= step.max()

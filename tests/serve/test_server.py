@@ -1,0 +1,232 @@
+"""The server: scores of `stoker predict` to the bit, updates that are followed, and clients that do not behave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stoker
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("prometheus_client")
+
+from stoker.serve.server import Server
+from stoker.serve.settings import ServeSettings
+from stoker.testing import make_daily_run
+from tests.campaigns import scaled
+
+
+@contextmanager
+def served(scorer: stoker.Scorer, **settings: Any) -> Iterator[Server]:
+    """Serve in a thread."""
+    loop, began, found = asyncio.new_event_loop(), threading.Event(), []
+    chosen = ServeSettings(port=0, poll=0.02, **settings)
+
+    async def work() -> None:
+        ended = asyncio.Event()
+        async with Server(scorer, chosen).running() as server:
+            found.extend([server, ended])
+            began.set()
+            await ended.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(work()))
+    thread.start()
+    assert began.wait(60)
+    try:
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(found[1].set)
+        thread.join(60)
+        loop.close()
+
+
+def ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """Return the status and the answer."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    given = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", path, given, headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text) if text[:1] == b"{" else text.decode()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    run = tmp_path_factory.mktemp("served") / "run"
+    return run, make_daily_run(run, days=2)
+
+
+def test_requests_of_any_sizes_get_the_scores_of_predict(shop: tuple[Path, Any]) -> None:
+    run, [log, _] = shop
+    rows = log.select("item", "user")
+    data = stoker.prepare(like=run.with_name("run-data"), files=log)
+    wanted = stoker.predict(stoker.load(run).model, data.test).scores
+    with served(stoker.Scorer(run)) as server:
+        client = stoker.Client(f"http://127.0.0.1:{server.port}")
+
+        def work(seed: int) -> None:
+            draw = random.Random(seed)
+            for _ in range(scaled(40)):
+                begin = draw.randrange(len(wanted))
+                end = min(len(wanted), begin + draw.choice([1, 2, 9, 80, 300]))
+                if draw.random() < 0.5:
+                    found = client.score(rows[begin:end])
+                else:
+                    status, answer = ask(server, "/score", {"rows": rows[begin:end].to_dicts()})
+                    assert status == 200
+                    found = np.array(answer["scores"], np.float32)
+                assert found.tobytes() == wanted[begin:end].tobytes()
+
+        together(work, 4)
+        user, items = rows.row(0, named=True)["user"], [{"item": item} for item in range(20)]
+        best = client.topk({"user": user}, items, 5)
+        scores = client.score(rows.head(20).with_columns(item=np.arange(20), user=user))
+        assert [place for place, _ in best] == np.argsort(-scores, kind="stable")[:5].tolist()
+        _, text = ask(server, "/metrics")
+        assert 'stoker_requests_total{path="/score",status="200"}' in text
+
+
+def together(work: Any, count: int) -> None:
+    errors: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "cause"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"\xff", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"rows": [{"item": NaN, "user": 1}]}', 400, "NaN is not a JSON value"),
+        ([], 400, "the body is a list"),
+        ({"lines": []}, 400, "an object with ['lines']; expected an object with rows"),
+        ({"rows": []}, 400, "rows is not a list of one or more objects"),
+        ({"rows": [{"item": 1}]}, 422, "the rows lack 'user'"),
+        ({"rows": [{"item": 1, "user": 2, "color": 3}]}, 422, "does not know: 'color'"),
+        ({"rows": [{"item": 1, "user": 2}, {"item": "x", "user": 2}]}, 422, "row 1: column item: 'x' is not a whole"),
+        ({"rows": [{"item": [1], "user": 2}]}, 422, "row 0: column item holds several values"),
+        (b" " * 5000, 413, "1,000 are allowed"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_with_its_cause(
+    small: Server, body: Any, status: int, cause: str
+) -> None:  # fmt: skip
+    found, answer = ask(small, "/score", body)
+    assert found == (413 if isinstance(body, bytes) and len(body) > 1000 else status)
+    if found == status:
+        assert cause in answer["error"]
+    assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
+
+
+@pytest.fixture(scope="module")
+def small(shop: tuple[Path, Any]) -> Iterator[Server]:
+    with served(stoker.Scorer(shop[0]), max_body=1000, read_timeout=0.3) as server:
+        yield server
+
+
+def test_other_paths_and_methods_are_refused(small: Server) -> None:
+    assert ask(small, "/nothing")[0] == 404
+    assert ask(small, "/score")[0] == 405
+    assert ask(small, "/healthz") == (200, {"status": "ok", "update": 0, "step": 4, "problem": ""})
+    arrow = {"Content-Type": "application/vnd.apache.arrow.stream"}
+    assert ask(small, "/score", b"no arrow", **arrow)[0] == 400
+    client = stoker.Client(f"http://127.0.0.1:{small.port}")
+    with pytest.raises(stoker.DataError, match="k is '0'"):
+        client.topk({"user": 1}, [{"item": 2}], 0)
+    with pytest.raises(stoker.StokerError, match="gives no answer"):
+        stoker.Client("http://127.0.0.1:9").topk({}, [{}], 1)
+
+
+def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> None:
+    with socket.create_connection(("127.0.0.1", small.port)) as slow, \
+         socket.create_connection(("127.0.0.1", small.port)) as slower:  # fmt: skip
+        slow.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        slower.sendall(b"POST /score HT")
+        assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
+        slow.settimeout(30)
+        assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
+        slower.settimeout(30)
+        assert slower.recv(1000) == b""
+
+
+def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
+    scorer = stoker.Scorer(shop[0])
+    with served(scorer, max_waiting=1, wait=0) as server:
+        found: list[int] = []
+        scorer.lock.acquire()  # nothing is scored
+        threads = []
+        try:
+            while 503 not in found:
+                threads.append(threading.Thread(
+                    target=lambda: found.append(ask(server, "/score", {"rows": [{"item": 1, "user": 2}]})[0])
+                ))  # fmt: skip
+                threads[-1].start()
+                threads[-1].join(0.05)
+        finally:
+            scorer.lock.release()
+        for thread in threads:
+            thread.join()
+        assert set(found) == {200, 503}
+
+
+def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    days = make_daily_run(run, days=2)
+    rows = days[1].select("item", "user").head(50)
+    truth = {0: stoker.Scorer(run).score(rows).tobytes()}
+    scorer = stoker.Scorer(run, follow=True)
+    with served(scorer) as server:
+        client = stoker.Client(f"http://127.0.0.1:{server.port}")
+        seen: list[tuple[int, bytes]] = []
+        ended = threading.Event()
+
+        def watch() -> None:
+            own = stoker.Client(client.url)
+            while not ended.is_set():
+                scores = own.score(rows)
+                seen.append((own.version["update"], scores.tobytes()))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            for number, day in enumerate(days, 1):
+                stoker.update(run, day)
+                truth[number] = stoker.Scorer(run).score(rows).tobytes()
+                wait_for(client, rows, number)
+            stoker.rollback(run)
+            wait_for(client, rows, 1)
+        finally:
+            ended.set()
+            thread.join()
+        assert {number for number, _ in seen} >= {0, 1, 2}
+        assert all(scores == truth[number] for number, scores in seen)
+
+
+def wait_for(client: stoker.Client, rows: Any, number: int) -> None:
+    while client.score(rows) is not None and client.version["update"] != number:
+        pass
