@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
+import stoker
 from stoker.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not beside these tests: not a checkout")
+
+
+SERVES = find_spec("aiohttp") and find_spec("prometheus_client")
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
@@ -73,15 +80,27 @@ def test_every_block_of_every_day_runs(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "data/online_retail").mkdir(parents=True)
     few = log["CustomerID"].cast(pl.Float64).fill_null(1) % 30 == 0
     log.filter(few).write_parquet(tmp_path / "data/online_retail/invoices.parquet")
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"stoker": stoker}
     said: dict[str, str] = {}
-    for kind, text in blocks_of("every_day.md"):
-        if kind == "toml":
-            (tmp_path / "shop.toml").write_text(text)
-        elif kind == "python":
-            exec(text, scope)
-        else:
-            said |= {command: run(command, capsys) for command in text.splitlines()}
+    with ExitStack() as stack:
+        for kind, text in blocks_of("every_day.md"):
+            if kind == "toml":
+                (tmp_path / "shop.toml").write_text(text)
+            elif kind == "sh" and text.endswith("&\n"):
+                if SERVES:
+                    from tests.serve.test_server import served
+
+                    server = stack.enter_context(served(stoker.Scorer("run", follow=True)))
+            elif kind == "sh":
+                said |= {command: run(command, capsys) for command in text.splitlines()}
+            elif "stoker.Client" not in text:
+                exec(text, scope)
+            elif SERVES:
+                while server.scorer.version["update"] < 1:
+                    time.sleep(0.01)
+                exec(text.replace("8123", str(server.port)), scope)
+                assert scope["client"].version["update"] == 1
+                assert scope["served"].tobytes() == scope["offline"].tobytes()
     assert "not seen" in said["stoker update run day_2.csv"]
     assert (tmp_path / "scores.parquet").exists()
     assert scope["follower"].version.number == 2

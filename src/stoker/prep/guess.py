@@ -381,7 +381,9 @@ def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
         guess.outcome = _text_outcome(name, values)
         _text(guess, name, values, rows)
         if guess.kind == "categorical" and found.count() > len(values) / 2 and not _CODE_NAME.search(name):
-            guess.doubts.append(f"{_no_numbers(values, found)}: taken for texts. For [[dense]], name them in null_values")
+            guess.doubts.append(
+                f"{_no_numbers(values, found)}: taken for texts. For [[dense]], name them in null_values"
+            )
         return
     numbers = found.drop_nulls()
     if not len(numbers):

@@ -19,9 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import StokerError, require
 from stoker.prep.parse.json_lines import parsed
 from stoker.serve.scorer import Scorer, Scores
 from stoker.serve.settings import ServeSettings
@@ -52,17 +51,19 @@ class _Figures:
     """What ``/metrics`` shows."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        prometheus = require("prometheus_client", "stoker serve needs")
+        self.generate, self.registry = prometheus.generate_latest, prometheus.CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("stoker_requests", "Requests, by path and status.", ["path", "status"], **own)
-        self.rows = Counter("stoker_rows", "Rows that were scored.", **own)
-        self.seconds = Histogram(
+        counter, gauge, histogram = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
+        self.requests = counter("stoker_requests", "Requests, by path and status.", ["path", "status"], **own)
+        self.rows = counter("stoker_rows", "Rows that were scored.", **own)
+        self.seconds = histogram(
             "stoker_seconds", "Time from a whole request to its scores.", **own,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
         )  # fmt: skip
-        self.batch = Histogram("stoker_batch_rows", "Rows of a batch.", buckets=[4.0**n for n in range(8)], **own)
-        self.waiting = Gauge("stoker_waiting", "Requests that wait.", **own)
-        self.update = Gauge("stoker_update", "Number of the update that is served.", **own)
+        self.batch = histogram("stoker_batch_rows", "Rows of a batch.", buckets=[4.0**n for n in range(8)], **own)
+        self.waiting = gauge("stoker_waiting", "Requests that wait.", **own)
+        self.update = gauge("stoker_update", "Number of the update that is served.", **own)
 
 
 class Server:
@@ -195,7 +196,7 @@ class Server:
         del request
         self.figures.waiting.set(len(self._waiting))
         self.figures.update.set(self.scorer.version.get("update", 0))
-        return web.Response(body=generate_latest(self.figures.registry), content_type="text/plain")
+        return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
     async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
         if len(self._waiting) >= self.settings.max_waiting:
