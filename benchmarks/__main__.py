@@ -32,6 +32,7 @@ from benchmarks import (
     reader,
     reorder,
     schedule,
+    serving,
     sessions,
     tensor_train,
     tensor_train_accuracy,
@@ -75,6 +76,7 @@ def all_bars() -> list[Bar]:
         tensor_train_mix,
         extreme_batches,
         every_day,
+        serving,
         growing,
     )
     return [bar for module in modules for bar in module.bars()]

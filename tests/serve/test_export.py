@@ -40,18 +40,16 @@ def test_an_export_scores_without_its_run(run: Path, tmp_path: Path, rows: str) 
         served.score(table.with_columns(color=1))
 
 
-def test_a_tensor_train_keeps_its_cores(tmp_path: Path) -> None:
-    log, _ = make_daily_run(tmp_path / "plain")
-    stoker.train(tmp_path / "plain-data", out=tmp_path / "run", display="quiet", embedding_dim=4, batch_size=64,
-                 epochs=1, tt_rank=2, tt_rows=15)  # fmt: skip
-    stoker.export(tmp_path / "run", tmp_path / "out")
-    rows = log.select("user", "item")
-    assert (
-        stoker.Scorer(tmp_path / "out").score(rows).tobytes() == stoker.Scorer(tmp_path / "run").score(rows).tobytes()
-    )
-    assert [group["tables"] for group in json.loads((tmp_path / "out/manifest.json").read_text())["groups"]] == [
-        ["user"]
-    ]
+def test_a_tensor_train_keeps_its_cores(run: Path, tmp_path: Path) -> None:
+    data = stoker.Dataset(run.with_name("data"))
+    trains = {"item": stoker.TensorTrain(rank=2)}
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), placement=trains)
+    stoker.save(tmp_path / "step", model)
+    stoker.export(tmp_path / "step", tmp_path / "out", data=data.path)
+    rows = log(300, 2).drop("bought")
+    assert stoker.Scorer(tmp_path / "out").score(rows).tobytes() == stoker.Scorer(model, data).score(rows).tobytes()
+    [group] = json.loads((tmp_path / "out/manifest.json").read_text())["groups"]
+    assert "item" not in group["tables"]
 
 
 def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:

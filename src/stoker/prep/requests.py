@@ -31,7 +31,7 @@ from stoker.prep.features.pipeline import FrameBlocks
 from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.like import Like
-from stoker.prep.parse.dictionaries import splitmix, text_hashes
+from stoker.prep.parse.dictionaries import hash_spans, number_texts, splitmix, text_hashes
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
@@ -93,21 +93,32 @@ class Ids:
 
     def find(self, column: pl.Series) -> Array:
         """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
-        found = np.zeros(len(column), np.int64)
         if not len(self._keys):
-            return found
+            return np.zeros(len(column), np.int64)
         if self._texts is None:
-            wanted = column.fill_null(0).to_numpy()
-        else:
-            wanted, texts = text_hashes(column, 0), column.to_arrow(compat_level=pl.CompatLevel.oldest())
-        first, absent = np.searchsorted(self._keys, wanted), column.is_null().to_numpy()
+            if not (absent := nulls(column)).any():
+                return self._ids_of(column.to_numpy(), None)
+            return np.where(absent, 0, self._ids_of(column.fill_null(0).to_numpy(), None))
+        codes, data, ends = number_texts(column)
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
+        distinct = pa.Array.from_buffers(pa.large_string(), len(ends) - 1, buffers)
+        found: Array = np.append(0, self._ids_of(hash_spans(data, ends, 0), distinct))[codes]
+        return found
+
+    def _ids_of(self, keys: Array, texts: pa.Array | None) -> Array:
+        found, first = np.zeros(len(keys), np.int64), np.searchsorted(self._keys, keys)
         for more in range(self._run):
             places = np.minimum(first + more, len(self._keys) - 1)
-            same = self._keys[places] == wanted
-            if self._texts is not None:
-                same &= pc.equal(self._texts.take(pa.array(places)), texts).fill_null(False).to_numpy(False)
-            found = np.where(same & ~absent, self._ids[places], found)
+            same = self._keys[places] == keys
+            if texts is not None and self._texts is not None:
+                same &= pc.equal(self._texts.take(pa.array(places)), texts).to_numpy(zero_copy_only=False)
+            found = np.where(same, self._ids[places], found)
         return found
+
+
+def nulls(column: pl.Series) -> npt.NDArray[np.bool_]:
+    """Return where a value is missing [n]; quickly if none is."""
+    return column.is_null().to_numpy() if column.null_count() else np.zeros(len(column), np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +280,7 @@ class RowEncoder:
             column = column.fill_null(str(feature.fill))
         if not textual:
             column = keys_of(column, feature)
-        absent = column.is_null().to_numpy()
+        absent = nulls(column)
         if feature.hash_buckets is not None or feature.oov == "grow":
             hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
             if feature.hash_buckets is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
@@ -129,15 +130,15 @@ class Scorer:
         pieces: list[Any] = []
         encoder = self.encoder
         for rows in requests:
-            if not isinstance(rows, list):
-                pieces.append(encoder.encode(rows))
-            elif pieces and isinstance(pieces[-1], list) and encoder.independent:
+            last = pieces[-1] if pieces and encoder.independent else None  # its rows may be encoded with these
+            if isinstance(rows, list):
                 encoder.check_objects(rows)
-                pieces[-1] += rows
+                pieces.append(pieces.pop() + rows if isinstance(last, list) else rows)
+            elif isinstance(rows, pa.Table) and isinstance(last, pa.Table) and last.schema == rows.schema:
+                pieces.append(pa.concat_tables([pieces.pop(), rows]))
             else:
-                encoder.check_objects(rows)
-                pieces.append(list(rows))
-        batches = [encoder.from_objects(each) if isinstance(each, list) else each for each in pieces]
+                pieces.append(rows)
+        batches = [encoder.from_objects(each) if isinstance(each, list) else encoder.encode(each) for each in pieces]
         scores = np.concatenate([self.score_batch(each) for each in batches]) if batches else np.empty(0, np.float32)
         ends = np.cumsum([len(rows) for rows in requests])
         return [scores[end - len(rows) : end] for end, rows in zip(ends, requests, strict=True)]

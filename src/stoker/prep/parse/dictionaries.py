@@ -68,7 +68,8 @@ def _number(values, bits, first, codes, distinct, table):  # type: ignore[no-unt
 def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
     """Return the numbers of texts as :func:`number_ints` does, the bytes of the D distinct texts, and D + 1 ends."""
     found = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).dictionary_encode()
-    codes = np.add(found.indices.fill_null(-1), 1, dtype=np.uint32, casting="unsafe")
+    indices = found.indices.fill_null(-1) if found.indices.null_count else found.indices
+    codes = np.add(indices, 1, dtype=np.uint32, casting="unsafe")
     _, offsets, data = found.dictionary.buffers()
     ends = np.zeros(1, np.int64)
     if len(found.dictionary):
@@ -79,10 +80,15 @@ def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
 def text_hashes(texts: pl.Series, seed: int) -> npt.NDArray[np.uint64]:
     """Return a 64-bit hash of each text [n] (FNV-1a, then the splitmix64 finisher); 0 for a missing text."""
     codes, data, ends = number_texts(texts)
-    hashes = np.zeros(len(ends), np.uint64)
-    _hash_spans(data, ends, seed, hashes[1:])
-    each: npt.NDArray[np.uint64] = hashes[codes]
+    each: npt.NDArray[np.uint64] = np.append(np.uint64(0), hash_spans(data, ends, seed))[codes]
     return each
+
+
+def hash_spans(data: Array, ends: Array, seed: int) -> npt.NDArray[np.uint64]:
+    """Return the hash of each of the D texts that :func:`number_texts` found."""
+    hashes = np.zeros(len(ends) - 1, np.uint64)
+    _hash_spans(data, ends, seed, hashes)
+    return hashes
 
 
 @jit

@@ -6,12 +6,14 @@ of one size, the last one filled up, and each block runs on one thread.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
-from stoker.training.ranks.sharded import each_on_one_thread
+from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 
 TILE = 256  # examples; smaller ones cost up to twice the time, larger ones a single request
 GPU_TILE = 8192
@@ -29,11 +31,18 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
         return torch.empty(0)
     if model.embeddings.divided:
         return model.predict(batch)
+    on_cpu = model.device.type == "cpu"
+    with own_threads() if on_cpu else nullcontext():
+        return _scores(model, batch, on_cpu)
+
+
+def _scores(model: RecModel, batch: Batch, on_cpu: bool) -> Tensor:
+    count = len(batch)
     with torch.no_grad():
         inputs = model.inputs(batch)
         if any(each.shape[0] != count for each in inputs):
             return model.predict(batch)
-        size = TILE if model.device.type == "cpu" else GPU_TILE
+        size = TILE if on_cpu else GPU_TILE
         out = torch.empty(-(-count // size) * size, device=model.device)
 
     def work(start: int) -> None:
@@ -41,7 +50,7 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
             logits = model._logits(model.dense_part, tuple(_tile(x, start, size) for x in inputs))
             out[start : start + size] = torch.sigmoid(logits)
 
-    if model.device.type == "cpu":
+    if on_cpu:
         each_on_one_thread(work, range(0, count, size))
     else:
         for start in range(0, count, size):
