@@ -30,25 +30,25 @@ from tests.campaigns import scaled
 @contextmanager
 def served(scorer: stoker.Scorer, **settings: Any) -> Iterator[Server]:
     """Serve in a thread."""
-    loop, began, found = asyncio.new_event_loop(), threading.Event(), []
+    began = threading.Event()
+    found: list[Any] = []
     chosen = ServeSettings(port=0, poll=0.02, **settings)
 
     async def work() -> None:
         ended = asyncio.Event()
         async with Server(scorer, chosen).running() as server:
-            found.extend([server, ended])
+            found.extend([server, ended, asyncio.get_running_loop()])
             began.set()
             await ended.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(work()))
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
     thread.start()
     assert began.wait(60)
     try:
         yield found[0]
     finally:
-        loop.call_soon_threadsafe(found[1].set)
+        found[2].call_soon_threadsafe(found[1].set)
         thread.join(60)
-        loop.close()
 
 
 def ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:

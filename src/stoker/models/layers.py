@@ -30,7 +30,7 @@ def normal(*shape: int, std: float, generator: torch.Generator) -> nn.Parameter:
 
 def linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
     """Make DLRM's linear layer: W ~ N(0, sqrt(2 / (m + n))), b ~ N(0, sqrt(1 / m)) for m outputs and n inputs."""
-    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    layer = nn.Linear(inputs, outputs, device="meta")  # draws nothing; both parameters are replaced
     layer.weight = normal(outputs, inputs, std=math.sqrt(2.0 / (inputs + outputs)), generator=generator)
     layer.bias = normal(outputs, std=math.sqrt(1.0 / outputs), generator=generator)
     return layer

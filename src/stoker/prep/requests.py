@@ -31,7 +31,7 @@ from stoker.prep.features.pipeline import FrameBlocks
 from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.like import Like
-from stoker.prep.parse.dictionaries import hash_spans, number_texts, splitmix, text_hashes
+from stoker.prep.parse.dictionaries import hash_spans, number_texts, splitmix, text_hashes, values_of
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
@@ -56,7 +56,8 @@ class Ids:
         self._run = int(table.schema.metadata[b"run"])
         columns = {name: table[name].chunk(0) if table[name].num_chunks == 1 else table[name].combine_chunks()
                    for name in table.column_names}  # fmt: skip
-        self._keys, self._ids = columns["key"].to_numpy(), columns["id"].to_numpy()
+        kind = np.int64 if "text" not in columns else np.uint64
+        self._keys, self._ids = values_of(columns["key"], kind), values_of(columns["id"], np.int64)
         self._texts = columns.get("text")
 
     @classmethod
@@ -111,7 +112,8 @@ class Ids:
             places = np.minimum(first + more, len(self._keys) - 1)
             same = self._keys[places] == keys
             if texts is not None and self._texts is not None:
-                same &= pc.equal(self._texts.take(pa.array(places)), texts).to_numpy(zero_copy_only=False)
+                known = self._texts.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)]))
+                same &= pl.Series(pc.equal(known, texts)).to_numpy()
             found = np.where(same, self._ids[places], found)
         return found
 

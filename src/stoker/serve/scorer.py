@@ -20,7 +20,7 @@ from stoker.models import RecModel
 from stoker.prep.like import Like
 from stoker.prep.requests import Fitted, RowEncoder
 from stoker.serve.export import is_export, open_export, version_of
-from stoker.training.files.checkpoint import read_manifest
+from stoker.training.files.checkpoint import hash_manifest, read_manifest
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import find_checkpoint, newest_rows
 from stoker.training.scores.evaluation import check_dataset, scoring
@@ -155,12 +155,17 @@ class _Followed(Follower):
 
     def __init__(self, scorer: Scorer, run: str | Path, **settings: Any) -> None:
         self._scorer = scorer
+        self._last: dict[str, Any] = {}  # of the last two models: a roll-back is quick
         super().__init__(run, **settings)
 
     def before_change(self, path: Path) -> Any:
-        manifest = read_manifest(path)
-        spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
-        return _encoder(newest_rows(path, _REMEDY), spec, known), version_of(manifest)
+        key = hash_manifest(path)
+        if key not in self._last:
+            manifest = read_manifest(path)
+            spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
+            self._last[key] = _encoder(newest_rows(path, _REMEDY), spec, known), version_of(manifest)
+        self._last = {each: self._last[each] for each in [*self._last][-2:] if each != key} | {key: self._last[key]}
+        return self._last[key]
 
     def after_change(self, made: Any) -> None:
         self._scorer.encoder, self._scorer.version = made

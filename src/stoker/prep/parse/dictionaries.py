@@ -69,12 +69,18 @@ def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
     """Return the numbers of texts as :func:`number_ints` does, the bytes of the D distinct texts, and D + 1 ends."""
     found = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).dictionary_encode()
     indices = found.indices.fill_null(-1) if found.indices.null_count else found.indices
-    codes = np.add(indices, 1, dtype=np.uint32, casting="unsafe")
+    codes = np.add(values_of(indices, np.int32), 1, dtype=np.uint32, casting="unsafe")
     _, offsets, data = found.dictionary.buffers()
     ends = np.zeros(1, np.int64)
     if len(found.dictionary):
         ends = np.frombuffer(offsets, np.int64)[: len(found.dictionary) + 1].copy()
     return codes, np.frombuffer(data or b"", np.uint8)[: ends[-1]].copy(), ends
+
+
+def values_of(array: Any, kind: Any) -> Array:
+    """Return the numbers of an Arrow array without nulls as a view; its own conversion imports pandas."""
+    data = array.buffers()[1]
+    return np.frombuffer(data if data is not None else b"", kind)[array.offset :][: len(array)]
 
 
 def text_hashes(texts: pl.Series, seed: int) -> npt.NDArray[np.uint64]:
