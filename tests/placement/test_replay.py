@@ -395,7 +395,7 @@ def test_settings_that_cannot_work(data: Dataset, settings: dict[str, Any], mess
 def test_a_ranking_of_millions_of_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.placement.replay.FARTHEST", 8)
     assert stoker.replay([[1], [2], [3], [1]], slots=2, strategies=["lru"])["lru"].misses == 4
-    with pytest.raises(ConfigError, match="lfu ranks at most 4 batches, not 5. Give fewer steps"):
+    with pytest.raises(ConfigError, match=r"lfu ranks at most 4 batches, not 5\. Give fewer steps"):
         stoker.replay([[1]] * 5, slots=2, strategies=["lfu"])
     assert stoker.replay([[1]] * 5, slots=2, strategies=["adaptive"])["adaptive"].misses == 1
 
