@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 DATA, RUN, PROFILE = Path("data/demo"), Path("runs/demo"), Path("runs/demo/hot.json")
 PREPARE = f"stoker prepare online-retail data/online_retail/invoices.parquet --out {DATA} --overwrite"
 TRAIN = f"stoker train {DATA} --row-optimizer adagrad --row-lr 0.05 --out {RUN}"
-SHARE = 0.25  # of the rows, in fast memory; the others lie at home, and come before they are needed
+SHARE = 0.25  # of the rows, in fast memory; the others are fetched before they are needed
 
 
 def commands() -> Iterator[str]:

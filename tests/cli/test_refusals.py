@@ -38,6 +38,8 @@ def files(folder: Path) -> set[Path]:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
+        ("trian data", "there is no command 'trian'. Did you mean 'train'? stoker --help lists the commands."),
+        ("train click.csv --out new", "click.csv: it does not exist. Check the name"),
         ("trace run --steps 0", "--steps is 0; give at least 1"),
         ("verify run --steps -2", "--steps is -2; give at least 1"),
         ("profile data --dim 0", "--dim is 0; it must be at least 1"),

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from stoker.base.checks import near
 from stoker.base.errors import ConfigError, DependencyError, StokerError
 from stoker.base.progress import listening
 from stoker.base.settings import RENAMED
@@ -71,6 +72,12 @@ class _LazyGroup(TyperGroup):
         except ImportError as error:
             _register_missing(part, cmd_name, (error.name or str(error)).split(".")[0])
         return typer.main.get_command(part)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            known = near(args[0], list(COMMANDS))
+            raise ConfigError(f"there is no command {args[0]!r}.{known} stoker --help lists the commands.")
+        return super().resolve_command(ctx, args)
 
     # Typer ends at a Ctrl-C without a message.
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
@@ -138,6 +145,7 @@ def _root(
     """Train recommendation models from raw click logs.
 
     \b
+    stoker train clicks.csv --out run
     stoker prepare criteo 'day_*.gz' --out data/criteo
     stoker train data/criteo --model dlrm --out runs/a
     stoker evaluate runs/a

@@ -352,7 +352,7 @@ def _show_machine(found: dict[str, Any]) -> None:
     _line("threads", threads)
     if found["bandwidth"]:
         copy, gather = found["bandwidth"]["copy"], found["bandwidth"]["gather_64_byte_rows"]
-        _line("memory rates", f"copy {copy / 1e9:.1f} GB/s, random 64-byte rows {gather / 1e9:.1f} GB/s")
+        _line("memory rates", f"copy {copy / 1e9:.1f} GB/s, random 64-byte rows {gather / 1e9:.2f} GB/s")
     for text in found["advice"]:
         say(f"could be better: {text}", "yellow")
     for text in found["problems"]:

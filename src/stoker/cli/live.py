@@ -82,7 +82,7 @@ def rollback(
 ) -> None:
     """Go back to an earlier update of a run.
 
-    Later updates have not happened then, and their logs can be used again.
+    Discards the later updates. Their logs can be used again.
 
     \b
     stoker rollback runs/a
@@ -102,7 +102,7 @@ def compact(
 ) -> None:
     """Join the updates of a run to a whole checkpoint.
 
-    Deletes those before it. The run can then not go back to one of them.
+    Deletes the updates before it. The run can no longer go back to one of these.
 
     \b
     stoker compact runs/a

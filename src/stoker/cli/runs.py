@@ -335,7 +335,7 @@ def report(
     again: bool = typer.Option(False, "--again", help="Measure again what is measured once for a run."),
     as_json: OneObject = False,
 ) -> None:
-    """Write one page about a run that one would send to a colleague.
+    """Write one page about a run, to send to a colleague.
 
     Shows metrics next to baselines, curves, what limits the speed, where the
     time and bytes of a step go, calibration, metrics of slices, what each

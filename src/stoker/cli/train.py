@@ -147,9 +147,15 @@ def _show_result(result: TrainResult, run: str) -> None:
 
 
 def _next(result: TrainResult, run: str) -> list[str]:
-    """Commands worth trying after a run."""
+    """Return commands worth trying after a run."""
+    from stoker.training.files.rundir import RunDirectory
+
     scored = "" if result.test else " --split valid" if result.valid else " --split train"  # predict takes test unasked
     commands = [f"stoker predict {quoted(run)}{scored} --out scores.parquet"]
+    directory = RunDirectory(result.run)
+    if "baselines" not in directory.read("report.json") and not result.model.spec.grow:
+        dataset = directory.read("config.json")["dataset"].removeprefix(f"{Path.cwd()}/")
+        commands.append(f"stoker baseline {quoted(dataset)}")
     if not result.stopped_early and result.best_step in (None, result.step):  # longer training may still help
         commands.append(f"stoker train --resume {quoted(run)} --epochs {int(result.epochs) + 1}")
     if (events := result.run / "tensorboard").is_dir():

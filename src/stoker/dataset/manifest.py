@@ -85,8 +85,10 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     path = directory / MANIFEST
     if not directory.is_dir():
         remedy = f"Make one with: stoker prepare RECIPE FILES --out {quoted(directory)}"
-        if directory.suffix:  # the name of a log rather than of a dataset
+        if directory.is_file():
             remedy = f"Make one of a log with: stoker prepare auto {quoted(directory)} --out DATASET"
+        elif directory.suffix:  # the name of a log rather than of a dataset
+            remedy = "Check the name, and the directory that it starts from."
         what = "is a file, not a dataset" if directory.is_file() else "does not exist"
         raise DataError(f"there is no dataset at {directory}: it {what}. {remedy}")
     if not path.exists():
