@@ -21,6 +21,7 @@ from benchmarks import (
     gradient_share,
     growing,
     hot_cold,
+    list_loss,
     loading,
     lookahead,
     memory_curve,
@@ -78,6 +79,7 @@ def all_bars() -> list[Bar]:
         every_day,
         serving,
         growing,
+        list_loss,
     )
     return [bar for module in modules for bar in module.bars()]
 

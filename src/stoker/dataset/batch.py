@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.dlpack import from_dlpack
 
-_TENSORS = "dense", "ids", "offsets", "weights", "labels"  # of a batch
+_TENSORS = "dense", "ids", "offsets", "weights", "labels", "groups"  # of a batch
 
 
 def as_tensor(array: Any, *, copy: bool = False) -> Tensor:
@@ -62,6 +62,7 @@ class Batch:
     offsets: Tensor | None = None  # None, or [B * F + 1] int64: bag i is ids[offsets[i]:offsets[i + 1]]
     weights: Tensor | None = None  # None, or [L] float32 per-sample weights (sum pooling only)
     labels: Tensor | None = None  # [B] float32 in {0, 1}, NaN for rows without; None when predicting
+    groups: Tensor | None = None  # None, or [B] int64 rising from 0: the list of each row, in batches of whole lists
     step: int = 0  # position in the stream, counted from 0 over all epochs
     time: int | None = None  # for tables that forget raw ids by time (docs/dynamic_ids.md)
 

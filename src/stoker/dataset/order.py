@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +186,58 @@ class EpochOrder:
         if not self._whole:  # else blocks are in order
             block, row = np.divmod(self._table, self.block_rows)
             self._table = self.blocks_of(pool)[block] * self.block_rows + row
+
+
+class GroupOrder:
+    """Rows of one epoch in batches of whole groups: groups are permuted, and their rows follow one another.
+
+    Batch i has the groups that begin in slice i of the epoch's rows, all slices being equally long. So every epoch has
+    the same number of batches, none is empty, and none has more than ``batch_size`` rows. It takes 16 bytes a row.
+
+    Args:
+        groups: [rows] numbers of at least 0.
+        batch_size: most rows of a batch.
+
+    Raises:
+        ConfigError: the largest group is too large for ``batch_size``.
+    """
+
+    pools = 1
+
+    def __init__(self, groups: npt.NDArray[np.int32], batch_size: int) -> None:
+        self._rows = np.argsort(groups, kind="stable")
+        _, self._sizes = np.unique(groups, return_counts=True)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self._cuts = np.empty(0, np.int64)  # [batches + 1] first group of each batch, in the order of an epoch
+        rows, largest = len(groups), int(self._sizes.max(initial=1))
+        self.count = -(-rows // max(1, batch_size - largest + 1))
+        if largest > batch_size or (self.count > 1 and largest > rows // self.count):
+            raise ConfigError(
+                f"the largest group has {largest:,} rows, too many for batches of whole groups of at most "
+                f"{batch_size:,} rows. Give a batch_size of {4 * largest:,}.", settings=("batch_size",),
+            )  # fmt: skip
+
+    def shuffle(self, seed: int | None, epoch: int) -> GroupOrder:
+        """Return the order of an epoch; with seed None that of the groups' numbers."""
+        order, groups = copy(self), len(self._sizes)
+        chosen = np.arange(groups) if seed is None else permutation(f"{seed}/{epoch}/groups", groups)(0, groups)
+        order._starts, order._sizes = self._starts[chosen], self._sizes[chosen]
+        begins = np.cumsum(order._sizes) - order._sizes
+        cuts = np.arange(self.count + 1) * len(self._rows) // max(1, self.count)
+        order._cuts = np.searchsorted(begins, cuts)
+        return order
+
+    def pool_of(self, position: int) -> int:
+        """Return 0: all rows are one pool."""
+        return 0
+
+    def batch(self, index: int) -> tuple[Int64, Int64]:
+        """Return the rows of a batch and their groups, numbered from 0."""
+        mine = slice(self._cuts[index], self._cuts[index + 1])
+        starts, sizes = self._starts[mine], self._sizes[mine]
+        numbers = np.repeat(np.arange(len(sizes)), sizes)
+        within = np.arange(len(numbers)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return self._rows[np.repeat(starts, sizes) + within], numbers
 
 
 def rows_that_fit(memory: int, bytes_per_row: float) -> int:

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from stoker.base.errors import CheckpointError, ConfigError, require
 from stoker.base.settings import method_with_arguments_of
-from stoker.base.units import parse_size
+from stoker.base.units import format_size, parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.gather import Gather, ResidentRows, make_gather, new_tensor
-from stoker.dataset.order import EpochOrder, rows_that_fit
+from stoker.dataset.order import EpochOrder, GroupOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class Reading:
     pin_memory: bool = False
     device: torch.device | str | None = None
     data_memory: str | int | None = None
+    whole_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -150,8 +151,23 @@ class BatchStream:
         bytes_per_row = split.bytes / max(len(split), 1)
         self._pool_rows = min(rows_that_fit(parse_size(reading.shuffle_memory), bytes_per_row), max(self.rows, 1))
         room = 0 if reading.data_memory is None else parse_size(reading.data_memory)
+        self._groups = self._group_order(reading, split) if reading.whole_groups else None
         self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, resident
         self._resident: ResidentRows | None = None
+
+    def _group_order(self, reading: Reading, split: SplitRows) -> GroupOrder:
+        if split.groups is None:
+            raise ConfigError(f"split {split.name} has no groups, so its batches cannot hold whole groups. Prepare the "
+                              "dataset with a group column.")  # fmt: skip
+        if reading.world_size > 1 or reading.drop_last:
+            raise ConfigError("batches of whole groups are not divided among ranks, and none is dropped. Leave "
+                              "world_size and drop_last out.")  # fmt: skip
+        if self._pool_rows < self.rows:
+            raise ConfigError(
+                f"whole groups are shuffled as one pool, and the {self.rows:,} rows of split {split.name} take "
+                f"{format_size(split.bytes)}, more than shuffle_memory. Give that much.", settings=("shuffle_memory",),
+            )  # fmt: skip
+        return GroupOrder(split.groups[: self.rows], self.batch_size)
 
     def __repr__(self) -> str:
         place = f"batch {self.position:,} of {len(self):,} in epoch {self.epoch:,}"
@@ -159,7 +175,7 @@ class BatchStream:
 
     def __len__(self) -> int:
         """Return the batches per epoch, the same on every rank."""
-        return self._shares.count
+        return self._shares.count if self._groups is None else self._groups.count
 
     def __iter__(self) -> Iterator[Batch]:
         batches, ahead = self._produce(self.epoch, self.position), self._reading.prefetch
@@ -232,6 +248,7 @@ class BatchStream:
             "split": self.split.name,
             "schema_hash": self.split.schema_hash,
             "data_hash": self.split.data_hash,
+            **({} if self._groups is None else {"whole_groups": True}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,6 +268,7 @@ class BatchStream:
             "split": f"belongs to split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
             "data_hash": f"belongs to a dataset of the same schema with other rows. {remedy}",
             "rows": f"belongs to {state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
+            "whole_groups": "belongs to batches that differ in whole_groups. Pass the same whole_groups",
             "seed": f"belongs to seed {state.get('seed')}, this stream has {seed}. Pass the same seed",
         }
 
@@ -259,7 +277,7 @@ class BatchStream:
                 raise CheckpointError(f"the saved data position {remedy}.")
 
         for key, remedy in remedies.items():
-            check(state.get(key) == mine[key], remedy)
+            check(state.get(key) == mine.get(key), remedy)
         size, others, position = state["batch_size"], state["world_size"], state["position"]
         check(
             size * others == self.batch_size * ranks,
@@ -292,9 +310,13 @@ class BatchStream:
         if position >= end:
             return
         reading, split = self._reading, self.split
-        order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
+        order: EpochOrder | GroupOrder
+        if self._groups is None:
+            order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=reading.seed, epoch=epoch)
+        else:
+            order = self._groups.shuffle(reading.seed, epoch)
         held = self.held and not again
-        if reading.seed is not None or held:
+        if reading.seed is not None or held or self._groups is not None:
             split.check_rows(0, self.rows)  # a shuffled batch has rows of all shards
         pages = None if held else _Pages(split, order, self.rows)
         gather: Gather
@@ -309,15 +331,18 @@ class BatchStream:
         # This generator shares nothing that changes: an abandoned one whose thread is still ending does no harm.
         ring: list[dict[str, Tensor]] = [{} for _ in range(reading.prefetch + 2)]
         for index in range(position, end):
-            start, stop = self._shares.span(index, reading.rank)
+            start, stop = (0, 0) if self._groups is not None else self._shares.span(index, reading.rank)
             if reading.seed is None:
                 split.check_rows(start, stop)
             if pages is not None:
                 pages.at(start)
             allocate = new_tensor if fresh else partial(self._allocate, ring[index % len(ring)])
-            tensors: dict[str, Any] = gather(order.take(start, stop), allocate)
+            rows, groups = order.batch(index) if isinstance(order, GroupOrder) else (order.take(start, stop), None)
+            tensors: dict[str, Any] = gather(rows, allocate)
+            if groups is not None:
+                tensors["groups"] = torch.from_numpy(groups)
             if ids_only:
-                tensors["dense"] = torch.empty((stop - start, 0))
+                tensors["dense"] = torch.empty((len(rows), 0))
             yield Batch(step=epoch * len(self) + index, **tensors)
 
     def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -351,7 +376,7 @@ class EpochRest:
 class _Pages:
     """Prefetch the pages of the next pool and release those of the last one."""
 
-    def __init__(self, split: SplitRows, order: EpochOrder, rows: int) -> None:
+    def __init__(self, split: SplitRows, order: EpochOrder | GroupOrder, rows: int) -> None:
         self._split, self._order, self._rows = split, order, rows
         self._pool = -1
         self._asked = 0  # blocks of the next pool that were prefetched
@@ -366,10 +391,12 @@ class _Pages:
                     shard.release()
             if order.pools == 1:
                 self._split.will_need(0, self._rows)
-            elif self._pool < 0 and order.seed is not None:
+            elif isinstance(order, EpochOrder) and self._pool < 0 and order.seed is not None:
                 self._ask(pool, 0, len(order.blocks_of(pool)))
             self._pool, self._asked = pool, 0
-        if pool + 1 < order.pools and order.seed is not None:  # in file order the kernel reads ahead anyway
+        if (
+            isinstance(order, EpochOrder) and pool + 1 < order.pools and order.seed is not None
+        ):  # in file order the kernel reads ahead anyway
             begin, end = int(order.pool_starts[pool]), int(order.pool_starts[pool + 1])
             blocks = len(order.blocks_of(pool + 1))
             # Evenly over the pool, so that no single batch waits for it.
@@ -378,6 +405,7 @@ class _Pages:
             self._asked = max(until, self._asked)
 
     def _ask(self, pool: int, first: int, last: int) -> None:
+        assert isinstance(self._order, EpochOrder)
         size = self._order.block_rows
         for block in self._order.blocks_of(pool)[first:last].tolist():
             self._split.will_need(block * size, min((block + 1) * size, self._rows))
@@ -514,6 +542,9 @@ class Split(SplitRows):
             data_memory: bytes of that device (without one, of main memory) for a copy of the rows. If they fit, the
                 copy is made before the first batch, and batches, equal to the bit, are gathered from it. If they do not
                 fit, or for None, rows are read from their files.
+            whole_groups: every batch holds all rows of its groups (:attr:`groups`), one group after the other, and
+                :attr:`Batch.groups <stoker.Batch>` numbers them. A batch has at most ``batch_size`` rows. The split
+                must fit ``shuffle_memory``.
 
         Raises:
             ConfigError: settings that leave no batch, or contradict each other.

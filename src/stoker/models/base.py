@@ -21,7 +21,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.graphs import DenseGraphs
 from stoker.ops import BackendName
-from stoker.ops.loss import binary_cross_entropy
+from stoker.ops.loss import binary_cross_entropy, list_loss
 from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, Ranks, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.config import check_strategies
@@ -172,6 +172,8 @@ class RecModel(nn.Module, ABC):
             shards=given.shards,
             ranks=given.ranks,
         )
+        #: The loss: "bce", or over the lists of batches that hold whole ones, "softmax" or "bpr"; no part of the model.
+        self.objective = "bce"
         self._compiled: Callable[..., Tensor] | None = None
         self.by_shards: Callable[[Batch], Tensor] | None = None  # logits, in a run with logical shards
 
@@ -244,14 +246,23 @@ class RecModel(nn.Module, ABC):
         return logits.float()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean binary cross entropy; its ``backward`` also updates the rows.
+        """Return the loss of :attr:`objective`, a mean; its ``backward`` also updates the rows.
 
         Raises:
+            ConfigError: the objective is over lists, and the batch does not hold whole lists.
             ValueError: the batch has no labels.
         """
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
+        if self.objective != "bce" and batch.groups is None:
+            raise ConfigError(
+                f"loss {self.objective} is over lists, and batch {batch.step} does not say which rows are a list. Read "
+                "batches with whole_groups=True, or take loss bce."
+            )
         logits = self(batch)
+        if batch.groups is not None and self.objective != "bce":
+            labels, groups = batch.labels.to(logits.device), batch.groups.to(logits.device)
+            return list_loss(self.objective, logits, labels, groups)
         return binary_cross_entropy(logits, batch.labels.to(logits.device))
 
     @torch.no_grad()

@@ -84,6 +84,12 @@ class TrainConfig(  # the fields of the last base come first
         super().__post_init__()
         if self.model not in MODELS:
             self._refuse(f"model {self.model!r} is unknown. Choose one of {', '.join(map(repr, MODELS))}.", "model")
+        if self.loss != "bce" and self.shards > 1:
+            self._refuse(
+                f"loss {self.loss} is over lists, which {self.shards} shards, or ranks, would cut. Give shards 1 and "
+                "one process, or loss bce.",
+                "loss", "shards",
+            )  # fmt: skip
         with _refusal("tt_rank", "tt_cores"):
             if self.tt_rank is not None:
                 TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
@@ -250,7 +256,7 @@ class TrainConfig(  # the fields of the last base come first
                 matmul=self.matmul, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
                 backend=self.backend, placement=placement, tensor_train=self.tensor_trains(spec), **options,
             )  # fmt: skip
-            model.embeddings.shards = self.shards
+            model.embeddings.shards, model.objective = self.shards, self.loss
             model.embeddings.step_each_backward()  # also where the process has a GradScaler elsewhere
             return model
         except TypeError as error:

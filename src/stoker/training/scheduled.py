@@ -63,8 +63,16 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     Raises:
         ConfigError: see :func:`batch_order`.
     """
+    lists = config.loss != "bce"
+    if lists and data.groups is None:
+        raise ConfigError(f"loss {config.loss} is over lists, and the dataset was prepared without a group column. "
+                          "Prepare it with one, or take loss bce.", settings=("loss",))  # fmt: skip
     if batch_order(config, data) == "shuffled":
+        options |= {"whole_groups": True} if lists else {}
         return data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory, **options)
+    if lists:
+        raise ConfigError(f"loss {config.loss} is over lists, which hot and cold batches would cut. Give batch_order "
+                          "'shuffled', or loss bce.", settings=("loss", "batch_order"))  # fmt: skip
     memory, whole = parse_size(config.shuffle_memory), data.train.bytes
     held = int(options.pop("data_memory", None) or 0) >= whole
 

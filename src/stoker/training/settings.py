@@ -79,6 +79,10 @@ class OrderConfig(Settings, panel="Optimization"):
     epochs: int = setting(
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
     )
+    loss: Literal["bce", "softmax", "bpr"] = setting(
+        "bce", "bce: binary cross entropy of each row; softmax, bpr: over the lists of a dataset with groups, in "
+        "batches of whole lists.",
+    )  # fmt: skip
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
     shards: int = setting(
         1, "Logical shards of a batch, a power of two such as 8: results then do not depend on the number of threads. "
