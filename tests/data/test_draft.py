@@ -253,7 +253,9 @@ def test_columns_that_tell_the_label_are_left_out(tmp_path: Path, found: str) ->
 
 def test_columns_without_a_value_of_both_labels_are_left_out(tmp_path: Path) -> None:
     clicked = table()["clicked"]
-    outcome = [("won", "kept")[i // 4 % 2] if bought else ("lost", "left", "")[i % 3] for i, bought in enumerate(clicked)]
+    outcome = [
+        ("won", "kept")[i // 4 % 2] if bought else ("lost", "left", "")[i % 3] for i, bought in enumerate(clicked)
+    ]
     few = [f"x{i % 40}" for i in range(ROWS)]  # 40 values want 120 rows of each label: 100 could be chance
     drawn = draft(tmp_path, outcome=outcome, nearly=[outcome[1], *outcome[1:]], few=few)
     assert kinds(drawn) == {
