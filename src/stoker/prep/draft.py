@@ -234,7 +234,8 @@ def _source(sample: Sample) -> list[str]:
 
 
 def _group(columns: Sequence[Guess]) -> list[str]:
-    found = [one.name for one in columns if _GROUP_NAME.search(one.name) and one.repeats > 1 and one.distinct > 1]
+    codes = [one for one in columns if one.kind != "time" and one.repeats > 1 and one.distinct > 1]
+    found = [one.name for one in codes if _GROUP_NAME.search(one.name)]
     said = "if its rows are one list to rank: MRR, nDCG and hit rate are reported"
     return [f"# group = {_printable(name)}  # {said}" for name in found[:1]]
 

@@ -380,7 +380,8 @@ def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
     if values.dtype == pl.String and found.count() < _NUMERIC * len(values):
         guess.outcome = _text_outcome(name, values)
         _text(guess, name, values, rows)
-        if guess.kind == "categorical" and found.count() > len(values) / 2 and not _CODE_NAME.search(name):
+        number = not whole or _NUMBER_NAME.search(name)
+        if guess.kind == "categorical" and found.count() > len(values) / 2 and number and not _CODE_NAME.search(name):
             guess.doubts.append(
                 f"{_no_numbers(values, found)}: taken for texts. For [[dense]], name them in null_values"
             )
@@ -607,9 +608,10 @@ def _number_outcome(name: str, numbers: pl.Series, *, named: bool) -> Outcome | 
     if len(values) >= 3 and halves and (rating or not named):
         top = max(values)
         rule = f">= {'4' if top == 5 else '7' if top == 10 else f'{top:g}'}"
-        sure = rating and top in (5, 10)
+        doubt = "does 0 mean that there is no rating" if rating and not values[0] else "a rating"
+        sure = rating and top in (5, 10) and values[0]
         return Outcome(
-            2 if rating else 8, rule, "" if sure else "a rating? Say from which value on a row counts as liked"
+            2 if rating else 8, rule, "" if sure else f"{doubt}? Say from which value on a row counts as liked"
         )
     if not strong:
         return None
