@@ -48,7 +48,7 @@ test-quick: $(VENV)/.dev  ## Run the fast tests of every room, in less than a mi
 # the package compiled. One process more than two cores, since tests wait for those that they start.
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
-# Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:500 and the kills 0:6, and
+# Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:250 and the kills 0:3, and
 # `make test` half of these. STOKER_EFFORT is the share of a whole campaign (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown
 # A shell makes what it starts in the background deaf to Ctrl-C, and so all that is started from there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A pool that compiles for torch.compile imports torch in each of its processes, of every test process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # How long an example takes says nothing about whether it is right, least of all on a busy machine.
 settings.register_profile("stoker", deadline=None, max_examples=scaled(100))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import FILE, HALF, TENTH, assert_same_run, checkpoint_files
@@ -62,7 +62,10 @@ def run(data: Dataset, out: Path, model: str, **more: Any) -> Path:
 @pytest.mark.parametrize("model", MODELS)
 def test_threads_and_placements_change_no_file(model: str, data: Dataset, tmp_path: Path) -> None:
     first = run(data, tmp_path / "first", model, threads=1)
+    turn = list(MODELS).index(model)
     for number, (place, placed) in enumerate(PLACES.items()):
+        if EFFORT < 1 and number and number % 2 == turn % 2:  # each model with two or three, each place with three
+            continue
         other = run(data, tmp_path / place, model, threads=2 - number % 2, **placed)
         assert_same_run(first, other)
     alone = run(data, tmp_path / "alone", model, threads=1, shards=1)
