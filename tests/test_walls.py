@@ -21,22 +21,22 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_311,
-    "ops": 7_366,
-    "dataset": 3_223,
-    "optim": 669,
-    "tables": 12_500,
-    "models": 1_809,
-    "placement": 2_879,
-    "training": 10_638,
-    "rewrite": 2_100,
-    "prep": 12_549,
-    "synthetic": 1_825,
-    "cli": 3_429,
-    "live": 1_026,
-    "serve": 900,
+    "base": 2_150,
+    "ops": 6_920,
+    "dataset": 3_080,
+    "optim": 610,
+    "tables": 11_630,
+    "models": 1_690,
+    "placement": 2_810,
+    "training": 9_930,
+    "rewrite": 1_950,
+    "prep": 12_090,
+    "synthetic": 1_690,
+    "cli": 3_290,
+    "live": 960,
+    "serve": 870,
 }  # fmt: skip
-ALL_LINES = 66_000
+ALL_LINES = 59_890
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
