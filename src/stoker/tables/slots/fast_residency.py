@@ -33,6 +33,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from stoker.base.errors import ConfigError
 from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm_memory import prefetch
 from stoker.tables.slots.residency import FARTHEST, NEVER, Hints, Ints, Residency, SlotPlan
@@ -609,6 +610,11 @@ class FastResidency(Residency):
 
     def _prepare(self) -> None:
         slots = self.slots
+        if self.first_row[-1] > 1 << _RANK_BITS:
+            raise ConfigError(
+                f"a group of tables has {self.first_row[-1]:,} rows; a cache plans at most {1 << _RANK_BITS:,}. Divide "
+                "them among tables of other widths, or among ranks."
+            )
         self._ranks = _ranks(self.first_row)
         self._tree, self._levels = _tree(int(self.first_row[-1]))
         self._directory = np.zeros((1 << 12, 4), np.int64)
