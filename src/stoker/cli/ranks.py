@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, NoReturn
@@ -129,15 +130,17 @@ def _arguments(dataset: Path | None) -> list[str]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all processes; once the first rank has ended, the others get some time to end by themselves."""
-    first, *others = running
-    first.wait()
-    end = time.monotonic() + _PATIENCE
-    for each in others:
-        with suppress(subprocess.TimeoutExpired):
-            each.wait(max(0.1, end - time.monotonic()))
-        each.kill()
-        each.wait()
+    """Wait for all processes; once the first rank has ended or one has failed, the others get some time to end, too."""
+    end = math.inf
+    while time.monotonic() < end and (codes := [each.poll() for each in running]).count(None):
+        if end == math.inf and (codes[0] is not None or any(codes)):
+            end = time.monotonic() + _PATIENCE
+        time.sleep(0.05)
+    for rank, each in enumerate(running):
+        if each.poll() is None:
+            say(f"rank {rank} did not end within {_PATIENCE:g} s of the others, and is ended now.", "red", error=True)
+            each.kill()
+            each.wait()
 
 
 def _said(running: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]]) -> int:
