@@ -66,7 +66,7 @@ def test_calls_restore_the_process(data: stoker.Dataset, tmp_path: Path, unchang
     unchanged(lambda: stoker.trace(run, steps=2, begin="start"))
     model = unchanged(lambda: stoker.load(run).model, sets_threads=False)
     unchanged(lambda: stoker.evaluate(model, data.valid), sets_threads=False)
-    unchanged(lambda: stoker.predict(model, data.valid, tmp_path / "scores.parquet"), sets_threads=False)
+    unchanged(lambda: stoker.predict(model, data.valid, tmp_path / "scores.parquet"))  # in blocks, one thread each
 
 
 def test_a_run_that_fails_restores_the_process(
