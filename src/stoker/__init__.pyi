@@ -22,6 +22,7 @@ from stoker.models import DIN as DIN
 from stoker.models import DLRM as DLRM
 from stoker.models import TBSM as TBSM
 from stoker.models import DeepFM as DeepFM
+from stoker.models import RankMixer as RankMixer
 from stoker.models import RecModel as RecModel
 from stoker.models import SequenceModel as SequenceModel
 from stoker.models import Tabular as Tabular

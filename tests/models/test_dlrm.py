@@ -11,7 +11,7 @@ import torch
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
-from stoker.models import DCN, DLRM, DeepFM
+from stoker.models import DCN, DLRM, DeepFM, RankMixer
 
 KAGGLE = FeatureSpec.from_sizes(13, [50] * 26)
 
@@ -113,3 +113,43 @@ def test_dcn_cross_layer_equals_the_formula() -> None:
     crossed = x0 * (layer.up.weight @ (layer.down @ x0) + layer.up.bias) + x0
     joined = torch.cat([crossed, model.deep(x0.unsqueeze(0))[0]])
     torch.testing.assert_close(model(batch)[0], model.last(joined)[0])
+
+
+def test_rankmixer_equals_the_formula_token_by_token() -> None:
+    spec = FeatureSpec.from_sizes(1, [5, 6, 7, 8])
+    model = RankMixer(spec, embedding_dim=4, tokens=4, width=8, blocks=2, expansion=3, backend="reference", seed=2)
+    with torch.no_grad():
+        for parameter in model.dense_parameters():  # biases and scales of norms, too
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    batch = Batch(dense=torch.tensor([[1.5], [-2.0]]), ids=torch.tensor([[3, 5, 0, 7], [1, 1, 6, 2]]))
+    found = model(batch)
+    expected = []
+    for row in range(2):
+        rows = [model.embeddings.rows(f"C{place + 1}")[id_] for place, id_ in enumerate(batch.ids[row])]
+        inputs = torch.cat([batch.dense[row], *rows, torch.zeros(3)])  # 17 of 4 * 5
+        tokens = [inputs[5 * t : 5 * t + 5] @ model.project.weight[t] + model.project.bias[t, 0] for t in range(4)]
+        for block in model.blocks:
+            heads = [[token[2 * h : 2 * h + 2] for token in tokens] for h in range(4)]
+            mixed = [block.mixed(torch.cat(heads[t]) + tokens[t]) for t in range(4)]
+            tokens = []
+            for t, s in enumerate(mixed):
+                inner = s @ block.first.weight[t] + block.first.bias[t, 0]
+                inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
+                tokens.append(block.normed(inner @ block.second.weight[t] + block.second.bias[t, 0] + s))
+        expected.append(model.last(sum(tokens) / 4)[0])
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    others = [p for name, p in model.named_parameters() if p is not model.embeddings.handle]
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), others), torch.autograd.grad(sum(expected), others), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rankmixer_says_which_tokens_fit() -> None:
+    assert [RankMixer(FeatureSpec.from_sizes(0, [5] * n)).tokens for n in (1, 3, 4, 26)] == [1, 2, 4, 16]
+    with pytest.raises(ConfigError, match="width 64 is no multiple of its 3 tokens"):
+        RankMixer(KAGGLE, tokens=3)
+    with pytest.raises(ConfigError, match="cannot cut 4 inputs into 3 slices of 2: the last would be empty"):
+        RankMixer(FeatureSpec.from_sizes(0, [5]), embedding_dim=4, tokens=3, width=6)
+    with pytest.raises(ConfigError, match="all must be at least 1"):
+        RankMixer(KAGGLE, blocks=0)

@@ -40,7 +40,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize(
-    ("model", "backend"), [("dlrm", "reference"), ("dlrm", "auto"), ("deepfm", "auto"), ("dcn", "auto")]
+    ("model", "backend"),
+    [("dlrm", "reference"), ("dlrm", "auto"), ("deepfm", "auto"), ("dcn", "auto"), ("rankmixer", "auto")],
 )
 def test_learns_and_leaves_a_run(data: Dataset, tmp_path: Path, model: str, backend: Any) -> None:
     settings = {**SMALL, "model_options": {}, "backend": backend}

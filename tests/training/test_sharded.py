@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dcn": {"hidden": (16,), "rank": 4},
     "deepfm": {"hidden": (16, 8)},
     "tabular": {"hidden": (16, 8), "dropout": 0.2, "embedding_dropout": 0.1, "dims": {"C1": 8}},
+    "rankmixer": {"width": 8},
     "din": {"history": {"C1": "C2"}, "activation": "dice"},
     "tbsm": {"history": {"C1": "C2"}},
 }

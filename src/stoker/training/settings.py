@@ -36,7 +36,9 @@ class ModelConfig(Settings, panel="Model"):
     'float32'
     """
 
-    model: str = setting("dlrm", "dlrm, deepfm, dcn, tbsm, din, tabular, or the name of a model of your own.")
+    model: str = setting(
+        "dlrm", "dlrm, deepfm, dcn, tbsm, din, tabular, rankmixer, or the name of a model of your own."
+    )
     embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
     pooling: Literal["sum", "mean", "max"] = setting("mean", "Pooling of sequence features.")
