@@ -1,4 +1,4 @@
-"""Rooms, floors and budgets of docs/maintainers/architecture.md."""
+"""Packages, layers and budgets of docs/maintainers/architecture.md."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 import stoker
 
 ROOT = Path(stoker.__file__).parent
-FLOORS = {
+LAYERS = {
     "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
     "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "testing": 10, "__init__": 11,
     "__main__": 11,
 }  # fmt: skip
-# Lines of each room, which may shrink to 0.9 of them. Raising one is a decision: docs/maintainers/architecture.md.
+# Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_150,
     "ops": 6_920,
@@ -46,7 +46,7 @@ NAMES = {".".join(("stoker", *(path.parent if path.stem == "__init__" else path.
          for path in FILES}  # fmt: skip
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
@@ -75,14 +75,14 @@ def all_imports() -> dict[Path, list[Path]]:
 
 
 def faults(imports: Mapping[Path, list[Path]]) -> list[str]:
-    """Imports that do not go down to another room."""
+    """Imports that do not go to a lower layer."""
     found = []
     for path, others in imports.items():
         for other in others:
-            if room(path) == room(other):
+            if package(path) == package(other):
                 continue
-            if room(other) == "testing" or FLOORS[room(other)] >= FLOORS[room(path)]:
-                found.append(f"{path} (floor {FLOORS[room(path)]}) imports {other} (floor {FLOORS[room(other)]})")
+            if package(other) == "testing" or LAYERS[package(other)] >= LAYERS[package(path)]:
+                found.append(f"{path} (layer {LAYERS[package(path)]}) imports {other} (layer {LAYERS[package(other)]})")
     return found
 
 
@@ -114,9 +114,9 @@ def cycles(imports: Mapping[Path, list[Path]]) -> list[list[Path]]:
     return found
 
 
-def test_every_room_is_on_a_floor() -> None:
-    assert {room(path) for path in FILES} == set(FLOORS)
-    assert set(LINES) == {name for name in FLOORS if (ROOT / name).is_dir()}
+def test_every_package_is_in_a_layer() -> None:
+    assert {package(path) for path in FILES} == set(LAYERS)
+    assert set(LINES) == {name for name in LAYERS if (ROOT / name).is_dir()}
 
 
 def test_imports_go_down() -> None:
@@ -148,13 +148,13 @@ def lines(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_room_keeps_its_budget(name: str) -> None:
-    used = sum(lines(path) for path in FILES if room(path) == name)
+def test_a_package_keeps_its_budget(name: str) -> None:
+    used = sum(lines(path) for path in FILES if package(path) == name)
     assert used <= LINES[name]
-    assert used > 0.9 * LINES[name], "the room has become smaller: lower its budget, so that it stays so"
+    assert used > 0.9 * LINES[name], "the package has become smaller: lower its budget, so that it stays so"
 
 
-def test_the_house_keeps_its_budget() -> None:
+def test_the_source_keeps_its_budget() -> None:
     assert sum(map(lines, FILES + STUBS)) <= ALL_LINES
 
 
@@ -177,7 +177,7 @@ def other_ways(path: Path, text: str) -> list[str]:
     An error of the operating system that becomes an error of ours, and nothing else, goes through ``errors_as``.
     """
     banned = set().union(*(names for owner, names in ONE_WAY.items() if owner != path.as_posix()))
-    moves = {"replace"} if room(path) == "prep" else {"replace", "rename"}  # frames of Polars have a rename(), too
+    moves = {"replace"} if package(path) == "prep" else {"replace", "rename"}  # frames of Polars have a rename(), too
     found = []
     for node in nodes(text):
         if isinstance(node, ast.ImportFrom):
@@ -217,7 +217,7 @@ def test_other_ways_are_found() -> None:
     assert other_ways(Path("cli/x.py"), fine) == []
 
 
-def test_the_quick_tests_are_of_every_room() -> None:
+def test_the_quick_tests_are_of_every_package() -> None:
     tests = Path(__file__).parent
     named = {Path(line).relative_to("tests") for line in (tests / "quick.txt").read_text().splitlines()}
     files = {path.relative_to(tests) for path in tests.rglob("test_*.py")}
@@ -229,7 +229,7 @@ def test_faults_are_found() -> None:
     base, ops, cli = Path("base/x.py"), Path("ops/x.py"), Path("cli/x.py")
     assert faults({cli: [ops], ops: [base], base: []}) == []
     assert len(faults({base: [ops], ops: [cli, base], cli: []})) == 2
-    assert len(faults({Path("dataset/x.py"): [Path("optim/x.py")]})) == 1, "the same floor is not below"
+    assert len(faults({Path("dataset/x.py"): [Path("optim/x.py")]})) == 1, "the same layer is not below"
     assert cycles({base: [ops], ops: [base], cli: [base]}) == [[base, ops]]
     text = "def f():\n    from stoker.base import errors\n    import stoker.base.units\n"
     assert list(imported(text)) == ["stoker.base.errors", "stoker.base.units"]

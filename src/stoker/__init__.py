@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}")
     module = _HOME[name]
-    if module in ("stoker", "stoker.prep"):  # rooms that are public themselves
+    if module in ("stoker", "stoker.prep"):  # packages that are public themselves
         return importlib.import_module(f"{module}.{name}")
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value
