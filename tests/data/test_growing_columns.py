@@ -118,8 +118,8 @@ def test_what_needs_known_ids_is_refused(data: stoker.Dataset, tmp_path: Path) -
             work()
     base = {"label": "click", "dense": [{"name": "x"}]}
     for column, words in (
-        ({"oov": "grow", "min_count": 2}, "min_count does not go with"),
-        ({"oov": "grow", "hash_buckets": 9}, "hash_buckets does not go with"),
+        ({"oov": "grow", "min_count": 2}, "min_count cannot be combined with"),
+        ({"oov": "grow", "hash_buckets": 9}, "hash_buckets cannot be combined with"),
         ({"grow": {"rows": 9}}, "has no effect with oov = 'reserved'"),
         ({"oov": "grow", "grow": {"rows": 1}}, "rows 1 is below 2"),
         ({"oov": "grow", "grow": {"evict": "lrv"}}, "Did you mean 'lru'"),

@@ -1,1 +1,1 @@
-"""Helpers for all rooms: errors, units, devices, files, threads."""
+"""Helpers for all packages: errors, units, devices, files, threads."""

@@ -45,7 +45,7 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device {name!s} was asked for, but torch {torch.__version__} sees no GPU here. "
-                "Use --device cpu, or install a CUDA build of torch; stoker doctor tells more."
+                "Use --device cpu, or install a CUDA build of torch; stoker doctor shows more."
             )
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:

@@ -1,4 +1,4 @@
-"""Commands on runs that live on: update, rollback, compact."""
+"""Commands that update runs: update, rollback, compact."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def update(
 
     Prepares the new rows like those of the run. Scores them first, which shows
     how good the model is on rows it has not seen. Then trains on each row once.
-    The new model counts from then on: for predict, evaluate, the next update.
+    predict, evaluate and the next update then use the new model.
 
-    A killed update is continued by the same command, and a log that was used
-    is left out, so a script can simply run it again.
+    The same command continues a killed update and skips logs that were used,
+    so a script can simply repeat it.
 
     \b
     stoker update runs/a day_02.csv

@@ -29,7 +29,7 @@ def export(
     """Write a model that serves without its run and its dataset.
 
     Rows are mapped when they are needed, so serving starts quickly. int8 takes
-    0.3 of the bytes of fp32, int4 0.18 (16 columns and more).
+    at most 0.3 of the bytes of fp32, int4 0.18 (16 columns and more).
 
     \b
     stoker export runs/a served
@@ -53,8 +53,8 @@ def serve(
 
     POST /score takes {"rows": [{"item": 7, ...}, ...]} or an Arrow stream, POST
     /topk {"user": {...}, "candidates": [{...}, ...], "k": 10}. GET /healthz,
-    GET /metrics. Scores equal those of stoker predict to the bit. The updates
-    and roll-backs of a run are followed.
+    GET /metrics. Scores of a run equal those of stoker predict to the bit. The
+    server follows updates and roll-backs of the run.
 
     \b
     stoker serve runs/a

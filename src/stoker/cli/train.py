@@ -42,11 +42,11 @@ def train(
     resume: Path | None = option("Run", "Run directory or URL to continue. The result is the same to the bit."),
     batch_size: str | None = option(
         "Optimization",
-        "Examples, or auto: doubled from the base batch size while that pays. (default: 64 to 2048, by the rows)",
+        "Examples, or auto: doubled from the base batch size while that is faster. (default: 64 to 2048, by the rows)",
     ),
     ranks: int | None = option(
         "Run",
-        "Processes on this machine that train together. Each has its share of the rows. Results are the same.",
+        "Processes on this machine that train together and divide the rows. Results are the same.",
         metavar="R",
         min=1,
     ),

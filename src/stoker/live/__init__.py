@@ -1,1 +1,1 @@
-"""Models that live on: daily updates, the delta log, followers."""
+"""Update models with new rows: updates, their segments, followers."""

@@ -40,7 +40,7 @@ class Follower:
     """A model that follows the updates of a run, forwards and, after a roll-back, back.
 
     An update is read and checked first. Then, under :attr:`lock`, its rows are copied into the model, wherever these
-    are. Whoever scores under the same lock never sees a part of an update. If new ids made tables larger,
+    are. Code that scores under the same lock never uses half of an update. If new ids made tables larger,
     :attr:`model` is another model from then on.
 
     Args:

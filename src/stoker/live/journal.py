@@ -8,8 +8,8 @@
     RUN/checkpoints/update_000001/     a segment: what it changed
     RUN/update.json                    the update under way; a killed one is continued or discarded by the next
 
-``head.json`` is written last and replaced at once, so an update has happened or it has not. Whatever is newer than the
-head was left by a kill, or taken back by a roll-back.
+``head.json`` is written last and replaced at once, so an update has happened or it has not. Files newer than
+the head were left by a kill or a roll-back.
 """
 
 from __future__ import annotations

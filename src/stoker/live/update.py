@@ -1,7 +1,7 @@
-"""Train a run on tomorrow's rows: score them first, then train on each once, in order, and write what changed.
+"""Train a run on new rows: score them first, then train on each once, in order, and write what changed.
 
-An update is atomic and takes each log once (:mod:`stoker.live.journal`). A killed one goes on with the same call, to
-the same files as if nothing had happened.
+An update is atomic and uses each log once (:mod:`stoker.live.journal`). The same call continues a killed update, and
+writes the files of an uninterrupted one.
 """
 
 from __future__ import annotations

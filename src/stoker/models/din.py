@@ -47,7 +47,7 @@ class DIN(SequenceModel):
     """The history is summed with weights that depend on the target; an MLP takes the sum and all other features.
 
     The activation unit gives step h with target t the weight ``MLP([h, t, h - t, h * t])``. The weights are not
-    normalized: their sum tells how strong the interest is (section 4.3, Eq. 3). One weight serves all pairs of the
+    normalized: their sum is the strength of the interest (section 4.3, Eq. 3). One weight serves all pairs of the
     history: h and t are the concatenated vectors of a step.
 
     >>> item = stoker.Feature(name="item", table="items")

@@ -1,4 +1,4 @@
-"""Kernels: one definition in plain PyTorch, and back ends that equal it. PyTorch loads when one is asked for."""
+"""Kernels: one definition in plain PyTorch, and back ends that equal it. PyTorch loads when one is first used."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Backend:
         """Return the pooled rows [B, F, D] float32.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
         """
         space.check(bags.ids, bags.offsets)
         rows = reference.addresses(bags.ids, space.on(weight.device).bases, bags.offsets)

@@ -86,7 +86,7 @@ def distinct_rows(bags: Bags, space: AddressSpace) -> tuple[npt.NDArray[np.int64
     The order of the rows is unspecified. ``bags`` must be on the CPU.
 
     Raises:
-        IndexError: an id lies outside its table.
+        IndexError: an id is outside its table.
     """
     return split_rows(bags, space, PinnedRows(space))[:2]
 
@@ -95,7 +95,7 @@ def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
     """Return the same as :func:`distinct_rows` if some rows are pinned, which need no search.
 
     Raises:
-        IndexError: an id lies outside its table.
+        IndexError: an id is outside its table.
     """
     if not HAVE_NUMBA:
         return _split_rows(bags, space, pinned)

@@ -1,7 +1,7 @@
-"""What the logical shards of a batch share, which several threads compute at once.
+"""State that the logical shards of a batch share, while several threads compute them.
 
-In a shard an average of batch norm does not move: what it would move to is recorded, for whoever moves it in the order
-of shards. What is made of weights alone is made once a step.
+A shard does not change a running average of batch norm. Its new value is recorded, and applied later in the order of
+shards. Tensors that depend on weights alone are computed once a step.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class AddressSpace:
         return int(self.first_row[table]), int(self.first_row[table + 1])
 
     def check(self, ids: Tensor, offsets: Tensor | None) -> None:
-        """Raise IndexError if an id lies outside its feature's table, naming the first such id.
+        """Raise IndexError if an id is outside its feature's table, naming the first such id.
 
         A wrong id would otherwise read or change a row of the neighbouring table.
         """

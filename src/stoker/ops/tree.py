@@ -3,8 +3,8 @@
 A batch of B examples has V logical shards, a power of two: shard v is the examples ``v * B // V`` up to
 ``(v + 1) * B // V``. A float sum over a batch is summed within each shard, then by a binary tree over the shards:
 node (start, size) covers the shards ``start`` to ``start + size`` and is the sum of its two halves. A half that is
-absent, because a row does not occur there, is left out. So whoever has some of the nodes may send them to whoever adds
-them up, and the result is the same.
+absent, because a row does not occur there, is left out. So one process may compute some nodes and another add
+them, and the result is the same.
 
 EasyScale (Li et al. 2023) keeps results of training equal over numbers of workers in this way, by logical workers.
 """

@@ -30,14 +30,14 @@ class MemoryBudget(Settings, panel="Memory"):
 
     device_memory: str | int | None = setting(
         None,
-        "Memory for rows and their optimizer state, such as 4GiB. Other rows are in main memory.",
+        "Memory for rows and their optimizer state, such as 4GiB. Other rows are in main memory or a file.",
         unset="all",
         parse=parse_size,
         least=1,
     )
     host_memory: str | int | None = setting(
         None,
-        "Main memory for rows that do not fit on the device. If it does not hold all, it caches them.",
+        "Main memory for rows that do not fit on the device. If it does not hold all, it is a cache of them.",
         unset="80% of what is available",
         parse=parse_size,
     )
@@ -62,7 +62,7 @@ class MemoryBudget(Settings, panel="Memory"):
         None, "Batches whose rows are on the device at a time, if they fit.", unset="adapts", least=1
     )
     spill: Literal["parts", "refuse"] = setting(
-        "parts", "Train batches with more rows than fit in parts, or refuse them."
+        "parts", "Batches with more rows than slots. parts trains them in chunks, with the same numbers."
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class ReplaySettings(Settings, panel="Batches"):
         None, "Memory for rows and their optimizer state, such as 1GiB.", parse=parse_size, least=1, panel=_SLOTS
     )
     pinned: float | str = setting(
-        0.9, "Share of the slots whose rows the strategy pinned pins, 0.9 or 90%.", parse=parse_share, panel=_SLOTS
+        0.9, "Slots that the strategy pinned pins, as a share, 0.9 or 90%.", parse=parse_share, panel=_SLOTS
     )
     window: int | str | None = setting(
         None, "Memory for the known batches of adaptive and pinned.", unset="a 64th of main memory", parse=parse_size

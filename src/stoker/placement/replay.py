@@ -2,8 +2,8 @@
 
 Placement does not change the ids of a run, so hits, misses and traffic depend on the ids only. A stream becomes a
 trace: the distinct rows of each step, numbered by falling frequency. The planner of a run
-(:class:`stoker.tables.slots.residency.Residency`) plans its batches. A strategy is what the planner is told of next
-uses: by a window, by hints, or not at all.
+(:class:`stoker.tables.slots.residency.Residency`) plans its batches. Strategies differ in the next uses that the
+planner knows: those in a window, those of hints, or none.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows that occur at all, N rows of all tables,
 C slots, B examples, F features.
@@ -56,7 +56,7 @@ class CacheStrategy:
     * ``lookahead``: the one whose next use is farthest. Only the next ``window`` batches are known, and a row in none
       of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
     * ``adaptive``: the same with as many batches known as evictions need, within ``memory``
-      (:mod:`stoker.tables.slots.window`): what a cache over a file or URL does that is not told how far to look ahead.
+      (:mod:`stoker.tables.slots.window`): what a cache over a file or URL does by default.
     * ``pinned``: the same, and the first ids of tables are pinned (``Cached(hot=...)``).
     * ``belady``: the same with all batches known. No strategy has fewer misses (Belady 1966).
     * ``hot-cold``: hot rows are pinned once fetched, and the others are as in ``host-pipelined``. Hot are the rows that

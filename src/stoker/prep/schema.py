@@ -212,7 +212,11 @@ class CategoricalColumn(_Column):
             fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
         if self.oov == "grow" and (self.min_count > 1 or self.hash_buckets is not None):
             key = "min_count" if self.min_count > 1 else "hash_buckets"
-            fail(where, key, "does not go with oov = 'grow'. Leave it out, or say grow = {admit = 2, rows = 100000}")
+            fail(
+                where,
+                key,
+                "cannot be combined with oov = 'grow'. Leave it out, or say grow = {admit = 2, rows = 100000}",
+            )
         if self.grow is not None and self.oov != "grow":
             fail(where, "grow", f"has no effect with oov = {self.oov!r}. Say oov = 'grow', or leave grow out")
         if self.fill is not None:

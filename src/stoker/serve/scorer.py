@@ -40,7 +40,7 @@ class Scorer:
     """Scores raw rows, which need no label, with the features and vocabularies of the run's dataset.
 
     A score equals that of ``stoker predict`` to the bit, whatever other rows are scored with it. If the schema has
-    window features, each call is as a file of its own: its rows see the stored state and the earlier rows of the call.
+    window features, each call counts as one file: they use the stored state and the earlier rows of the call.
 
     Args:
         source: a run directory, a checkpoint, a directory of :func:`stoker.export`, or a model.

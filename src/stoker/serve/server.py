@@ -2,8 +2,8 @@
 
 One thread encodes and scores; the event loop only reads and writes. A batch is what has come within ``wait``
 milliseconds of its first request. Rows are scored in blocks of one size, so a score does not depend on the requests
-that share its batch. If the source is a run, its updates and roll-backs are followed: a new model counts from one
-batch to the next.
+that share its batch. If the source is a run, the server follows its updates and roll-backs: a new model takes effect
+between two batches.
 """
 
 from __future__ import annotations

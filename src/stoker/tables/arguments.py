@@ -48,7 +48,7 @@ class TablesArguments:
             f"the device {self.device}: take the CPU": torch.device(self.device).type != "cpu",
         }  # fmt: skip
         if found := [what for what, asked in cannot.items() if asked]:
-            raise ConfigError(f"tables with ranks= divide their rows, which does not go yet with {found[0]}.")
+            raise ConfigError(f"tables with ranks= divide their rows, which does not work yet with {found[0]}.")
 
     def check_growing(self) -> None:
         """Check what tables that grow do not do.
@@ -62,4 +62,4 @@ class TablesArguments:
                 self.optimizer.rule(0).definition.scope == "table",
         }  # fmt: skip
         if names and (found := [what for what, asked in cannot.items() if asked]):
-            raise ConfigError(f"tables that grow ({', '.join(names[:3])}) do not go with {found[0]}.")
+            raise ConfigError(f"tables that grow ({', '.join(names[:3])}) cannot be combined with {found[0]}.")

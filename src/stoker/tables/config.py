@@ -34,7 +34,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Device(Strategy):
-    """All rows on the device: as many slots as rows, and no row leaves.
+    """All rows on the device: as many slots as rows, and no row is evicted.
 
     >>> table = stoker.TableConfig(name="t", num_embeddings=1000, embedding_dim=8)
     >>> stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Device())
@@ -167,7 +167,7 @@ class Slotted(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Cached(Slotted):
-    """A cache filled by looking ahead: the row whose next use is farthest leaves (cDLRM; exact, as in BagPipe).
+    """A cache filled by looking ahead: the row whose next use is farthest is evicted (cDLRM; exact, as in BagPipe).
 
     If ids fall by frequency, ``hot`` rows save most of the planning.
 
@@ -369,7 +369,7 @@ class TableConfig:
             "bfloat16, whose rounding depends on the row: take float32": self.dtype != "float32",
         }  # fmt: skip
         if found := [what for what, given in cannot.items() if given]:
-            raise ConfigError(f"table {self.name!r} grows, which does not go with {found[0]}.")
+            raise ConfigError(f"table {self.name!r} grows, which cannot be combined with {found[0]}.")
 
     @property
     def padding_row(self) -> int | None:

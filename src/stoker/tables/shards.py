@@ -1,7 +1,7 @@
 """Sums of the gradients of rows: within each logical shard in order of occurrence, over shards by a tree.
 
 :mod:`stoker.ops.tree` says what shards are. The process that has some shards of a batch sums as much of the tree as
-they cover; whoever owns a row adds the rest, and takes one step (:meth:`stoker.tables.group.TableGroup.step`).
+they cover; the owner of a row adds the rest, and takes one step (:meth:`stoker.tables.group.TableGroup.step`).
 
 Legend: B examples, P positions of a group's features, L ids, U distinct rows, D columns, V shards.
 """

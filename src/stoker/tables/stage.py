@@ -1,12 +1,12 @@
 """Read ahead, and bring the rows of coming batches into fast memory. It changes no result.
 
-``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
+``lookahead`` counts batches whose ids are known, which lowers misses; ``in_flight`` counts batches whose rows
 are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3).
 ``epoch_lookahead`` also tells when rows are used after that window (:mod:`stoker.tables.slots.epoch_lookahead`).
 
-Both adapt. A longer window buys fewer misses only while a plan has to guess who leaves, because rows without a known
-use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans know
-enough (:mod:`stoker.tables.slots.window`). This follows from the ids alone: :func:`stoker.replay` does the same.
+Both adapt. A longer window lowers misses only while a plan has to guess which row to evict, because rows without a
+known use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans do
+not guess (:mod:`stoker.tables.slots.window`). This depends on the ids alone: :func:`stoker.replay` does the same.
 
 Legend: C slots.
 """

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stoker.base.errors import ConfigError
 
 #: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
-#: right; its elements differ, so that clipping by value, which cannot be honoured, can be told from clipping by norm.
+#: right; its elements differ, so that clipping by value, which is refused, differs from clipping by norm.
 _DIRECTION = (0.6, 0.8)
 _MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
 _NOTHING = nullcontext()
@@ -67,7 +67,7 @@ def new_handle(device: torch.device | str) -> nn.Parameter:
 
 
 class _Backward:
-    """The gradients of one ``backward``. Only the engine keeps it: it dies with a backward that fails."""
+    """The gradients of one ``backward``. Only the engine refers to it, so it is dropped if the backward fails."""
 
     __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
 

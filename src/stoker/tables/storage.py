@@ -97,7 +97,7 @@ class Lease:
         space: the address space of the resident rows (the group's own, or its slots).
         tables: the table of the row in each slot, for the random bits of bfloat16; None where addresses are rows.
         rows: that row's number in its table.
-        give_back: called once with ``token`` and whether the rows were changed; None if no row ever leaves.
+        give_back: called once with ``token`` and whether the rows were changed; None if no row is ever evicted.
         token: for ``give_back``.
         ticket: for rows that may still be in flight; None if they have arrived.
     """
@@ -271,7 +271,7 @@ class Storage(ABC):
 
 
 class DeviceRows(Storage):
-    """Every row on the device: C = N, slot = row, no row leaves."""
+    """Every row on the device: C = N, slot = row, no row is evicted."""
 
     def __init__(
         self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device
@@ -324,7 +324,7 @@ class DeviceRows(Storage):
 class MappedRows(DeviceRows):
     """Every row in files that are mapped into memory: the page cache of the system has them, and takes pages back.
 
-    The files have no name, so no other program can change or shorten them, and they vanish with the process.
+    The files have no name, so no other program can change or shorten them, and they are deleted with the process.
 
     Raises:
         ConfigError: the rows are for a GPU.

@@ -55,7 +55,9 @@ class ModelConfig(Settings, panel="Model"):
         "fp32", "Precision of matrix products. tf32 is for a GPU; bf16 runs the dense part under autocast."
     )
     compile: bool = setting(False, "Compile the dense part with torch.compile.")
-    cuda_graphs: bool = setting(False, "Run the dense part as CUDA graphs. Experimental; for batches up to 16384.")
+    cuda_graphs: bool = setting(
+        False, "Run the dense part as CUDA graphs. Experimental; faster for batches up to about 16384."
+    )
 
     def __post_init__(self) -> None:
         self._set("model_options", plain(self.model_options))
@@ -82,8 +84,8 @@ class OrderConfig(Settings, panel="Optimization"):
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
     )
     loss: Literal["bce", "softmax", "bpr"] = setting(
-        "bce", "bce: binary cross entropy of each row; softmax, bpr: over the lists of a dataset with groups, in "
-        "batches of whole lists.",
+        "bce", "Loss. bce is binary cross entropy of each row; softmax and bpr are over the lists of a dataset with "
+        "groups, in batches of whole lists.",
     )  # fmt: skip
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
     shards: int = setting(
@@ -236,7 +238,7 @@ class RunConfig(Settings, panel="Run"):
     )  # fmt: skip
     save_every: int | None = setting(None, "Steps between checkpoints.", unset="eval-every", least=1, resumable=True)
     checkpoint_minutes: float = setting(5.0, "Also save after this many minutes; 0: never.", least=0, resumable=True)
-    keep_last: int = setting(2, "Latest checkpoints to keep, besides the best.", least=1, resumable=True)
+    keep_last: int = setting(2, "Latest checkpoints to keep, in addition to the best.", least=1, resumable=True)
     log_every: int = setting(50, "Steps between training records in metrics.jsonl.", least=1, resumable=True)
     tensorboard: bool | None = setting(None, "Write TensorBoard events.", unset="if it is installed", resumable=True)
     data_memory: str = setting(

@@ -1,8 +1,8 @@
 """Compile a kernel with Numba, and keep its machine code on disk where any directory can be written.
 
 Numba keeps compiled kernels in ``NUMBA_CACHE_DIR``, next to the module, or in the user's cache directory. If it can
-write none of them, as in a read-only container, it raises. Here a private directory under the temporary one comes
-next; if even that fails, every process compiles anew.
+write none of them, as in a read-only container, it raises. Then a private directory under the temporary one is
+used. If that fails, too, every process compiles its own kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run a Numba kernel on torch's own OpenMP threads.
 
-A second thread pool next to torch's starves: between two matrix products torch's workers spin on the cores that the
-pool's threads want (measured: a second thread of ours gained nothing inside a training step). So where torch's OpenMP
-is GNU's, it runs the kernels; elsewhere a :class:`stoker.ops.codegen.threads.Team` does. Numba's own ``parallel=True``
-is not used: its pools are a third set of threads, and unsafe next to torch's.
+A second thread pool next to torch's gains nothing: between two matrix products torch's workers spin on the cores that
+the pool's threads need (measured: a second thread of ours gained nothing inside a training step). So where torch's
+OpenMP is GNU's, it runs the kernels; elsewhere a :class:`stoker.ops.codegen.threads.Team` does. Numba's own
+``parallel=True`` is not used: its pools are a third set of threads, and unsafe next to torch's.
 
 A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may call
 ``thread_index(p)``. All threads run it with the same arguments and share work through a cursor array, so it works with

@@ -1,7 +1,7 @@
 """Buffers that are used again when nothing refers to them any more.
 
 A fresh large buffer costs more than a gather: the kernel zeroes every page, and the C library returns the pages at
-every free. A tensor from an arena returns its memory when its last reference dies, not before, so keeping it is safe.
+every free. The memory of a tensor is used again only after its last reference is dropped, so keeping a tensor is safe.
 """
 
 from __future__ import annotations

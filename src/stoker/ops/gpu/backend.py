@@ -151,7 +151,7 @@ class TritonBackend(Backend):
         rounding: Rounding,
     ) -> None:  # fmt: skip
         if bags.ids.numel() and not self.steps(rule, sharded=bags.shards is not None):
-            self._watch(weight.device).poll(wait=True)  # ids must lie in their tables
+            self._watch(weight.device).poll(wait=True)  # ids must be in their tables
             super().update(weight, state, space, bags, grad, rule, rounding)
             return
         self._update(Parts([Part(weight, state, space, (), (), bags.mean)]), space, bags, grad, rule, rounding)

@@ -1,6 +1,6 @@
 """Window features: previous values, histories, differences, time since, counts of earlier rows; and ranks.
 
-"Earlier" means a strictly lower ``order``: rows of one moment do not see each other, so a feature knows nothing of its
+"Earlier" means a strictly lower ``order``: rows of one moment do not count each other, so a feature uses nothing of its
 own moment or later. If ``events`` names a column, only rows in which it is above 0 count.
 
 The state of a feature has the rows of each group that later rows can need. With it, later rows get the values that they

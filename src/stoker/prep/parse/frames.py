@@ -1,4 +1,4 @@
-"""Type the columns of a block of rows from any file, and set the lines that do not fit aside.
+"""Type the columns of a block of rows from any file, and separate the lines that do not fit.
 
 Every reader makes a Polars frame of a block, with texts if the file has no types. :func:`frame_block` then types its
 columns. A missing value is null in every column; a number is finite.

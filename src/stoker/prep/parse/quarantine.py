@@ -108,7 +108,7 @@ class BadLineLimit:
 
     A label that is a number but neither 0 nor 1 mostly means a column of another kind (stars, counts, kinds of clicks),
     not damage. So it stops the run, unless ``max_bad`` allows damaged lines. A compressed file that breaks off exceeds
-    any share, because nobody knows how many lines are lost.
+    any share, because the number of lost lines is unknown.
 
     Args:
         strict: allow no bad line.

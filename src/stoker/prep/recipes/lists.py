@@ -1,8 +1,8 @@
-"""Recipes for lists of which somebody clicks one item: hotels of trivago, articles of Globo and EB-NeRD.
+"""Recipes for lists in which one item is clicked: hotels of trivago, articles of Globo and EB-NeRD.
 
 Engineered features follow "Accelerating Recommender System Training 15x with RAPIDS" (RecSys Challenge 2019), section
 2.1: pairs, earlier interactions, ranks, out-of-fold target encoding, metadata. For news, the events of window features
-are the clicked rows of earlier lists, so no row knows the click of its own list.
+are the clicked rows of earlier lists, so no feature uses the click of its own list.
 """
 
 from __future__ import annotations

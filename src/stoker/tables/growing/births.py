@@ -1,6 +1,6 @@
-"""Rows that start anew: with the batch that gave them to a raw id, wherever they are.
+"""Reset the rows that a batch gives to raw ids, wherever the rows are.
 
-The lookup that trains resets them first, through a lease of their own. So it does not matter whether they are in slots,
+The lookup that trains resets them first, through a lease of their own. So they may be in slots,
 in flight or in a file, and batches that are staged share the slots.
 
 Legend: U distinct rows.
@@ -32,7 +32,7 @@ _KEPT = 64  # steps whose births are known
 
 
 class Births:
-    """Reset the rows that raw ids get, and notice gradients of rows that were another's.
+    """Reset the rows that raw ids get, and find gradients of rows that had another raw id.
 
     Args:
         raw: the raw ids; None if no table grows.

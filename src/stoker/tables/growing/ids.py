@@ -1,7 +1,7 @@
-"""Raw ids and the rows that they have: a step ahead of training, without a result that depends on how far.
+"""Which raw id has which row. Steps may run ahead of training, and the result does not depend on how far.
 
 A lookup that trains is a step. Steps that a stage does ahead keep a journal, so that the state after the last lookup
-that trained can be seen meanwhile (a lookup that does not train, a checkpoint), and so that steps whose batch never
+that trained remains available (to a lookup that does not train, a checkpoint), and so that steps whose batch never
 trains are undone.
 
 Legend: T tables that grow, L lookups of a batch.

@@ -1,4 +1,4 @@
-"""Which raw id has which row: hash maps, free rows, and who must leave. Plain loops, which Numba compiles if it can.
+"""Which raw id has which row: hash maps, free rows, and evictions. Plain loops, which Numba compiles if it can.
 
 A table has two pools of entries: its rows, and raw ids that wait for admission. An entry of a live raw id has its
 count, the step of its last use and the time of that use. What a step does follows from the entries alone. The maps, the

@@ -288,4 +288,4 @@ class DividedGroup(TableGroup):
             self.own.write(name, (start + firsts[rank]) // ranks, mine)
 
     def to(self, device: torch.device) -> None:
-        raise ConfigError(f"tables whose rows are divided among ranks stay on the CPU; they do not go to {device} yet.")
+        raise ConfigError(f"tables whose rows are divided among ranks must be on the CPU; {device} does not work yet.")

@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same rows, for people's own loops, where the loss of a rank is a mean.
+"""Replicas: ranks that have the same rows, for loops in which the loss of a rank is the mean over its examples.
 
 A hot row needs no master copy (FAE, section 4.3, where hot rows are replicated on every GPU).
 """

@@ -1,4 +1,4 @@
-"""What ranks tell each other. Collectives move data; a rank adds floats itself, in an order that no rank changes.
+"""Exchange data between ranks. Collectives move data; a rank adds floats itself, in an order that no rank changes.
 
 Before data moves, every rank tells the others what it is about to do, how many bytes it sends to whom, and whether it
 has failed. So ranks that do different things, and ranks that stop, end with an error instead of a wait.

@@ -1,1 +1,1 @@
-"""Rows in slots: which are resident, and which leave."""
+"""Rows in slots: which are resident, and which are evicted."""

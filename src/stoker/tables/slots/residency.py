@@ -1,10 +1,11 @@
-"""Which row is in which slot, and which leaves: only integers, so that plans can be printed, replayed and tested.
+"""Which row is in which slot, and which is evicted: only integers, so that plans can be printed, replayed and tested.
 
 N rows of a backing store share C slots. Batches are announced by their distinct rows before they are planned; a plan
-makes one batch resident. The row whose next use is farthest leaves. The next use is its first announced use; without
-one, the *hint* that came with its last announced use; without a hint, it is farther than any other. Among equals the
-rarest leaves first: ids are ordered by frequency, so that is the larger row number within its table, then the later
-table (Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
+makes one batch resident. The row whose next use is farthest is evicted. The next use is its first announced use;
+without one, the *hint* that came with its last announced use; without a hint, it is farther than any other. Among
+equals the rarest is evicted first: ids are ordered by frequency, so that is the larger row number within its table,
+then the later table (Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself,
+1966).
 
 Legend: N rows, C slots, U distinct rows of a batch, T tables.
 """
@@ -66,7 +67,7 @@ class _Row:
     slot: int = -1
     uses: deque[tuple[int, int]] = field(default_factory=deque)  # announced steps, rising, each with its hint
     hint: int = NEVER  # step of the next use after the announced ones, while the row is in its slot
-    left: int = -1  # the plan that evicted it after a change, while the writeback may be in flight
+    evicted_by: int = -1  # the plan that evicted it after a change, while the writeback may be in flight
 
     @property
     def next_use(self) -> int:
@@ -77,7 +78,7 @@ class Residency:
     """The page table of one group and its rule of eviction.
 
     A batch goes through ``announce`` (its rows are known), ``plan`` (they get slots) and ``release`` (its update is
-    done; rows of no other batch in flight may leave). Batches are planned in the order of their announcement.
+    done; rows of no other batch in flight may be evicted). Batches are planned in the order of their announcement.
 
     This class is in plain Python: the definition, which runs where Numba is missing.
     :class:`stoker.tables.slots.fast_residency.FastResidency` makes the same plans.
@@ -85,8 +86,8 @@ class Residency:
     Args:
         first_row: [T + 1] first address of each table; the last is N.
         slots: C.
-        transient: every row leaves at the first plan after its last use in flight, whatever batches are announced. Rows
-            leave in the order in which their slots were released.
+        transient: every row is evicted at the first plan after its last use in flight, whatever batches are announced,
+            in the order in which slots were released.
     """
 
     def __init__(self, first_row: Ints, slots: int, *, transient: bool) -> None:
@@ -205,7 +206,7 @@ class Residency:
         number, self.plans = self.plans, self.plans + 1
         for slot in kept:
             self._parked.pop(slot, None)
-        fence = max((item.left for item in known if item.slot < 0), default=-1)
+        fence = max((item.evicted_by for item in known if item.slot < 0), default=-1)
 
         def far(slot: int) -> tuple[int, int, int]:
             row = int(self.row_in_slot[slot])
@@ -213,16 +214,16 @@ class Residency:
 
         victims = candidates if self.transient else nlargest(max(0, missing - len(self._unused)), candidates, key=far)
         evict_rows, evict_slots = [], []
-        left = []
+        evicted = []
         for slot in victims:
             row = int(self.row_in_slot[slot])
             self.row_in_slot[slot] = -1
             del self._parked[slot]
             self._rows[row].slot, self._rows[row].hint = -1, NEVER
-            left.append(row)
+            evicted.append(row)
             if slot in self._changed:
                 self._changed.discard(slot)
-                self._rows[row].left = number
+                self._rows[row].evicted_by = number
                 evict_rows.append(row)
                 evict_slots.append(slot)
         given_up = deque(victims)  # slots that are filled after the empty ones, in order of eviction
@@ -232,22 +233,22 @@ class Residency:
             if begin >= 0:
                 _, item.hint = item.uses.popleft()
             if item.slot < 0:
-                item.slot, item.left = self._unused.pop() if self._unused else given_up.popleft(), -1
+                item.slot, item.evicted_by = self._unused.pop() if self._unused else given_up.popleft(), -1
                 self.row_in_slot[item.slot] = row
                 fetch_rows.append(row)
                 fetch_slots.append(item.slot)
             self._users[item.slot] += 1
             slots.append(item.slot)
         self._unused.extend(reversed(given_up))
-        self._leaving.append((number, np.array(left, np.int64)))
+        self._leaving.append((number, np.array(evicted, np.int64)))
         while self._leaving and self._leaving[0][0] <= number - self.landing:
             landed, gone = self._leaving.popleft()
             for row in gone.tolist():
                 gone_row = self._rows.get(row)
-                if gone_row is not None and gone_row.left == landed:
-                    gone_row.left = -1
+                if gone_row is not None and gone_row.evicted_by == landed:
+                    gone_row.evicted_by = -1
                     self._drop(row)
-        for row in left:
+        for row in evicted:
             self._drop(row)
         return SlotPlan(
             number=number, slots=np.array(slots, np.int64), fetch_rows=np.array(fetch_rows, np.int64),
@@ -258,11 +259,11 @@ class Residency:
     def _drop(self, row: int) -> None:
         """Drop the bookkeeping of a row that is neither resident nor announced nor being written back."""
         item = self._rows.get(row)
-        if item is not None and item.slot < 0 and not item.uses and item.left < 0:
+        if item is not None and item.slot < 0 and not item.uses and item.evicted_by < 0:
             del self._rows[row]
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        """Take back the ``slots`` of a planned batch; ``changed``: its rows must be stored when they leave."""
+        """Take back the ``slots`` of a planned batch; ``changed``: its rows must be stored when they are evicted."""
         for slot in slots.tolist():
             self._users[slot] -= 1
             if changed:

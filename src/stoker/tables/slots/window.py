@@ -1,9 +1,9 @@
 """How many batches to look ahead: as many as evictions need.
 
 Belady's rule evicts the rows whose next use is farthest. A plan that knows only a window of batches follows it exactly
-if all rows without a known use leave; if such rows remain, the plan has guessed among them (:attr:`Residency.guesses`).
-So the window grows while plans guess, and shrinks slowly while they do not. Nothing here depends on time, so a run and
-its replay choose the same windows.
+if all rows without a known use are evicted; if such rows remain, the plan has guessed among them
+(:attr:`Residency.guesses`). So the window grows while plans guess, and shrinks slowly while they do not. Nothing here
+depends on time, so a run and its replay choose the same windows.
 
 Knowing the uses of all rows in slots costs planning, too: 1.7 ms a batch instead of 1.4 with 64 batches, on the
 synthetic trace of ``benchmarks/lookahead.py`` in order of time. It saved 214 rows a batch, half a microsecond each if

@@ -26,7 +26,7 @@ class BlockHome(Home):
     """Rows in blocks of about :attr:`block_bytes`; a subclass loads and saves their bytes.
 
     A block is saved as a whole. So a store of few of its rows loads it first, and belongs behind a RAM tier, which
-    moves whole blocks; :attr:`cache_bytes` is the size of such a tier where nobody gives one. A checksum of each block
+    moves whole blocks; :attr:`cache_bytes` is the default size of such a tier. A checksum of each block
     remains in main memory: bytes that are not those saved last are an error, never rows.
 
     >>> import stoker, torch

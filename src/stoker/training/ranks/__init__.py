@@ -1,1 +1,1 @@
-"""Steps in logical shards, which any number of threads computes alike."""
+"""Steps in logical shards, with the same results on any number of threads."""

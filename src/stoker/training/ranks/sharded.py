@@ -115,7 +115,7 @@ def _add(first: Sums | None, second: Sums | None) -> Sums | None:
 
 
 class _Tree:
-    """Sums over shards: whoever is the second of two siblings adds them."""
+    """Sums over shards. Of two siblings, the thread that ends last adds both."""
 
     def __init__(self, shards: range) -> None:
         self.tops, self._lock = set(nodes_of(shards)), Lock()

@@ -1,4 +1,4 @@
-"""The examples of a batch that are a rank's: those of its logical shards."""
+"""The examples of a rank in a batch: those of its logical shards."""
 
 from __future__ import annotations
 

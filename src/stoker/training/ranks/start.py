@@ -1,4 +1,4 @@
-"""The start of a run on several ranks: its settings, which all ranks must share, and what does not go."""
+"""The start of a run on several ranks: its settings, which all ranks must share, and what is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
     """Check, before work begins, that a run can be trained on ranks, and that all of them have the same one.
 
     Raises:
-        ConfigError: a setting does not go with ranks, or ranks have other settings, data or versions.
+        ConfigError: several ranks do not support a setting, or ranks have other settings, data or versions.
     """
     _refuse(config, data, ranks.size)
     _check_same(ranks, {
@@ -71,7 +71,7 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
 
 
 def _refuse(config: TrainConfig, data: Dataset, ranks: int) -> None:
-    """Raise ConfigError for what does not go on several ranks yet."""
+    """Raise ConfigError for what several ranks do not support yet."""
     trains = config.tensor_trains(data.schema)
     growing = [table.name for table in config.tables(data.schema) if table.grow is not None]
     reasons = {

@@ -1,4 +1,4 @@
-"""Parts of a page: its style, tables, and lines and bars as SVG. It opens offline: nothing of it is elsewhere."""
+"""Parts of a page: its style, tables, and lines and bars as SVG. It needs no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score rows so that no bit depends on how many share their batch.
+"""Score rows so that a score does not depend on the other rows of its batch.
 
 A library of matrix products may add in another order for another number of rows. So the dense part always sees blocks
 of one size, the last one filled up, and each block runs on one thread.
