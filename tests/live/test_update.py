@@ -19,7 +19,7 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.cli import main
 from stoker.live.watch import watch
-from stoker.training.files import checkpoint
+from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import find_checkpoint
 from stoker.training.files.segments import join
 
@@ -462,6 +462,48 @@ def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
     assert not list((run / "checkpoints").glob("*.tmp*"))
     assert stoker.compact(run).joined == 2
     assert stoker.rollback(run, 0).name.startswith("step_")
+
+
+def test_a_follower_takes_back_an_update_whose_name_another_one_got(place: Path) -> None:
+    """Between two polls the files of the update that the follower has were replaced."""
+    run, few, many = place / "run", place / "few.csv", place / "many.csv"
+    old, new = (pl.read_csv(log) for log in logs(place, 0, 1))
+    for column in ("user", "item"):  # no new ids, for which the model would be loaded anew
+        new = new.filter(pl.col(column).is_in(old[column].implode()))
+    new.write_csv(many)
+    new.head(5).write_csv(few)
+    had = stoker.update(run, [many]).checkpoint
+    follower = stoker.Follower(run)
+    stoker.rollback(run, 0)
+    assert stoker.update(run, [few]).checkpoint == had
+    assert follower.poll()
+    assert digest(follower.model) == digest(stoker.load(run).model)
+
+
+@pytest.mark.parametrize("what", ["dense_part", "load"])
+def test_files_that_are_replaced_while_they_are_read_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    run = place / "run"
+    follower = stoker.Follower(run)
+    stoker.update(run, logs(place, 1))
+    before, read = digest(follower.model), getattr(loading, what)
+
+    def replaced(*arguments: Any) -> Any:
+        monkeypatch.setattr(loading, what, read)
+        stoker.rollback(run, 0)
+        stoker.update(run, logs(place, 2))
+        return read(*arguments)
+
+    if what == "load":  # all rows, as if files of the model had gone
+        monkeypatch.setattr(follower, "_changes", lambda links: None)
+    monkeypatch.setattr(loading, what, replaced)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        follower.poll()
+    assert follower.version.number == 0
+    assert what == "load" or digest(follower.model) == before
+    assert follower.poll()
+    assert digest(follower.model) == digest(stoker.load(run).model)
 
 
 def test_a_follower_polls_while_the_run_changes(place: Path) -> None:

@@ -134,7 +134,7 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         found |= {"run": str(run), "checkpoints": _describe_run(run), "updates": _describe_updates(run)}
     if verify:
         try:
-            found["verified_files"] = verify_files(path, manifest)
+            found["verified_files"] = verify_files(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {whole_checkpoints(path)}") from error
     return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,15 +70,11 @@ class Follower:
     ) -> None:
         self.run = RunDirectory(run)
         self.lock = threading.RLock() if lock is None else lock
-        path = find_checkpoint(self.run.path)
-        self._links: list[Link] = []
-        self._known: list[str] = []  # sha256 of their manifests
         self._settings = settings if into is None else None  # of a model of our own
-        if into is None:
-            self.model: Any = loading.load(path, **settings).model
-        else:
-            self.model = loading.load(path, into).model
-        self._arrived(path)
+        path = find_checkpoint(self.run.path)
+        with checkpoint.reading(path) as self._links:
+            self.model: Any = (loading.load(path, **settings) if into is None else loading.load(path, into)).model
+        self._is_whole = True  # not a part of one model and a part of another
 
     @property
     def path(self) -> Path:
@@ -89,41 +84,45 @@ class Follower:
     @property
     def version(self) -> Version:
         """The model as it is now."""
-        manifest = self._links[-1].manifest
+        _, manifest, digest = self._links[-1]
         number = int(manifest["extra"].get("update", {}).get("number", 0))
-        return Version(number, int(manifest["step"]), self._known[-1])
+        return Version(number, int(manifest["step"]), digest)
 
     def poll(self) -> bool:
         """Apply what has been published since; return True if the model changed.
 
         Raises:
-            CheckpointError: a segment is missing or damaged. The model is as before.
+            CheckpointError: a segment is missing or damaged, or files were replaced while they were read. The model is
+                as before, unless files that are read whole, after a roll-back, were replaced: the next call mends it.
         """
         path = find_checkpoint(self.run.path)
-        if checkpoint.hash_manifest(path) == self._known[-1]:
+        if self._is_whole and checkpoint.hash_manifest(path) == self._links[-1].digest:
             return False
         links = checkpoint.chain(path)
-        names = [_names(link) for link in links]
-        if self._known[-1] in names[-1]:  # the same model, compacted
-            self._arrived(path)
+        if self._is_whole and self._links[-1].digest in links[-1].digests:  # the same model, compacted
+            self._links = links
             return False
-        made = self.before_change(path)
-        common = next((place for place in reversed(range(len(links))) if self._at(names[place]) is not None), None)
-        same = self._sizes(links[-1]) == self._sizes(self._links[-1])
-        changes = None if common is None or not same else self._changes(links, common, names[common])
-        model = self.model if same else self._rebuilt(path)
-        with self.lock, torch.no_grad():
-            if not same:
-                self.model = model
-            elif changes is None:
-                loading.load(path, self.model)
-            else:
-                tables = module_state.tables_in(module_state.unwrap(self.model))
-                for each in changes:
-                    tables[each.module].group_of[each.table].scatter(each.table, each.rows, each.values)
-                loading.load_dense(links[-1], self.model)
-            self._arrived(path)
-            self.after_change(made)
+        with ExitStack() as files:
+            with checkpoint.reading(path, links[-1].manifest) as links:
+                made = self.before_change(path)
+                same = self._sizes(links[-1]) == self._sizes(self._links[-1])
+                changes = self._changes(links) if same and self._is_whole else None
+                model = self.model if same else self._rebuilt(path)
+                fill_dense = files.enter_context(loading.dense_part(links, model))
+            with self.lock, torch.no_grad():
+                if not same:
+                    self.model = model
+                elif changes is None:
+                    self._is_whole = False
+                    with checkpoint.reading(path, links[-1].manifest):
+                        loading.load(path, model)
+                else:
+                    tables = module_state.tables_in(module_state.unwrap(model))
+                    for each in changes:
+                        tables[each.module].group_of[each.table].scatter(each.table, each.rows, each.values)
+                    fill_dense()
+                self._is_whole, self._links = True, links
+                self.after_change(made)
         return True
 
     def before_change(self, path: Path) -> Any:
@@ -145,27 +144,23 @@ class Follower:
             )
         return loading.load(path, **self._settings).model
 
-    def _at(self, names: set[str]) -> int | None:
-        """Return the place of a checkpoint in the chain that the model has; None if it is not in it."""
-        return next((place for place, known in enumerate(self._known) if known in names), None)
-
-    def _arrived(self, path: Path) -> None:
-        self._links = checkpoint.chain(path)
-        self._known = [checkpoint.hash_manifest(link.path) for link in self._links]
-
-    def _changes(self, links: list[Link], common: int, names: set[str]) -> list[_Change] | None:
+    def _changes(self, links: list[Link]) -> list[_Change] | None:
         """Return the rows that differ between the model and the end of ``links``, with the values there.
 
-        None: files of the model as it is now are gone, by a roll-back and what came after it.
+        None: they have no checkpoint in common, or files of the model as it is now are gone, by a roll-back and what
+        came after it.
         """
-        undone = self._at(names)
-        assert undone is not None
+        own = {link.digest: place for place, link in enumerate(self._links)}
+        pairs = [(own[digest], new) for new, link in enumerate(links) for digest in link.digests if digest in own]
+        if not pairs:
+            return None
+        undone, common = max(pairs, key=lambda pair: pair[1])
         for link in links[common + 1 :]:
             checkpoint.verify_files(link.path, link.manifest)
         found = []
         for entry in links[-1].manifest["tables"]:
             key, new = (entry.get("module", "embeddings"), str(entry["name"])), SavedTable(links, entry)
-            if undone == len(self._known) - 1:  # forwards: the segments have the values
+            if undone == len(self._links) - 1:  # forwards: the segments have the values
                 found += [_Change(*key, *rows) for rows in new.segments(common)]
                 continue
             try:
@@ -173,10 +168,5 @@ class Follower:
             except CheckpointError:
                 return None
             found.append(_Change(*key, rows, new.gather(rows)))
-        return found
-
-
-def _names(link: Link) -> set[str]:
-    """Return the sha256 of a manifest, and of the one that it replaces."""
-    found: Mapping[str, Any] = link.manifest
-    return {checkpoint.hash_manifest(link.path), *([found["compacted"]] if "compacted" in found else [])}
+        # Another update may have got the name of one that was taken back.
+        return found if checkpoint.is_current(self._links[undone + 1 :]) else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ from stoker.prep.requests import Fitted, Ids, RowEncoder
 from stoker.prep.schema import Schema
 from stoker.tables.exported import FORMATS, Exported, quantize, width_of
 from stoker.tables.storage import Rows
-from stoker.training.files.checkpoint import DENSE, chain, read_manifest, verify
+from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
 from stoker.training.files.loading import saved_model
 from stoker.training.files.rundir import find_checkpoint, newest_rows
 from stoker.training.files.segments import SavedTable
@@ -117,7 +117,7 @@ def export(
         raise ConfigError(f"{target} exists. {more}", settings=("out", "overwrite"))
     path = find_checkpoint(run)
     manifest = read_manifest(path)
-    verify(path, manifest)
+    verify(path)
     spec = FeatureSpec.from_dict(manifest["features"])
     if spec.grow:
         raise ConfigError(
@@ -128,7 +128,8 @@ def export(
     fitted = Fitted.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
     with _written(target) as made:
-        groups, sizes = _write_rows(made, path, manifest, spec, rows)
+        with reading(path, manifest) as links:
+            groups, sizes = _write_rows(made, links, spec, rows)
         (made / "vocab").mkdir()
         for name, known in fitted.ids.items():
             known.write(made / "vocab" / f"{name}.arrow")
@@ -179,10 +180,11 @@ def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _write_rows(
-    out: Path, path: Path, manifest: Mapping[str, Any], spec: FeatureSpec, rows: str
+    out: Path, links: Sequence[Link], spec: FeatureSpec, rows: str
 ) -> tuple[list[dict[str, Any]], tuple[int, int]]:
     """Write the rows of all tables, a file for each width and pooling, and the dense part with all cores."""
-    links, kind = chain(path, manifest), MODELS[saved_model(path, manifest)]
+    path, manifest, _ = links[-1]
+    kind = MODELS[saved_model(path, manifest)]
     entries = {entry["name"]: entry for entry in manifest["tables"]}
     by_group: dict[Any, list[str]] = {}
     dims = {}

@@ -366,7 +366,7 @@ class GrowingIds:
             base, top = self._state.pools[2 * self.names.index(name) + waiting, [BASE, TOP]].tolist()
             yield from _chunks(self._state.entries[base : base + top], chunk, since)
 
-    def load(self, clock: Sequence[int], chunks: Mapping[tuple[str, bool], Iterator[Tensor]]) -> None:
+    def load(self, clock: Sequence[int], chunks: Mapping[tuple[str, bool], Iterable[Tensor]]) -> None:
         """Replace everything by what :attr:`clock` and :meth:`read` returned, by table and ``waiting``.
 
         Raises:

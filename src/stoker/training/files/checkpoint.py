@@ -28,11 +28,12 @@ that grow.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -340,11 +341,17 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the directory is not a checkpoint, the manifest is damaged, or its format is newer.
     """
-    path = Path(directory) / _MANIFEST
+    return _read_manifest(Path(directory))[0]
+
+
+def _read_manifest(directory: Path) -> tuple[dict[str, Any], str]:
+    """Return a manifest and its sha256."""
+    path = directory / _MANIFEST
     if not path.exists():
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {_MANIFEST}.")
     with errors_as(CheckpointError, f"{path} is damaged", "Use an earlier checkpoint.", (OSError, ValueError)):
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        manifest = json.loads(content)
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
         raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
     if int(manifest.get("format_version", 0)) > FORMAT_VERSION:
@@ -352,7 +359,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
             f"{directory} has checkpoint format {manifest['format_version']}, this Stoker reads up to "
             f"{FORMAT_VERSION}. Update Stoker."
         )
-    return manifest
+    return manifest, hashlib.sha256(content).hexdigest()
 
 
 class Link(NamedTuple):
@@ -360,16 +367,22 @@ class Link(NamedTuple):
 
     path: Path
     manifest: Mapping[str, Any]
+    digest: str  # sha256 of the manifest, which has those of all files
+
+    @property
+    def digests(self) -> set[str]:
+        """The digests by which a segment may name it: its own, and that of the segment that it was joined from."""
+        return {self.digest, *([self.manifest["compacted"]] if "compacted" in self.manifest else [])}
 
 
-def chain(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> list[Link]:
+def chain(directory: str | Path) -> list[Link]:
     """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last.
 
     Raises:
         CheckpointError: a checkpoint of the chain is missing, or another one than the next was written after.
     """
     path = Path(directory)
-    found = [Link(path, read_manifest(path) if manifest is None else manifest)]
+    found = [Link(path, *_read_manifest(path))]
     while (wanted := found[-1].manifest.get("parent")) is not None:
         child, name = found[-1].path.name, Path(str(wanted["name"])).name
         parent = path.with_name(name)
@@ -380,9 +393,8 @@ def chain(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> l
                 f"{parent} is missing. {child} has only the rows that changed since then. Put it back from a copy, or "
                 "go back to an earlier checkpoint."
             )
-        found.append(Link(parent, read_manifest(parent)))
-        known = {hash_manifest(parent), found[-1].manifest.get("compacted")}
-        if wanted["manifest"] not in known or int(wanted["step"]) != int(found[-1].manifest["step"]):
+        found.append(Link(parent, *_read_manifest(parent)))
+        if wanted["manifest"] not in found[-1].digests or int(wanted["step"]) != int(found[-1].manifest["step"]):
             raise CheckpointError(
                 f"{parent} is another checkpoint than the one that {child} was written after: {child} names a manifest "
                 f"with sha256 {wanted['manifest'][:16]}... at step {wanted['step']:,}. Segments were exchanged, or one "
@@ -393,13 +405,43 @@ def chain(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> l
     return found[::-1]
 
 
-def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> int:
+@contextmanager
+def reading(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> Iterator[list[Link]]:
+    """Yield the chain of a checkpoint whose files the block reads.
+
+    Raises:
+        CheckpointError: as :func:`chain`; or a checkpoint of it was replaced since ``manifest`` or the chain was read,
+            by an update after a roll-back or by a compaction, so what the block read may be of two checkpoints.
+    """
+    links = chain(directory)
+    again = CheckpointError(f"{directory} was replaced while it was read. Read it again.")
+    if manifest is not None and manifest != links[-1].manifest:
+        raise again
+    try:
+        yield links
+    except CheckpointError as error:
+        if not is_current(links):
+            raise again from error
+        raise
+    if not is_current(links):
+        raise again
+
+
+def is_current(links: Sequence[Link]) -> bool:
+    """Return whether the files of checkpoints are still those of these manifests."""
+    try:
+        return all(hash_manifest(link.path) == link.digest for link in links)
+    except CheckpointError:
+        return False
+
+
+def verify(directory: str | Path) -> int:
     """Check every file of a checkpoint, and of those that it builds on, against its sha256; return their number.
 
     Raises:
         CheckpointError: a file is missing, incomplete or altered; the message names the first.
     """
-    return sum(verify_files(link.path, link.manifest) for link in chain(directory, manifest))
+    return sum(verify_files(link.path, link.manifest) for link in chain(directory))
 
 
 def verify_files(directory: Path, manifest: Mapping[str, Any]) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, overload
@@ -26,7 +25,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.storage import Rows
 from stoker.training.files import module_state
-from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, chain, read_manifest, restart_changes, verify
+from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, read_manifest, reading, restart_changes, verify
 from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
 from stoker.training.files.segments import SavedTable
@@ -34,7 +33,7 @@ from stoker.training.ranks.first import is_first, on_first
 from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
-    from stoker.tables import EmbeddingTables, Strategy
+    from stoker.tables import Strategy
 
 
 _REBUILD = "Build the module as it was built when it was saved."
@@ -147,7 +146,7 @@ def load_larger(
     The new rows start as copies of row 0, which their ids had until then, with state of zero. They count as changed.
     """
     manifest = read_manifest(directory)
-    verify(directory, manifest)
+    verify(directory)
     _load_into(model, directory, manifest, optimizer, stream, None, larger=True)
 
 
@@ -158,9 +157,10 @@ def _load_into(
     """Load a checkpoint that was verified, whose file ``dense`` has, if it is not here; return its extra state."""
     optimizers = module_state.named_optimizers(optimizer)
     resuming = optimizer is not None or extra_state is not None
-    with _dense_file(directory / DENSE, dense) as file:
-        tensors = _Tensors(file)
-        saved = _Saved(directory, manifest, tensors, module, larger=larger)
+    with ExitStack() as stack:
+        links = stack.enter_context(reading(directory, manifest)) if dense is None else []
+        tensors = _Tensors(stack.enter_context(_dense_file(directory / DENSE, dense)))
+        saved = _Saved(directory, manifest, tensors, module, links, larger=larger)
         saved.check(optimizers, extra_state, resuming=resuming)
         if stream is not None:  # first: it may refuse its position
             if manifest["stream"] is None:
@@ -181,7 +181,7 @@ def _open(directory: str | Path, *, whole: bool, shared: bool) -> tuple[Path, di
     path = find_checkpoint(directory)
     manifest = read_manifest(path)
     try:
-        verify(path, manifest)
+        verify(path)
     except CheckpointError as error:
         if not whole:
             raise
@@ -199,10 +199,17 @@ def _dense_file(path: Path, data: bytes | None) -> Iterator[Any]:
         yield stack.enter_context(safe_open(path, framework="pt"))
 
 
-def load_dense(link: Link, module: nn.Module) -> None:
-    """Load all but the rows of a checkpoint, whose files were checked, into a module that has loaded one like it."""
-    with safe_open(link.path / DENSE, framework="pt") as file:
-        _Saved(link.path, link.manifest, _Tensors(file), module_state.unwrap(module)).fill_dense()
+@contextmanager
+def dense_part(links: Sequence[Link], module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Open all but the rows of a checkpoint, whose files were checked; yield what copies it into a module.
+
+    The module has loaded one like it. The files may be deleted after this was entered.
+    """
+    path, manifest, _ = links[-1]
+    with safe_open(path / DENSE, framework="pt") as file:
+        saved = _Saved(path, manifest, _Tensors(file), module_state.unwrap(module), links)
+        saved.raw_ids = {name: {key: [*parts] for key, parts in saved.read_raw_ids(name)} for name in saved.tables}
+        yield saved.fill_dense
 
 
 def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
@@ -248,11 +255,14 @@ class _Saved:
     """The contents of a checkpoint of either format, and the module to load it into."""
 
     def __init__(
-        self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module, *,
-        larger: bool = False,
+        self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module,
+        links: Sequence[Link], *, larger: bool = False,
     ) -> None:  # fmt: skip
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
-        self._saved = manifest
+        self.chain = links  # the checkpoints that it consists of; only the first of several ranks has them
+        self.raw_ids: dict[
+            str, Mapping[tuple[str, bool], Iterable[Tensor]]
+        ] = {}  # of tables that grow, where they were read before
         self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
         self.first = "trained" not in manifest
         self.entries = manifest["tables"]  # as they were saved
@@ -268,11 +278,6 @@ class _Saved:
         self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
         self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, all but tensors
         self.settings: dict[str, RowOptimizer] = {}  # saved row optimizers whose settings differ from the module's
-
-    @cached_property
-    def chain(self) -> list[Link]:
-        """The checkpoints that it consists of; only the first of several ranks can read them."""
-        return chain(self.directory, self._saved)
 
     def check(
         self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any] | None, *, resuming: bool
@@ -337,7 +342,9 @@ class _Saved:
         """Copy what is neither rows nor optimizers: parameters, buffers and counts of updates."""
         for name, tables in self.tables.items():
             tables.tick = int(self.trained[name]["tick"])
-            self._load_raw_ids(name, tables)
+            if tables.raw is not None:
+                clock = next(entry["clock"] for entry in self._entries_of(name) if "clock" in entry)
+                tables.raw.load(clock, self.raw_ids.get(name, dict(self.read_raw_ids(name))))
         if self.first:
             assert isinstance(self.module, RecModel)
             with torch.no_grad():
@@ -497,13 +504,15 @@ class _Saved:
         features["num_embeddings"] = {name: sizes.get(name, rows) for name, rows in features["num_embeddings"].items()}
         return {**manifest, "tables": tables, "features": features}
 
-    def _load_raw_ids(self, module: str, tables: EmbeddingTables) -> None:
-        entries = [each for each in self.manifest["tables"] if each.get("module", "embeddings") == module]
-        mine = {entry["name"]: SavedTable(self.chain, entry) for entry in entries if "clock" in entry}
-        if tables.raw is not None:
-            both = [(name, waiting) for name in mine for waiting in (False, True)]
-            parts = {(name, waiting): mine[name].raw_ids(waiting=waiting) for name, waiting in both}
-            tables.raw.load(next(entry["clock"] for entry in entries if "clock" in entry), parts)
+    def read_raw_ids(self, module: str) -> Iterator[tuple[tuple[str, bool], Iterable[Tensor]]]:
+        """Yield the entries of raw ids of the tables that grow, by (table, whether they wait)."""
+        for entry in self._entries_of(module):
+            if "clock" in entry:
+                table = SavedTable(self.chain, entry)
+                yield from (((entry["name"], waiting), table.raw_ids(waiting=waiting)) for waiting in (False, True))
+
+    def _entries_of(self, module: str) -> list[Any]:
+        return [each for each in self.manifest["tables"] if each.get("module", "embeddings") == module]
 
 
 def _names(names: Collection[str]) -> str:

@@ -50,7 +50,7 @@ class SavedTable:
         self.name, self.rows = str(entry["name"]), int(entry["num_embeddings"])
         key = entry.get("module"), self.name
         self._parts = []  # (folder, entry), the whole checkpoint first
-        for path, manifest in links:
+        for path, manifest, _ in links:
             found = [one for one in manifest["tables"] if (one.get("module"), one["name"]) == key]
             if not found:
                 raise CheckpointError(f"{path} has no table {self.name!r}, but {links[-1].path} has.")
