@@ -26,7 +26,7 @@ LINES = {
     "dataset": 3_080,
     "optim": 610,
     "tables": 11_630,
-    "models": 1_820,
+    "models": 1_940,
     "placement": 2_810,
     "training": 10_050,
     "rewrite": 1_950,
@@ -36,7 +36,7 @@ LINES = {
     "live": 960,
     "serve": 870,
 }  # fmt: skip
-ALL_LINES = 60_020
+ALL_LINES = 60_140
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

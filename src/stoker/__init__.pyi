@@ -24,6 +24,7 @@ from stoker.models import TBSM as TBSM
 from stoker.models import DeepFM as DeepFM
 from stoker.models import RankMixer as RankMixer
 from stoker.models import RecModel as RecModel
+from stoker.models import SASRec as SASRec
 from stoker.models import SequenceModel as SequenceModel
 from stoker.models import Tabular as Tabular
 from stoker.optim import FTRL as FTRL

@@ -13,7 +13,7 @@ import torch
 import stoker
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import Feature, FeatureSpec
-from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RankMixer, RecModel, SequenceModel, Tabular
+from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RankMixer, RecModel, SASRec, SequenceModel, Tabular
 from stoker.optim import SGD, Adagrad
 
 CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
@@ -27,6 +27,7 @@ CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
     "tabular": (Tabular, {"hidden": (16, 8)}),
     "tabular of equal dims": (Tabular, {"hidden": (12,), "max_dim": 2}),
     "rankmixer": (RankMixer, {"tokens": 2, "width": 8, "expansion": 2}),
+    "sasrec": (SASRec, {"hidden": (16,)}),
     "din with dice": (DIN, {"attention": (8,), "hidden": (16,), "activation": "dice"}),
 }
 CASES |= {name: (kind, {}) for name, kind in MODELS.items() if kind not in {each for each, _ in CASES.values()}}

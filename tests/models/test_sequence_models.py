@@ -1,4 +1,4 @@
-"""TBSM and DIN: the published layers, against plain transcriptions, with masks that hide exactly what is missing."""
+"""Models over a history: the published layers, against plain transcriptions, with masks that hide what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import Feature, FeatureSpec
-from stoker.models import DIN, DLRM, TBSM, SequenceModel
+from stoker.models import DIN, DLRM, TBSM, SASRec, SequenceModel
 from stoker.models.layers import Dice, PReLU
 
 TAOBAO = FeatureSpec(
@@ -153,6 +153,30 @@ def plain_din(model: DIN, batch: Batch, example: int) -> Tensor:
     return chain(torch.cat([batch.dense[example], *(one[name] for name in model.pooled), interest]), model.deep)
 
 
+def plain_sasrec(model: SASRec, batch: Batch, example: int) -> Tensor:
+    """The steps that are there, one query after the other, each over the keys up to itself."""
+    one, steps = vectors(model, batch, example)
+    target = torch.cat([one[name] for name in model.history])
+    places = model.places[len(model.places) - len(steps) :]
+    x = [torch.cat(step) + place for step, place in zip(steps, places, strict=True)]
+    size = len(target) // model.heads
+    for block in model.blocks:
+        q, k, v = block.attention.chunk(3)
+        seen = [block.before(each) for each in x]
+        made = []
+        for t in range(len(x)):
+            heads = []
+            for own in (slice(head * size, head * size + size) for head in range(model.heads)):
+                scores = torch.stack([(q @ seen[t])[own] @ (k @ seen[j])[own] for j in range(t + 1)]) / size**0.5
+                heads.append(sum(w * (v @ seen[j])[own] for j, w in enumerate(scores.softmax(0))))
+            y = x[t] + torch.cat(heads)
+            made.append(y + last_linear_chain(block.after(y), [block.first, block.second]))
+        x = made
+    state = model.normed(x[-1]) if x else torch.zeros_like(target)
+    others = torch.cat([batch.dense[example], *(one[name] for name in model.pooled), state])
+    return state @ target + last_linear_chain(others, model.others.layers)[0]
+
+
 CASES: dict[str, tuple[type[SequenceModel], dict[str, Any], Any]] = {
     "tbsm": (TBSM, {}, plain_tbsm),
     "tbsm, deeper": (
@@ -163,6 +187,8 @@ CASES: dict[str, tuple[type[SequenceModel], dict[str, Any], Any]] = {
     "tbsm, products as weights": (TBSM, {"tower": (11,), "attention": (), "inner": "dot"}, plain_tbsm),
     "din": (DIN, {}, plain_din),
     "din, dice": (DIN, {"attention": (9, 5), "hidden": (12,), "activation": "dice"}, plain_din),
+    "sasrec": (SASRec, {}, plain_sasrec),
+    "sasrec, more heads": (SASRec, {"blocks": 3, "heads": 4, "hidden": ()}, plain_sasrec),
 }
 
 
@@ -237,13 +263,13 @@ def test_room_for_more_steps_changes_nothing(case: str) -> None:
     )
 
 
-def test_steps_matter_in_their_order_to_tbsm_and_not_to_din() -> None:
+def test_steps_matter_in_their_order_but_to_din() -> None:
     batch = draw(NEWS, 3)
     ids = batch.ids.clone()
     begin, end = batch.offsets[2 * 5 - 1].item(), batch.offsets[2 * 5].item()
     assert end - begin == 6
     ids[begin:end] = ids[begin:end].flip(0)
-    for kind, same in ((TBSM, False), (DIN, True)):
+    for kind, same in ((TBSM, False), (SASRec, False), (DIN, True)):
         model = build(kind, NEWS)
         one, other = model(batch), model(replace(batch, ids=ids))
         assert torch.allclose(one, other, atol=1e-6) == same
@@ -304,6 +330,8 @@ def test_pairs_that_are_not_plain_are_refused() -> None:
         DIN(with_features(item, seen), activation="relu")
     with pytest.raises(ConfigError, match="inner 'cosine' is unknown"):
         TBSM(with_features(item, seen), inner="cosine")
+    with pytest.raises(ConfigError, match="heads that divide the 16 columns of a step"):
+        SASRec(with_features(item, seen), heads=3)
 
 
 def test_sequences_of_one_history_must_be_as_long() -> None:

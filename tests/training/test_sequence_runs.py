@@ -1,4 +1,4 @@
-"""TBSM and DIN on logs with histories: they learn from them; placement, stopping and resuming change no bit."""
+"""TBSM, DIN and SASRec on logs with histories: they learn from them; placement, stopping and resuming change no bit."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ LOGS: dict[str, tuple[int, dict[str, str], int]] = {
 SIZES: dict[str, dict[str, Any]] = {
     "tbsm": {"tower": (12,), "attention": (8,), "top": (16,)},
     "din": {"attention": (8,), "hidden": (16,), "activation": "dice"},
+    "sasrec": {"heads": 2, "hidden": (8,)},
 }
 SMALL = {**small_runs.SMALL, "backend": "reference"}
 
@@ -64,7 +65,7 @@ def test_trains_resumes_verifies_and_predicts(logs: dict[str, Dataset], tmp_path
 def test_learns_from_the_steps(logs: dict[str, Dataset], tmp_path: Path, model: str) -> None:
     """Users of the generated log prefer items of their group: only the history says which, as no user is tested on."""
     settings = {**SMALL, "embedding_dim": 8, "row_optimizer": "adagrad", "backend": "auto"}
-    options = {"tbsm": {"tower": (24, 16)}, "din": {}}[model]
+    options = {"tbsm": {"tower": (24, 16)}}.get(model, {})
     result = stoker.train(
         logs["taobao"], out=tmp_path / "run", model=model, model_options=options, epochs=6, row_lr=0.1, **{
             name: value for name, value in settings.items() if name != "model_options"

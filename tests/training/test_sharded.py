@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rankmixer": {"width": 8},
     "din": {"history": {"C1": "C2"}, "activation": "dice"},
     "tbsm": {"history": {"C1": "C2"}},
+    "sasrec": {"history": {"C1": "C2"}, "heads": 2},
 }
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {}, "cached": {"device_memory": TENTH}, "file": {"device_memory": TENTH, **FILE},

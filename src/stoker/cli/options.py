@@ -185,7 +185,7 @@ def own_options(
         "Model", "Bottom layers of DLRM (default: 512-256-64), or of TBSM for the position of a step."
     ),
     top: str | None = option("Model", "Top layers of DLRM (default: 512-256), or last layers of TBSM (default: 60)."),
-    hidden: str | None = option("Model", "Layers of the MLP of DeepFM, DCN, DIN and tabular."),
+    hidden: str | None = option("Model", "Layers of the MLP of DeepFM, DCN, DIN, SASRec and tabular."),
     model_option: list[str] | None = option("Model", "Any other option of the model, as name=value. Repeatable."),
 ) -> dict[str, Any]:
     """Return ``model_options`` from the options of the command line."""

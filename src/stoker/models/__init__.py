@@ -9,11 +9,12 @@ from stoker.models.din import DIN
 from stoker.models.dlrm import DLRM
 from stoker.models.rankmixer import RankMixer
 from stoker.models.registry import MODELS, import_model
+from stoker.models.sasrec import SASRec
 from stoker.models.sequence import SequenceModel
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
 
 __all__ = [
-    "DCN", "DIN", "DLRM", "MODELS", "TBSM", "DeepFM", "RankMixer", "RecModel", "SequenceModel", "Tabular",
+    "DCN", "DIN", "DLRM", "MODELS", "TBSM", "DeepFM", "RankMixer", "RecModel", "SASRec", "SequenceModel", "Tabular",
     "import_model",
 ]  # fmt: skip

@@ -17,11 +17,14 @@ from stoker.models.deepfm import DeepFM
 from stoker.models.din import DIN
 from stoker.models.dlrm import DLRM
 from stoker.models.rankmixer import RankMixer
+from stoker.models.sasrec import SASRec
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
 
 #: name -> model, for the command line and for checkpoints; add your own.
-MODELS: dict[str, type[RecModel]] = {model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, Tabular, RankMixer)}
+MODELS: dict[str, type[RecModel]] = {
+    model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, SASRec, Tabular, RankMixer)
+}
 
 
 def import_model(path: str) -> type[RecModel]:

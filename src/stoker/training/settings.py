@@ -37,7 +37,7 @@ class ModelConfig(Settings, panel="Model"):
     """
 
     model: str = setting(
-        "dlrm", "dlrm, deepfm, dcn, tbsm, din, tabular, rankmixer, or the name of a model of your own."
+        "dlrm", "dlrm, deepfm, dcn, tbsm, din, sasrec, tabular, rankmixer, or the name of a model of your own."
     )
     embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
