@@ -26,7 +26,7 @@ def update(
     run: Annotated[Path, typer.Argument(help="Run directory, whose training has ended.")],
     logs: Annotated[list[str] | None, typer.Argument(help="New rows, in order of time: files or patterns.")] = None,
     watch: Path | None = typer.Option(None, help="Take each new file of this directory, until Ctrl-C."),
-    poll: float = typer.Option(10.0, help="Seconds between two looks at that directory."),
+    poll: float = typer.Option(10.0, help="Seconds between two checks of that directory."),
     data: Data = None,
     *,
     settings: dict[str, Any],

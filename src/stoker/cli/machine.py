@@ -1,6 +1,6 @@
 """What ``stoker doctor`` finds out. Every probe is guarded: a broken package is a finding, not a crash.
 
-Needs neither Rich nor Typer, so it also answers in a bare environment.
+It needs neither Rich nor Typer, so it also works without them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for th
 
 
 def examine(*, measure: bool = True) -> dict[str, Any]:
-    """Everything about this machine that bears on training, as plain JSON values.
+    """Return what matters for training on this machine, as plain JSON values.
 
     Args:
         measure: spend about a second on memory bandwidth.
 
     Returns:
-        ``verdict`` (one sentence), ``ok`` (training can run), ``problems`` (what stands in its way) and ``advice``
+        ``verdict`` (one sentence), ``ok`` (training can run), ``problems`` (what prevents it) and ``advice``
         (what would help), each with its remedy, and the findings by topic.
     """
     packages = {name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}

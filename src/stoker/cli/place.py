@@ -161,12 +161,12 @@ def replay(
 ) -> None:
     """Compare cache strategies on the ids of a dataset.
 
-    Prints hit rates and traffic without training: for least recently used
-    (lru), least frequently used (lfu), lookahead with several windows, with
-    one that adapts as in training (adaptive), and the same with most slots
-    pinned (pinned), the most used rows pinned and no other kept (hot-cold),
-    no cache (host-pipelined), and the optimum that knows all batches (belady,
-    as stoker train --epoch-lookahead).
+    Prints hit rates and traffic without training. lru evicts the least
+    recently used row, lfu the least frequently used one. lookahead-64 knows
+    the next 64 batches, adaptive as many as in training, and pinned also pins
+    most slots. belady knows all batches, as stoker train --epoch-lookahead, and
+    has the fewest misses. hot-cold pins the most used rows and keeps no other.
+    host-pipelined keeps no row.
 
     \b
     stoker replay data/criteo

@@ -1,4 +1,4 @@
-"""``stoker train`` on several processes: start them, join them, end with them."""
+"""``stoker train`` on several processes: start them, join a group of them, end them together."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Dataset:
     def reordered(self) -> Mapping[str, Any] | None:
         """The manifest's record of a dataset whose ids :func:`stoker.reorder` reordered, else None.
 
-        ``tables`` tells what was done to each table, ``settings`` how; ``hash`` identifies the order.
+        ``tables`` has the changes of each table, ``settings`` the settings; ``hash`` identifies the order.
         ``source_schema_hash`` and ``source_data_hash`` identify its source, which was then at ``source`` (None: the
         dataset was prepared in that order).
         """

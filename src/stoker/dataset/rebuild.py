@@ -173,7 +173,7 @@ def _put_in_place(folder: Path, out: Path, places: set[Path]) -> None:
         if out.exists():
             out.rmdir()
         move(folder, out)
-    # Last: before the rename, a whole dataset without the lock would count as somebody else's.
+    # Last: before the rename, a whole dataset without the lock would count as another process's.
     (out / LOCK).unlink(missing_ok=True)
     sync_folder(out.absolute().parent)
 

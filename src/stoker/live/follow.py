@@ -45,7 +45,7 @@ class Follower:
     Args:
         run: the run directory.
         into: the model; None loads the run's own, by ``settings`` of :func:`stoker.load`.
-        lock: held while rows are replaced; None: a lock of its own.
+        lock: taken while rows are replaced; None: a new lock.
 
     Raises:
         CheckpointError: the run has no whole model.
@@ -126,10 +126,10 @@ class Follower:
         return True
 
     def before_change(self, path: Path) -> Any:
-        """Prepare what must change together with the model, before the lock is held; a subclass may."""
+        """Prepare what must change together with the model, before the lock is taken; a subclass may."""
 
     def after_change(self, made: Any) -> None:
-        """Change it to what :meth:`before_change` returned, while the lock is held."""
+        """Change it to what :meth:`before_change` returned, under the lock."""
 
     @staticmethod
     def _sizes(link: Link) -> list[int]:

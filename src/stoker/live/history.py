@@ -85,9 +85,9 @@ class Compaction(Shown):
 def compact(run: str | Path, to: int | None = None) -> Compaction:
     """Join the updates of a run to a whole checkpoint, and delete the updates before it.
 
-    The files of the whole checkpoint are those that :func:`stoker.save` would have written. Later updates go on from
-    it, and :func:`rollback` reaches no earlier one, but for the model before all. The checkpoints of the training
-    remain. Memory is that of one file of rows. A kill leaves a run that works; the next call finishes.
+    The files of the whole checkpoint are those that :func:`stoker.save` would have written. Later updates continue from
+    it, and :func:`rollback` can go back to none of the joined ones, only to the model before all. The checkpoints of
+    the training remain. Memory is that of one file of rows. After a kill the run works, and the next call finishes.
 
     Args:
         run: a run that was updated.

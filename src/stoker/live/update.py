@@ -94,14 +94,14 @@ class UpdateResult(Shown):
 def update(*given: Any, **settings: Any) -> UpdateResult:
     """Train a run on new rows, and write what changed.
 
-    The rows are prepared like those of the run: window features go on from where the last update left them. Ids that
+    The rows are prepared like those of the run: window features continue from the last update. Ids that
     the vocabulary does not have get new rows, copies of row 0, which they had until then. First the model scores the
-    rows as it is, which says how good it is on rows it has not seen (progressive validation). Then it trains on each
+    rows as it is, which shows how good it is on rows it has not seen (progressive validation). Then it trains on each
     row once, in the order of the logs. The rows of tables that changed are a new segment, and ``load(run)``,
-    ``predict`` and ``evaluate`` take the model as it is now.
+    ``predict`` and ``evaluate`` use the new model.
 
-    All of it happens or nothing. A killed update is continued by the same call. A log that was used already, under
-    whatever name, is left out.
+    All of it happens or nothing. The same call continues a killed update. A log that was used, under any name, is
+    skipped.
 
     Args:
         run: a run whose training has ended, or its URL.
@@ -168,7 +168,7 @@ def _update(
 def prepare_rows(
     journal: Journal, order: Order, inputs: Inputs, asked: UpdateArguments
 ) -> tuple[Dataset, PrepareReport]:
-    """Prepare the rows of an update like those before; a killed preparation goes on.
+    """Prepare the rows of an update like those before; continue a killed preparation.
 
     Raises:
         DataError: a row has no label, or there is none.

@@ -18,17 +18,17 @@ def watch(
     run: str | Path, folder: str | Path, *, poll: float = 10.0, sleep: Callable[[float], None] = time.sleep,
     **settings: Any,
 ) -> Iterator[UpdateResult]:  # fmt: skip
-    """Update a run with each new file of a directory, and yield each result, for ever.
+    """Update a run with each new file of a directory, and yield each result, without end.
 
-    A file is taken when it has not changed between two looks at the directory. Hidden files, and names that end in .tmp
-    or .part, are left alone: write a log under such a name, and rename it. Files that appear together are one update,
+    A file is used when it has not changed between two checks of the directory. Hidden files, and names that end in .tmp
+    or .part, are ignored: write a log under such a name, and rename it. Files that appear together are one update,
     in the order of their names, with numbers by value.
 
     Args:
         run: as for :func:`stoker.update`.
         folder: the directory.
-        poll: seconds between two looks.
-        sleep: waits so many seconds.
+        poll: seconds between two checks.
+        sleep: waits for a number of seconds.
         settings: as for :func:`stoker.update`.
 
     Raises:

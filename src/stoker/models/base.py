@@ -230,7 +230,7 @@ class RecModel(nn.Module, ABC):
         if self.by_shards is not None and not torch.is_grad_enabled():
             return self.by_shards(batch)
         inputs = self.inputs(batch)
-        # Evaluation is not compiled: each of its batch sizes would compile anew, and its numbers should be those of a
+        # Evaluation is not compiled: each of its batch sizes would be compiled, and its numbers should be those of a
         # model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part
         return self._logits(score, inputs)

@@ -19,7 +19,7 @@ _WARM = 3  # runs before a capture: libraries choose their kernels then
 
 
 def capture(work: Callable[[], Any], stream: torch.cuda.Stream | None) -> tuple[Any, Callable[[], None]]:
-    """Capture ``work``; return its results, and what runs it again and writes them anew."""
+    """Capture ``work``; return its results, and a function that repeats it and overwrites them."""
     graph = torch.cuda.CUDAGraph()
     # Threads that move rows may allocate and ask events meanwhile: only this thread's calls must be capturable.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

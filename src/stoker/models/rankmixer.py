@@ -20,7 +20,7 @@ _MOST_TOKENS = 16  # by default; the paper's 100 M parameters have 16, its 1 B h
 
 
 class PerToken(nn.Module):
-    """A linear layer of its own for each token: [T, B, inputs] to [T, B, outputs]."""
+    """A separate linear layer for each token: [T, B, inputs] to [T, B, outputs]."""
 
     def __init__(self, tokens: int, inputs: int, outputs: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 class RankMixer(RecModel):
-    """Tokens of all inputs that are mixed without parameters, each with a feed-forward network of its own.
+    """Tokens of all inputs that are mixed without parameters, each with its own feed-forward network.
 
     Dense columns and pooled rows are one vector. It is cut into ``tokens`` slices, which have no input in common, and
     each slice is projected to a token. The logit is linear in the mean of the tokens after the last block. The sparse

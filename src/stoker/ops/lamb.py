@@ -102,7 +102,7 @@ class Touched:
 
 
 def touched(bags: Bags, space: AddressSpace) -> Touched:
-    """Return the distinct rows of a batch. In slots only the feature tells the table of a row."""
+    """Return the distinct rows of a batch. In slots only the feature determines the table of a row."""
     ids, device = bags.ids, bags.ids.device
     if device.type == "cpu":
         found, which = distinct_rows(bags, space)

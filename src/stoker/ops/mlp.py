@@ -183,7 +183,7 @@ def _column_sums(x: Tensor) -> Tensor:
 
 @cache
 def _products(dtype: torch.dtype, device: str = "cpu") -> type[_Products]:
-    """Choose the library for ``dtype`` by rule, not by timing: it decides bits, and a resumed run must choose alike."""
+    """Choose the library for ``dtype`` by rule, not by timing, so that a resumed run has the same bits."""
     if device != "cpu":
         return _Gpu
     if not torch.backends.mkldnn.is_available():

@@ -295,8 +295,8 @@ class FTRL(RowOptimizer):
 class LAMB(RowOptimizer):
     """LAMB (You et al. 2020, Algorithm 2) where a layer is a table: ``w -= lr * trust * u`` for each touched row.
 
-    u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row, and
-    with ``l2 * w`` added to the gradient they see, as other row optimizers do with their ``weight_decay``. The
+    u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row.
+    ``l2 * w`` is added to the gradient, so it enters the moments, as ``weight_decay`` of other row optimizers. The
     trust ratio is the norm of the whole table over that of u, within bounds; rows that are not touched have u = 0. It
     is 1 if one of the norms is 0. Both are exact sums (:mod:`stoker.ops.lamb`), so they do not depend on where rows
     are. The first update after a table is made or loaded reads all its rows once.

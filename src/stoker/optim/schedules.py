@@ -106,7 +106,7 @@ class StepDecay(Schedule):
 class OneCycle(Schedule):
     """Rise from ``1 / div`` to 1 along half a cosine, then fall to ``1 / final_div`` along another (Smith 2018).
 
-    Shape and defaults are fastai's; momentum does not change. ``warmup`` must be 0: the cycle has a rise of its own.
+    Shape and defaults are fastai's; momentum does not change. ``warmup`` must be 0: the cycle has its own rise.
 
     Raises:
         ConfigError: a share outside (0, 1), divisors below 1, or a warm-up.

@@ -518,9 +518,9 @@ class _Run(NamedTuple):
 
 
 def _hints(trace: IdTrace, kind: Kind) -> Callable[[int, Int64, Int32], Hints | None]:
-    """Return what tells the planner the next uses of the rows of a batch, beyond the window.
+    """Return a function for the next uses of the rows of a batch, beyond the window.
 
-    LRU and LFU are told uses after the end of the trace: the farther, the longer ago or the seldomer a row was used.
+    For LRU and LFU, they are after the end of the trace: the later, the longer ago or the less often a row was used.
     """
     end, uses = 2 * trace.steps, np.zeros(trace.num_rows, np.int32)
     if kind in ("lru", "lfu", "belady") and end > FARTHEST:

@@ -75,7 +75,7 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     A row is hot if its share of the accesses to its table is at least t, where t is as low as the budget allows. Tables
     under 1 MB are hot as a whole if they all fit the budget. Ids are sorted by count, so the hot rows of a table are
     the ids below a number H, its ``hot_rows``. Accesses are the counts of all training rows. To study the published
-    estimate instead, give ``sample``; :func:`true_hot_rows` tells its error.
+    estimate instead, give ``sample``; :func:`true_hot_rows` computes its error.
 
     The share of hot inputs is measured on up to 131,072 training rows. The checksums of their shards are not checked,
     because that would read all of them. The ids are checked against their tables.

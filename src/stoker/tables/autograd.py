@@ -32,7 +32,7 @@ class Gradient(NamedTuple):
     lease: Lease | None
     version: int = -1  # of ``grad``, if it is kept longer than its backward
     shards: Shards | None = None  # of the examples, if other ranks have more of them
-    born: int = 0  # step of tables that grow at the lookup, whose rows may have started anew since
+    born: int = 0  # step of tables that grow at the lookup, whose rows may have been reset since
 
     def scaled(self, factor: float) -> Gradient:
         """Return the gradient times ``factor``."""
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
 
 
 class Lookup(torch.autograd.Function):
-    """Pooled lookups of all groups. The backward hands the gradient to the rows and returns none for them."""
+    """Pooled lookups of all groups. The backward passes the gradient to the rows and returns none for them."""
 
     @staticmethod
     def forward(

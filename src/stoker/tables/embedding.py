@@ -53,8 +53,8 @@ def _share(one: Tensor, other: Tensor) -> bool:
 class EmbeddingTables(CopiedTables):
     """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
 
-    Rows are not parameters. At the end of each ``backward`` they take one step of the row optimizer, in place, once per
-    distinct row, with duplicate rows summed in order of occurrence, over all lookups and losses of that backward.
+    Rows are not parameters. At the end of each ``backward``, each distinct row takes one step of the row optimizer, in
+    place, with its gradients from all lookups and losses summed in order of occurrence.
     :meth:`accumulate` makes one step of several backwards; with :meth:`as_optimizer` rows step in ``step()``, with
     torch's gradient scalers, clipping and schedulers. In eval mode, and after ``requires_grad_(False)`` or
     :meth:`freeze`, rows do not change. Loops that would silently mean something else raise an error that names the
@@ -75,7 +75,7 @@ class EmbeddingTables(CopiedTables):
             :mod:`stoker.dataset` do.
         placement: where the rows are: one strategy for all tables, or by table name; others are on the device.
         steps: sequence features that are not pooled, and T, the most ids in a bag: such a feature gives T vectors, one
-            for each id. A shorter bag comes last, after vectors of zeros.
+            for each id. A shorter bag is at the end, after vectors of zeros.
         shards: logical shards of a batch, a power of two. The gradient of a row is summed within each shard, then over
             shards by a binary tree (docs/ranks.md). The shards of several backwards of one step are joined.
         ranks: divide the rows among these processes, which train as one (:meth:`replicate`): row i is with rank i % R.
@@ -144,7 +144,7 @@ class EmbeddingTables(CopiedTables):
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
-            # A group takes every step for a feature: kernels and placement know nothing of sequences.
+            # For a group every step is a feature: kernels and placement need no code for sequences.
             kind: Any = CompressedGroup if alone else TableGroup
             if asked.ranks is not None:
                 kind = partial(DividedGroup, asked.ranks)

@@ -311,7 +311,7 @@ class TableGroup:
                 state[at] = 0.0
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Change the optimizer; its state starts anew unless the kind stays the same."""
+        """Change the optimizer; its state is reset unless the kind remains the same."""
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
         if not same:

@@ -1,6 +1,6 @@
 """The tables of several groups in one call of the kernels, where all rows are resident.
 
-On a CPU a lookup or an update of a group of its own takes 60 microseconds of calls; on a GPU each group sorts its ids.
+On a CPU a lookup or an update of one group takes 60 microseconds of calls; on a GPU each group sorts its ids.
 Everywhere outputs are copied twice.
 """
 
@@ -93,7 +93,7 @@ class Joint:
 
 
 def joint_of(groups: Sequence[TableGroup], splitter: Splitter) -> Joint | None:
-    """Return the groups as one; None for one group, and if one of them needs work of its own."""
+    """Return the groups as one; None for one group, and if one of them needs separate work."""
     plain = len(groups) > 1 and all(
         type(group) is TableGroup and isinstance(group.storage, DeviceRows) and group.backend.joins
         and lookups.is_plain and group.storage.weight.dtype == groups[0].storage.weight.dtype

@@ -2,7 +2,7 @@
 
 ``lookahead`` counts batches whose ids are known, which lowers misses; ``in_flight`` counts batches whose rows
 are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3).
-``epoch_lookahead`` also tells when rows are used after that window (:mod:`stoker.tables.slots.epoch_lookahead`).
+``epoch_lookahead`` also has the uses of rows after that window (:mod:`stoker.tables.slots.epoch_lookahead`).
 
 Both adapt. A longer window lowers misses only while a plan has to guess which row to evict, because rows without a
 known use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans do
@@ -77,8 +77,8 @@ class Stage(Generic[Item]):
     """Batches of ``stream`` with resident rows; made by :func:`stage`. It is iterable, and a context manager.
 
     Each loop reads ``stream`` once. Leaving a loop early drops the staged batches: they were read from the stream, but
-    :meth:`state_dict` tells where the yielded batches end. Several stages may be open over the same tables; eviction
-    follows the stage that was begun last.
+    :meth:`state_dict` is the position after the last yielded batch. Several stages may be open over the same tables;
+    eviction follows the stage that was opened last.
     """
 
     def __init__(

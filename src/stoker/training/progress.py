@@ -130,9 +130,9 @@ class Clock:
 
 @dataclass
 class SaveTimer:
-    """Tell when a checkpoint is due by the clock, between those that are due by the step.
+    """Decide when a checkpoint is due by the clock, between those that are due by the step.
 
-    Writing takes at most 3 % of the time: checkpoints that take long come less often.
+    Writing takes at most 3 % of the time: checkpoints that take long are written less often.
 
     Args:
         minutes: between two checkpoints at least; 0: never.
@@ -184,7 +184,7 @@ class StopSignals:
 
     Args:
         ranks: processes that stop together: a signal to one sets the number once all know of it (:meth:`hear`).
-        timer: tells when the first of them is to save.
+        timer: decides when the first of them saves.
     """
 
     def __init__(self, ranks: Ranks | None = None, timer: SaveTimer | None = None) -> None:

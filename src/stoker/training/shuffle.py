@@ -14,7 +14,7 @@ every batch. When the rate changes, the remaining batches of the epoch are split
 after every segment. In the paper, Equation 5 has min and max swapped. Here:
 
 * r <- max(r / 2, low) if the loss did not fall since the last swap; an equal loss has not fallen, as in the paper (>=);
-* r <- min(2 r, high) if it fell in ``patience`` (the paper's u) swaps in a row; counting then starts again;
+* r <- min(2 r, high) if it fell in ``patience`` (the paper's u) consecutive swaps; counting then starts again;
 * else r stays, as at the first swap, which has no loss to compare with.
 """
 
@@ -98,7 +98,7 @@ class ShuffleScheduler:
 
     Args:
         rate: R at the start, in percent.
-        patience: number of swaps in a row with a falling loss that doubles the rate.
+        patience: number of consecutive swaps with a falling loss that doubles the rate.
         low: the smallest rate, at which kinds alternate batch by batch.
         high: the largest rate.
 

@@ -1,4 +1,4 @@
-"""Memory operations for Numba: prefetch cache lines, move bytes, hand out work."""
+"""Memory operations for Numba: prefetch cache lines, move bytes, distribute work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _loop(b: ir.IRBuilder, begin: ir.Value, end: ir.Value, step: int) -> Iterato
 
 @operation
 def fetch_add(b: ir.IRBuilder, array: Array, amount: Int) -> Int:
-    """Atomically add to ``array[0]`` (int64) and return the value before: it hands out work to threads."""
+    """Atomically add to ``array[0]`` (int64) and return the value before: threads get work by it."""
     return b.atomic_rmw("add", array.data, amount, "monotonic")
 
 

@@ -24,7 +24,7 @@ def kernel_threads() -> int:
 
 
 class Team:
-    """``size`` threads: the caller and ``size - 1`` helpers, which live as long as the process."""
+    """``size`` threads: the caller and ``size - 1`` helpers, which end with the process."""
 
     def __init__(self, size: int) -> None:
         self._helpers = ThreadPoolExecutor(max(1, size - 1), thread_name_prefix="stoker-kernel")

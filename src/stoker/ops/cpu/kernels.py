@@ -1,6 +1,6 @@
 """Numba kernels for tables and for the pairwise interaction; most are specialised by row width, once a process.
 
-Several threads call a :class:`Kernel` at once with the same arguments. A shared cursor hands out disjoint work, so no
+Several threads call a :class:`Kernel` at once with the same arguments. A shared cursor gives each disjoint work, so no
 result depends on the number of threads. Arrays of rows are flat; addresses are int64.
 
 Functions under ``@jit`` run on the calling thread. They number the distinct rows of a batch, table by table, because

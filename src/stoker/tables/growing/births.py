@@ -1,6 +1,6 @@
 """Reset the rows that a batch gives to raw ids, wherever the rows are.
 
-The lookup that trains resets them first, through a lease of their own. So they may be in slots,
+The lookup that trains resets them first, through their own lease. So they may be in slots,
 in flight or in a file, and batches that are staged share the slots.
 
 Legend: U distinct rows.
@@ -99,7 +99,7 @@ class Births:
         )
 
     def _reset(self, grown: Grown) -> None:
-        """Let rows start anew."""
+        """Reset rows to the initial values of their raw ids."""
         assert self.raw is not None
         tables, rows, ids = grown.births
         where = {}

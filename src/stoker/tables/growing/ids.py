@@ -1,8 +1,8 @@
 """Which raw id has which row. Steps may run ahead of training, and the result does not depend on how far.
 
-A lookup that trains is a step. Steps that a stage does ahead keep a journal, so that the state after the last lookup
-that trained remains available (to a lookup that does not train, a checkpoint), and so that steps whose batch never
-trains are undone.
+A lookup that trains is a step. Steps that a stage does ahead keep a journal. So the state after the last lookup
+that trained remains available, to a checkpoint or a lookup that does not train, and steps whose batch never trains are
+undone.
 
 Legend: T tables that grow, L lookups of a batch.
 """
@@ -64,7 +64,7 @@ RAW_BYTES = 40  # of an entry in files: five numbers
 
 
 class Newborn(NamedTuple):
-    """Rows that start anew, by table and row."""
+    """Rows that are reset, by table and row."""
 
     tables: Ints  # [n] numbers of tables that grow
     rows: Ints  # [n]

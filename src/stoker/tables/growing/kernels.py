@@ -1,9 +1,9 @@
 """Which raw id has which row: hash maps, free rows, and evictions. Plain loops, which Numba compiles if it can.
 
 A table has two pools of entries: its rows, and raw ids that wait for admission. An entry of a live raw id has its
-count, the step of its last use and the time of that use. What a step does follows from the entries alone. The maps, the
-heaps of free rows and the heaps of victims only find quickly what a search through all entries would find, and are made
-again from the entries whenever these change in another way (:func:`swap`).
+count, the step of its last use and the time of that use. What a step does depends on the entries alone. The maps, the
+heaps of free rows and the heaps of victims are indexes, which save a search through all entries. They are made again
+when the entries change in another way (:func:`swap`).
 
 Legend: P pools, N entries of all pools, L lookups of a batch, M places of the hash maps.
 """
@@ -231,7 +231,7 @@ def _drop(s, m, r):
 
 @jit(**PLAIN)
 def _victim(s, m, step):
-    """Return the live entry that leaves first, of those that this step has not used; -1 if there is none."""
+    """Return the live entry that is evicted first, of those that this step has not used; -1 if there is none."""
     base = s.pools[m, BASE]
     if s.pools[m, HEAP] == UNKNOWN:
         count = np.int64(0)
@@ -305,7 +305,7 @@ def _remove(s, m, r, w):
 
 @jit(**PLAIN)
 def _obtain(s, m, w):
-    """Return a free entry, the smallest, or that of a victim; -1 if nobody may leave."""
+    """Return a free entry, the smallest, or that of a victim; -1 if none may be evicted."""
     base = s.pools[m, BASE]
     if s.pools[m, FREE] == UNKNOWN:
         count = 0
@@ -491,7 +491,7 @@ def find_table(s, w, table):
 
 @jit(**PLAIN)
 def swap(s, changes, touches, undo):
-    """Exchange entries for what a journal holds: undo a step, or do it again. Heaps must be found anew."""
+    """Exchange entries for what a journal holds: undo a step, or do it again. Heaps must be made again."""
     if not undo:
         _swap_touches(s, touches)
     for i in range(len(changes)):

@@ -10,7 +10,7 @@ import numpy as np
 BASE, FIRST, SIZE, MAP, MASK, TOP, FREE, HEAP, HELD, LIVE, POLICY, TTL, ADMIT = range(13)
 # columns of the entries; a free one has count 0
 KEY, COUNT, USED, TIME = range(4)
-LRU, LFU = 1, 2  # policies; 0: nobody leaves
+LRU, LFU = 1, 2  # policies; 0: none is evicted
 UNKNOWN = -1  # number of free rows or of victims: find them again
 SWEEPS = 1024  # steps in which every entry is looked at once, to free those that have expired
 BORN, CHANGED, TOUCHED, REFUSED = range(4)  # counters of a table
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     starts: np.ndarray  # [T + 1] int64: where those of each table begin
     out: np.ndarray  # [L'] int64: a copy of ``ids``, in which raw ids become rows
     clock: np.ndarray  # [3] int64: time, number of the step
-    births: np.ndarray  # [L] int64: rows that start anew, from ``starts[table]`` on
+    births: np.ndarray  # [L] int64: rows that are reset, from ``starts[table]`` on
     made: np.ndarray  # [L] int64
     unknown: np.ndarray  # [L] int64
     changes: np.ndarray  # [.., 6] int64: pool, entry, and what it held; in order

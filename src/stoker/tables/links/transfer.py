@@ -175,7 +175,7 @@ class QueuedLink(DirectLink):
     """Writebacks land in a separate thread, so that training waits only for those it needs.
 
     The next call raises an error of that thread, with its cause. The rows that could not be written are kept: a later
-    :meth:`drain` tries them again, and nothing is lost while the process lives.
+    :meth:`drain` tries them again, and nothing is lost until the process ends.
     """
 
     landing = LANDED

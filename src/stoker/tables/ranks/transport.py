@@ -1,7 +1,7 @@
 """Exchange data between ranks. Collectives move data; a rank adds floats itself, in an order that no rank changes.
 
-Before data moves, every rank tells the others what it is about to do, how many bytes it sends to whom, and whether it
-has failed. So ranks that do different things, and ranks that stop, end with an error instead of a wait.
+Before data moves, every rank sends the others the name of its next work, the bytes for each rank, and whether it has
+failed. So ranks that do different work, and ranks that stop, end with an error instead of a wait.
 
 Legend: R ranks.
 """
@@ -28,7 +28,7 @@ _NAME = 6  # int64 of a header for the name of the work
 
 
 class RanksError(StokerError):
-    """Ranks that do not work together: one ended, one failed, or they do different things.
+    """Ranks that do not work together: one ended, one failed, or they do different work.
 
     >>> issubclass(stoker.tables.RanksError, stoker.StokerError)
     True

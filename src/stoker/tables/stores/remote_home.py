@@ -35,10 +35,10 @@ _REFUSED = {
 
 
 class RemoteHome(BlockHome):
-    """Blocks of rows as objects in a folder of their own at ``url``, removed by :meth:`close` or at exit.
+    """Blocks of rows as objects in a new folder at ``url``, removed by :meth:`close` or at exit.
 
     The folder is of no use to any other run: rows leave through ``read``, into a checkpoint. What a kill leaves is
-    removed by the next store that is made at ``url`` on the same machine, before it starts anew.
+    removed by the next store that is made at ``url`` on the same machine.
 
     Raises:
         ConfigError: there is no URL, or it is of a kind on which rows cannot be replaced.

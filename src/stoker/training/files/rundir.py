@@ -400,7 +400,7 @@ def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
     """Return the path of a run's dataset, from its config.json.
 
     Raises:
-        DataError: the dataset was moved; ``remedy`` tells how to give its new path.
+        DataError: the dataset was moved; ``remedy`` says how to give its new path.
     """
     path = str(config["dataset"])
     if remote.url_of(path) is None and not Path(path).is_dir():
