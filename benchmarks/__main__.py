@@ -30,6 +30,7 @@ from benchmarks import (
     planning,
     popularity,
     prepare,
+    ranks,
     reader,
     reorder,
     schedule,
@@ -80,6 +81,7 @@ def all_bars() -> list[Bar]:
         serving,
         growing,
         list_loss,
+        ranks,
     )
     return [bar for module in modules for bar in module.bars()]
 
