@@ -22,13 +22,13 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_150,
-    "ops": 6_920,
+    "ops": 7_060,
     "dataset": 3_080,
     "optim": 610,
     "tables": 11_630,
-    "models": 1_940,
+    "models": 1_985,
     "placement": 2_810,
-    "training": 10_050,
+    "training": 10_220,
     "rewrite": 1_950,
     "prep": 12_090,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 960,
     "serve": 870,
 }  # fmt: skip
-ALL_LINES = 60_140
+ALL_LINES = 60_510
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

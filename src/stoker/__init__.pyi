@@ -27,6 +27,7 @@ from stoker.models import RecModel as RecModel
 from stoker.models import SASRec as SASRec
 from stoker.models import SequenceModel as SequenceModel
 from stoker.models import Tabular as Tabular
+from stoker.models import TwoTower as TwoTower
 from stoker.optim import FTRL as FTRL
 from stoker.optim import LAMB as LAMB
 from stoker.optim import SGD as SGD

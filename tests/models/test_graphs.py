@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stoker import DLRM, SGD, Batch, ConfigError, FeatureSpec
-from stoker.models import graphs
 from stoker.models.base import RecModel
+from stoker.ops import graphs
 
 SPEC = FeatureSpec.from_sizes(3, [20, 30])
 

@@ -13,7 +13,20 @@ import torch
 import stoker
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import Feature, FeatureSpec
-from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RankMixer, RecModel, SASRec, SequenceModel, Tabular
+from stoker.models import (
+    DCN,
+    DIN,
+    DLRM,
+    MODELS,
+    TBSM,
+    DeepFM,
+    RankMixer,
+    RecModel,
+    SASRec,
+    SequenceModel,
+    Tabular,
+    TwoTower,
+)
 from stoker.optim import SGD, Adagrad
 
 CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
@@ -28,6 +41,7 @@ CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
     "tabular of equal dims": (Tabular, {"hidden": (12,), "max_dim": 2}),
     "rankmixer": (RankMixer, {"tokens": 2, "width": 8, "expansion": 2}),
     "sasrec": (SASRec, {"hidden": (16,)}),
+    "two-tower": (TwoTower, {"hidden": (16,), "width": 8}),
     "din with dice": (DIN, {"attention": (8,), "hidden": (16,), "activation": "dice"}),
 }
 CASES |= {name: (kind, {}) for name, kind in MODELS.items() if kind not in {each for each, _ in CASES.values()}}
@@ -72,6 +86,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def build(case: tuple[type[RecModel], dict[str, Any]], spec: FeatureSpec, **settings: Any) -> RecModel:
     kind, options = case
+    if kind is TwoTower and spec.one_hot:  # no history tells which column is the item
+        options = {"item": (spec.features[0].name, *spec.dense[:1]), **options}
     return kind(
         spec,
         **{"embedding_dim": 8, "optimizer": Adagrad(lr=0.1), "backend": "reference", **options, **settings},

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepfm": {"hidden": (16, 8)},
     "tabular": {"hidden": (16, 8), "dropout": 0.2, "embedding_dropout": 0.1, "dims": {"C1": 8}},
     "rankmixer": {"width": 8},
+    "two-tower": {"item": ("C1",), "hidden": (8,)},
     "din": {"history": {"C1": "C2"}, "activation": "dice"},
     "tbsm": {"history": {"C1": "C2"}},
     "sasrec": {"history": {"C1": "C2"}, "heads": 2},

@@ -73,15 +73,19 @@ def evaluate(
     stoker evaluate runs/a
     stoker evaluate runs/a/checkpoints/step_000001000 --split valid --json
     """
+    from stoker.training.scores.catalogue import catalogue_of
     from stoker.training.scores.evaluation import evaluate as run_evaluation
     from stoker.training.scores.evaluation import finite
     from stoker.training.scores.metrics import metric_grid
 
     wanted = _Scored.taken_from(settings)
-    loaded, chosen, size = _open(run, data, wanted, settings)
+    loaded, dataset, chosen, size = _open(run, data, wanted, settings)
     split, rows = wanted.split, wanted.rows
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
-    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
+    metrics = finite(run_evaluation(
+        loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places,
+        catalogue=catalogue_of(loaded.model, dataset),
+    ))  # fmt: skip
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return
     if absent := len(chosen) - chosen.labelled:
@@ -122,7 +126,7 @@ def predict(
     check_scores_file(out)
     with _data_to_score(run, data, keep or (), quiet=as_json) as (data, bad):
         wanted = _Scored.taken_from(settings)
-        loaded, chosen, size = _open(run, data, wanted, settings)
+        loaded, _, chosen, size = _open(run, data, wanted, settings)
         count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=_LOOKAHEAD)
     found = {"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count, "bad_lines": bad}
     if not printed(found, as_json):
@@ -151,8 +155,8 @@ def _open(
     data: Path | None,
     wanted: _Scored,
     settings: dict[str, Any],
-) -> tuple[Any, Split, int]:
-    """Load the model, placed as in the run or as the options say; return it, the split and the batch size."""
+) -> tuple[Any, Dataset, Split, int]:
+    """Load the model, placed as in the run or as the options say; return it, data, the split and the batch size."""
     from stoker.base.device import check_threads, resolve_device
     from stoker.dataset.spec import FeatureSpec
     from stoker.training.files.checkpoint import read_manifest
@@ -177,7 +181,7 @@ def _open(
     budget = MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given})
     placement, size = place_scoring(manifest, dataset, budget, batch_size=wanted.batch_size, device=on)
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
-    return loaded, chosen, size
+    return loaded, dataset, chosen, size
 
 
 def _with_rows(dataset: Dataset, name: str) -> Split:

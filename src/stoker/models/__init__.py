@@ -13,8 +13,9 @@ from stoker.models.sasrec import SASRec
 from stoker.models.sequence import SequenceModel
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
+from stoker.models.two_tower import TwoTower
 
 __all__ = [
     "DCN", "DIN", "DLRM", "MODELS", "TBSM", "DeepFM", "RankMixer", "RecModel", "SASRec", "SequenceModel", "Tabular",
-    "import_model",
+    "TwoTower", "import_model",
 ]  # fmt: skip

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
 from stoker.base.settings import renamed
+from stoker.base.units import listed
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
-from stoker.models.graphs import DenseGraphs
 from stoker.ops import BackendName
-from stoker.ops.loss import binary_cross_entropy, list_loss
+from stoker.ops.graphs import DenseGraphs
+from stoker.ops.loss import LISTS, binary_cross_entropy, list_loss
 from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, Ranks, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.config import check_strategies
@@ -123,6 +124,8 @@ class RecModel(nn.Module, ABC):
     name: ClassVar[str]
     #: Whether tables may have different numbers of columns; :meth:`dense_part` then gets pooled rows [B, sum of D].
     mixed_dims: ClassVar[bool] = False
+    #: The losses that :attr:`objective` may be; those that other models do not have are computed by :meth:`own_loss`.
+    objectives: ClassVar[tuple[str, ...]] = ("bce", *LISTS)
 
     def __init__(
         self,
@@ -172,7 +175,8 @@ class RecModel(nn.Module, ABC):
             shards=given.shards,
             ranks=given.ranks,
         )
-        #: The loss: "bce", or over the lists of batches that hold whole ones, "softmax" or "bpr"; no part of the model.
+        #: The loss, one of :attr:`objectives`: "bce", or over the lists of batches that hold whole ones, "softmax" or
+        #: "bpr", or one that the model alone has. It is no part of the model.
         self.objective = "bce"
         self._compiled: Callable[..., Tensor] | None = None
         self.by_shards: Callable[[Batch], Tensor] | None = None  # logits, in a run with logical shards
@@ -254,6 +258,8 @@ class RecModel(nn.Module, ABC):
         """
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
+        if self.objective not in RecModel.objectives:
+            return self.own_loss(batch)
         if self.objective != "bce" and batch.groups is None:
             raise ConfigError(
                 f"loss {self.objective} is over lists, and batch {batch.step} does not say which rows are a list. Read "
@@ -264,6 +270,10 @@ class RecModel(nn.Module, ABC):
             labels, groups = batch.labels.to(logits.device), batch.groups.to(logits.device)
             return list_loss(self.objective, logits, labels, groups)
         return binary_cross_entropy(logits, batch.labels.to(logits.device))
+
+    def own_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of an objective that :class:`RecModel` does not have, for a batch with labels."""
+        raise ConfigError(f"model {self.name!r} has no loss {self.objective!r}. It has: {listed(self.objectives)}.")
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:

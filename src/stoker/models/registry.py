@@ -20,10 +20,11 @@ from stoker.models.rankmixer import RankMixer
 from stoker.models.sasrec import SASRec
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
+from stoker.models.two_tower import TwoTower
 
 #: name -> model, for the command line and for checkpoints; add your own.
 MODELS: dict[str, type[RecModel]] = {
-    model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, SASRec, Tabular, RankMixer)
+    model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, SASRec, Tabular, RankMixer, TwoTower)
 }
 
 

@@ -1,5 +1,7 @@
 """Losses of logits, with their gradients made in the forward pass: binary cross entropy, and two over lists.
 
+The softmax over the items of a batch is left to autograd.
+
 A batch of losses is small, so the number of operations decides its cost: six here, about twice as many in
 ``F.binary_cross_entropy_with_logits``. On a GPU it is one kernel, which agrees within rounding.
 """
@@ -13,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops.space import HAVE_TRITON
+
+LISTS = ("softmax", "bpr")  # losses over lists
 
 
 def _fused(logits: Tensor, labels: Tensor) -> bool:
@@ -110,6 +114,22 @@ def list_loss(kind: str, logits: Tensor, labels: Tensor, groups: Tensor) -> Tens
     """
     result: Tensor = _ListLoss.apply(kind, logits, labels, groups)  # type: ignore[no-untyped-call]
     return result
+
+
+def in_batch_softmax(users: Tensor, items: Tensor, labels: Tensor, log_q: Tensor) -> Tensor:
+    """Return the cross entropy of each row's item among the items of all rows, mean over rows weighted by labels.
+
+    Row i has the logits ``users[i] @ items[j] - log_q[j]`` (Yi et al. 2019, Eq. 5 to 7). It takes some times B * B
+    numbers of memory. The loss is 0 if all labels are.
+
+    Args:
+        users: [B, W].
+        items: [B, W].
+        labels: [B] in {0, 1}; NaN makes the loss NaN.
+        log_q: [B] log of the probability that a row of a batch has the item.
+    """
+    own = (users @ items.T - log_q).log_softmax(1).diagonal()
+    return -(labels * own).sum() / labels.sum().clamp(min=1)
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

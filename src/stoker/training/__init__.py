@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from stoker.training.files.logs import Logger
     from stoker.training.loop import train
     from stoker.training.progress import Interrupted
+    from stoker.training.scores.catalogue import Catalogue
     from stoker.training.scores.evaluation import Scores, evaluate, predict
     from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 
 _MODULES = {
     "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save track_changes",
     "files.loading": "load", "files.logs": "Logger", "loop": "train", "progress": "Interrupted",
-    "scores.evaluation": "Scores evaluate predict", "scores.metrics": "RankingMetrics StreamingMetrics",
+    "scores.catalogue": "Catalogue", "scores.evaluation": "Scores evaluate predict",
+    "scores.metrics": "RankingMetrics StreamingMetrics",
 }  # fmt: skip
 _HOME = {name: f"stoker.training.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "Checkpoint", "Interrupted", "Logger", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig", "TrainResult",
-    "evaluate", "load", "predict", "save", "track_changes", "train",
+    "Catalogue", "Checkpoint", "Interrupted", "Logger", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig",
+    "TrainResult", "evaluate", "load", "predict", "save", "track_changes", "train",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -14,9 +14,11 @@ from stoker.base.checks import near
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
 from stoker.base.settings import Useless
+from stoker.base.units import listed
 from stoker.dataset.spec import FeatureSpec
-from stoker.models import MODELS, RecModel
+from stoker.models import MODELS, RecModel, TwoTower
 from stoker.models.options import check_options, own_options
+from stoker.ops.loss import LISTS
 from stoker.optim import (
     ROW_OPTIMIZERS,
     Constant,
@@ -31,6 +33,7 @@ from stoker.optim import (
 from stoker.placement.budget import MemoryBudget
 from stoker.tables import Ranks, Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
+from stoker.training.scores.metrics import RECALL
 from stoker.training.settings import (
     DENSE_LR,
     DenseConfig,
@@ -84,12 +87,7 @@ class TrainConfig(  # the fields of the last base come first
         super().__post_init__()
         if self.model not in MODELS:
             self._refuse(f"model {self.model!r} is unknown. Choose one of {', '.join(map(repr, MODELS))}.", "model")
-        if self.loss != "bce" and self.shards > 1:
-            self._refuse(
-                f"loss {self.loss} is over lists, which {self.shards} shards, or ranks, would cut. Give shards 1 and "
-                "one process, or loss bce.",
-                "loss", "shards",
-            )  # fmt: skip
+        self._check_loss()
         with _refusal("tt_rank", "tt_cores"):
             if self.tt_rank is not None:
                 TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
@@ -100,6 +98,30 @@ class TrainConfig(  # the fields of the last base come first
             "row_optimizer", "row_cow_clip", "row_options", *ROW_OPTIMIZERS[self.row_optimizer].settings.values()
         ):
             self.make_row_optimizer(Constant())
+
+    def _check_loss(self) -> None:
+        having = [name for name, model in MODELS.items() if self.loss in model.objectives]
+        if self.model not in having:
+            self._refuse(
+                f"model {self.model!r} has no loss {self.loss!r}, which is of {listed(having)}. Choose another of the "
+                "two.",
+                "loss", "model",
+            )  # fmt: skip
+        over = "lists" if self.loss in LISTS else "the items of a batch"
+        if self.loss != "bce" and self.shards > 1:
+            self._refuse(
+                f"loss {self.loss} is over {over}, which {self.shards} shards, or ranks, would cut. Give shards 1 and "
+                "one process, or loss bce.",
+                "loss", "shards",
+            )  # fmt: skip
+        if self.loss not in RecModel.objectives and (self.compile or self.cuda_graphs):
+            what = "compile" if self.compile else "cuda_graphs"
+            self._refuse(f"loss {self.loss} does not use the dense part that {what} makes faster. Leave it out.", what)
+        if self.metric in RECALL and not (issubclass(MODELS[self.model], TwoTower) and self.shards == 1):
+            self._refuse(
+                f"metric {self.metric} is of model two-tower, in one process without shards. Choose auc or log_loss.",
+                "metric",
+            )
 
     def useless(self) -> Useless:
         yield from super().useless()

@@ -278,7 +278,9 @@ def finish(state: TrainState) -> TrainResult:
     best = _go_to_best(state)
     test: dict[str, float | None] = {}
     if split := state.data.splits.get("test"):
-        test = finite(evaluate(model, split, lookahead=config.some_lookahead, k=config.ranking_k))
+        test = finite(evaluate(
+            model, split, lookahead=config.some_lookahead, k=config.ranking_k, catalogue=state.catalogue
+        ))  # fmt: skip
         state.write(kind="test", step=progress.step if best is None else best["step"], **test)
     known = saved_baselines(state.data)
     if known is not None and (said := baseline_line(known, "test" if test else "valid")):
@@ -323,7 +325,8 @@ def _go_to_best(state: TrainState) -> dict[str, Any] | None:
         best = next(iter(run.evaluated(config.metric)), None)
         if best is None:
             found = evaluate(
-                model, state.data.valid, rows=config.valid_rows, lookahead=config.some_lookahead, k=config.ranking_k
-            )
+                model, state.data.valid, rows=config.valid_rows, lookahead=config.some_lookahead, k=config.ranking_k,
+                catalogue=state.catalogue,
+            )  # fmt: skip
             return {"step": progress.step, "valid": finite(found)}
     return best

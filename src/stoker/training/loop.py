@@ -267,8 +267,9 @@ def _evaluate(state: TrainState) -> bool:
         return False
     with state.clock.paused():
         found = evaluate(
-            state.replica.model, valid, rows=config.valid_rows, stop=stop.asked_together, k=config.ranking_k
-        )
+            state.replica.model, valid, rows=config.valid_rows, stop=stop.asked_together, k=config.ranking_k,
+            catalogue=state.catalogue,
+        )  # fmt: skip
         if stop.asked():
             return False
         metrics = finite(found)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from stoker.training.files.rundir import RunDirectory, Upload
 from stoker.training.placing import STAGES, StageTotals, slotted
 from stoker.training.replica import Replica
 from stoker.training.scheduled import Feed
+from stoker.training.scores.catalogue import Catalogue, catalogue_of
 from stoker.training.scores.metrics import merit
 
 _DUE = 256  # added to the number of a signal
@@ -268,6 +269,11 @@ class TrainState:
     def moment(self) -> tuple[int, int, int]:
         """The step, the step of the last evaluation, and the swaps: two checkpoints differ in one of them."""
         return self.progress.step, self.progress.evaluated, self.swaps
+
+    @cached_property
+    def catalogue(self) -> Catalogue | None:
+        """The items for the recall of a two-tower model; None for others."""
+        return catalogue_of(self.replica.model, self.data)
 
     @property
     def finished(self) -> bool:

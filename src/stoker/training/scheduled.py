@@ -22,6 +22,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
+from stoker.ops.loss import LISTS
 from stoker.tables import Stage
 from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
@@ -63,16 +64,17 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     Raises:
         ConfigError: see :func:`batch_order`.
     """
-    lists = config.loss != "bce"
+    lists = config.loss in LISTS
     if lists and data.groups is None:
         raise ConfigError(f"loss {config.loss} is over lists, and the dataset was prepared without a group column. "
                           "Prepare it with one, or take loss bce.", settings=("loss",))  # fmt: skip
     if batch_order(config, data) == "shuffled":
         options |= {"whole_groups": True} if lists else {}
         return data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory, **options)
-    if lists:
-        raise ConfigError(f"loss {config.loss} is over lists, which hot and cold batches would cut. Give batch_order "
-                          "'shuffled', or loss bce.", settings=("loss", "batch_order"))  # fmt: skip
+    if config.loss != "bce":
+        what = "lists, which hot and cold batches would cut" if lists else "batches, which hot items would fill"
+        raise ConfigError(f"loss {config.loss} is over {what}. Give batch_order 'shuffled', or loss bce.",
+                          settings=("loss", "batch_order"))  # fmt: skip
     memory, whole = parse_size(config.shuffle_memory), data.train.bytes
     held = int(options.pop("data_memory", None) or 0) >= whole
 

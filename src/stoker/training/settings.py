@@ -37,7 +37,8 @@ class ModelConfig(Settings, panel="Model"):
     """
 
     model: str = setting(
-        "dlrm", "dlrm, deepfm, dcn, tbsm, din, sasrec, tabular, rankmixer, or the name of a model of your own."
+        "dlrm",
+        "dlrm, deepfm, dcn, tbsm, din, sasrec, tabular, rankmixer, two-tower, or the name of a model of your own.",
     )
     embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
@@ -83,9 +84,9 @@ class OrderConfig(Settings, panel="Optimization"):
     epochs: int = setting(
         None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
     )
-    loss: Literal["bce", "softmax", "bpr"] = setting(
+    loss: Literal["bce", "softmax", "bpr", "in-batch"] = setting(
         "bce", "Loss. bce is binary cross entropy of each row; softmax and bpr are over the lists of a dataset with "
-        "groups, in batches of whole lists.",
+        "groups, in batches of whole lists; in-batch, of two-tower, is over the items of the batch.",
     )  # fmt: skip
     steps: int | None = setting(None, "Batches to train, instead of epochs.", least=1, resumable=True)
     shards: int = setting(
@@ -228,8 +229,12 @@ class RunConfig(Settings, panel="Run"):
     valid_rows: int | None = setting(
         None, "Evaluate on this many validation rows, the first ones.", least=1, resumable=True
     )
-    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"] = setting(
-        "auc", "Metric that chooses the best checkpoint. All but auc and log_loss need a dataset with groups."
+    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc", "recall_10", "recall_50", "recall_100"] = (
+        setting(
+            "auc",
+            "Metric that chooses the best checkpoint. mrr, ndcg, hr and group_auc need a dataset "
+            "with groups, recall_10 to recall_100 model two-tower.",
+        )
     )
     ranking_k: int = setting(10, "k of the metrics nDCG@k and hit rate@k.", least=1)
     patience: int | None = setting(

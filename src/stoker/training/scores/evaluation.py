@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from stoker.dataset.split import Split
+    from stoker.training.scores.catalogue import Catalogue
 
 
 _Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
@@ -114,6 +115,7 @@ def evaluate(
     stop: Callable[[], bool] | None = None,
     lookahead: int | None = None,
     k: int = 10,
+    catalogue: Catalogue | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of a model on a split.
 
@@ -130,6 +132,8 @@ def evaluate(
         lookahead: batches to read ahead if rows are in a cache (:func:`stoker.stage`). This is faster and gives the
             same numbers. None fetches rows on demand, because only one stage can be open at a time.
         k: k of nDCG@k and hit rate@k.
+        catalogue: of a two-tower model: also return the recall among its items
+            (:meth:`stoker.training.Catalogue.recall`).
 
     Raises:
         ConfigError: k below 1.
@@ -156,13 +160,17 @@ def evaluate(
             logits, batch = model(batch), whole_of(batch)
             assert batch.labels is not None
             known = ~batch.labels.isnan()
-            found = logits[known.to(logits.device)], batch.labels[known]
-            metrics.update(*found)
+            scored = logits[known.to(logits.device)], batch.labels[known]
+            metrics.update(*scored)
             if ranking is not None:
                 assert split.groups is not None
-                ranking.update(*found, split.groups[done : done + len(batch)][known.cpu().numpy()])
+                ranking.update(*scored, split.groups[done : done + len(batch)][known.cpu().numpy()])
             done += len(batch)
-    return metrics.compute() | ({} if ranking is None else ranking.compute())
+    found = metrics.compute() | ({} if ranking is None else ranking.compute())
+    if catalogue is not None:
+        with scoring(model):
+            found |= catalogue.recall(model, split, rows=rows, stop=stop)
+    return found
 
 
 def _batches(

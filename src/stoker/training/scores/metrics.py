@@ -25,8 +25,11 @@ from stoker.base.picture import Grid
 #: Metrics that need groups; larger is better.
 RANKING = ("mrr", "ndcg", "hr", "group_auc")
 
+#: Metrics over the items of a catalogue, with their k (:class:`stoker.training.Catalogue`); larger is better.
+RECALL = {"recall_10": 10, "recall_50": 50, "recall_100": 100}
+
 #: Metrics that can choose the best checkpoint.
-DECIDING = ("auc", "log_loss", *RANKING)
+DECIDING = ("auc", "log_loss", *RANKING, *RECALL)
 
 _NAMES = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy", "accuracy": "accuracy",
@@ -81,23 +84,29 @@ def deciding(values: Mapping[str, float | None], metric: str) -> str:
         return metric
     # If each list has one class only, there is no group AUC, even with rows of both classes.
     unranked = metric == "group_auc" and values.get(metric) is None and values.get("log_loss") is not None
+    if metric in RECALL and values.get(metric) is not None:  # rows of label 1 alone have a recall
+        return metric
     return "log_loss" if unranked or values.get("positives") in (0, rows) else metric
 
 
 def metric_names(k: int | str | None) -> dict[str, str]:
-    """Return the words for each metric; ranking metrics at ``k`` are among them unless it is None."""
+    """Return the words for each metric; metrics over lists, at ``k``, are among them unless it is None."""
     ranking = {} if k is None else {name: words.format(k=k) for name, words in _RANKING_NAMES.items()}
-    return _NAMES | ranking
+    return _NAMES | ranking | {name: f"recall@{k}" for name, k in RECALL.items()}
 
 
 def metric_grid(columns: Mapping[str, Mapping[str, float | None]], title: str = "") -> Grid:
     """Return a table with a line for each metric and a column for each set of rows."""
     k = next((int(k) for metrics in columns.values() if (k := metrics.get("ranking_k"))), None)
     rows = []
+    has = {name for metrics in columns.values() for name in metrics}
     for name, words in metric_names(k).items():
+        if name in RECALL and name not in has:
+            continue
         values = [metrics.get(name) for metrics in columns.values()]
         rows.append([words, *("-" if value is None else f"{value:.4f}" for value in values)])
     counted = {"rows": "rows"} | ({} if k is None else {"lists with a positive": "ranked_groups"})
+    counted |= {"items of the catalogue": "catalogue"} if "catalogue" in has else {}
     for words, name in counted.items():
         rows.append([words, *(f"{int(metrics.get(name) or 0):,}" for metrics in columns.values())])
     return Grid(["", *columns], rows, title)

@@ -1,0 +1,159 @@
+"""The items of a dataset, their vectors by a two-tower model, and how often a user's item is among the best of all.
+
+Legend: n items, m users, W columns of a vector, B rows of a batch, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.models.base import RecModel
+from stoker.models.two_tower import TwoTower
+from stoker.training.scores.metrics import RECALL
+
+if TYPE_CHECKING:
+    from stoker.dataset.dataset import Dataset
+    from stoker.dataset.split import Split
+
+_ROWS = 2**16  # of the log that are read at a time
+_SCORES = 2**25  # products that are in memory at a time
+_ITEMS = 2**13  # items whose vectors are computed at a time
+_REMEDY = "Choose auc or log_loss, or model two-tower."
+
+
+class Catalogue:
+    """The items of the training rows: each id but 0, with its columns as in its last training row.
+
+    >>> from stoker.testing import make_dataset
+    >>> data = make_dataset("data", rows=1000)
+    >>> settings = {"model": "two-tower", "model_options": {"item": ("C1",)}, "loss": "in-batch"}
+    >>> model = stoker.train(data, out="run", batch_size=64, steps=10, display="quiet", **settings).model
+    >>> catalogue = stoker.training.Catalogue(model, data)
+    >>> len(catalogue), catalogue.vectors(model).shape
+    (49, torch.Size([49, 64]))
+
+    Args:
+        model: says which columns are of the item.
+        data: a dataset; its training rows are read twice.
+
+    Raises:
+        ConfigError: the model has no towers.
+        DataError: ids are raw, or rows are damaged.
+    """
+
+    def __init__(self, model: RecModel, data: Dataset) -> None:
+        if not isinstance(model, TwoTower):
+            raise ConfigError(f"model {model.name!r} has no vectors of items. {_REMEDY}")
+        spec, split = data.schema, data.train
+        spec.check_ids("a catalogue of items cannot be listed")
+        table = spec.features[model.identity].table
+        last = torch.full((spec.num_embeddings[table],), -1)
+        for start, batch in _numbered(split):
+            ids = model.item_ids(batch).long()
+            last.scatter_reduce_(0, ids, torch.arange(start, start + len(batch)), "amax")
+        last[0] = -1  # values outside the vocabulary are no item
+        self.ids = last.ge(0).nonzero().flatten()  # [n]
+        rows = last[self.ids].sort()
+        taken, done = [], 0
+        for start, batch in _numbered(split):
+            end = int(torch.searchsorted(rows.values, start + len(batch)))
+            taken.append(_without_user(batch, rows.values[done:end] - start, model))
+            done = end
+        self.ids = self.ids[rows.indices]
+        self._items = taken
+        self._place = torch.full_like(last, -1)
+        self._place[self.ids] = torch.arange(len(self.ids))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def vectors(self, model: RecModel) -> Tensor:
+        """Return the vectors of all items in the order of :attr:`ids`: [n, W], on the model's device."""
+        assert isinstance(model, TwoTower)
+        with torch.no_grad():
+            made = [_vectors(model, model.items, batch) for batch in self._items if len(batch)]
+        return torch.cat(made) if made else torch.empty(0, model.width, device=model.device)
+
+    def recall(
+        self, model: RecModel, split: Split, *, rows: int | None = None, stop: Callable[[], bool] | None = None
+    ) -> dict[str, float]:
+        """Return the shares of the rows with label 1 whose item is among the best 10, 50 and 100 of the catalogue.
+
+        All products are computed. Among equal ones the row's item counts as the last; an item that is not in the
+        catalogue counts as not found.
+
+        Args:
+            model: the model, in evaluation mode.
+            split: the rows.
+            rows: the first ones; None means all.
+            stop: called before each batch; if it returns True, the metrics of the rows so far are returned.
+        """
+        assert isinstance(model, TwoTower)
+        items = self.vectors(model)
+        found, asked, finite = [0] * len(RECALL), 0, bool(items.isfinite().all())
+        for batch in split.batches(_ITEMS, limit=rows) if len(split) else ():
+            if stop is not None and stop():
+                break
+            assert batch.labels is not None
+            chosen = batch.labels == 1
+            with torch.no_grad():
+                users = _vectors(model, model.users, batch)[chosen.to(model.device)]
+            finite &= bool(users.isfinite().all())
+            ranks = self._ranks(users, items, self._place[model.item_ids(batch)[chosen].long()].to(users.device))
+            found = [so_far + int((ranks < k).sum()) for so_far, k in zip(found, RECALL.values(), strict=True)]
+            asked += len(users)
+        shares = [hits / asked if asked and finite else math.nan for hits in found]
+        return {**dict(zip(RECALL, shares, strict=True)), "catalogue": len(self), "recall_rows": asked}
+
+    def _ranks(self, users: Tensor, items: Tensor, places: Tensor) -> Tensor:
+        """Return how many other items have at least the product of the user's own: [m]; n for one that is missing."""
+        missing = places < 0
+        ranks = torch.full_like(places, len(items))
+        size = max(1, _SCORES // max(1, len(items)))
+        for start in range(0, len(users) if len(items) else 0, size):
+            part = slice(start, start + size)
+            scores = users[part] @ items.T
+            own = scores.gather(1, places[part].clamp(min=0).unsqueeze(1))
+            ranks[part] = (scores >= own).sum(1) - 1
+        return ranks.masked_fill(missing, len(items) + max(RECALL.values()))
+
+
+def catalogue_of(model: RecModel, data: Dataset) -> Catalogue | None:
+    """Return the catalogue of a model with towers whose rows are in this process, else None."""
+    towers = isinstance(model, TwoTower) and not model.embeddings.divided and not data.schema.grow
+    return Catalogue(model, data) if towers and "train" in data.splits else None
+
+
+def _numbered(split: Split) -> Iterator[tuple[int, Batch]]:
+    done = 0
+    for batch in split.batches(_ROWS) if len(split) else ():
+        yield done, batch
+        done += len(batch)
+
+
+def _vectors(model: TwoTower, tower: Callable[..., Tensor], batch: Batch) -> Tensor:
+    """Return the outputs of a tower for a batch of any size: [B, W] float32."""
+    return model._logits(tower, model.inputs(batch.to(model.device)))
+
+
+def _without_user(batch: Batch, rows: Tensor, model: TwoTower) -> Batch:
+    """Return rows of a batch without the columns of the user: zeros, id 0 and empty sequences."""
+    features = model.spec.features
+    ours = torch.tensor([feature.name in model.item for feature in features])
+    dense = batch.dense[rows] * torch.tensor([name in model.item for name in model.spec.dense], dtype=torch.bool)
+    if batch.offsets is None:
+        return Batch(dense=dense, ids=batch.ids[rows] * ours)
+    kept = ours | torch.tensor([not feature.sequence for feature in features])
+    lengths = (batch.offsets.diff().view(len(batch), -1)[rows] * kept).flatten()
+    starts = batch.offsets[:-1].view(len(batch), -1)[rows].flatten()
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    within = torch.arange(int(offsets[-1])) - torch.repeat_interleave(offsets[:-1], lengths)
+    ids = batch.ids[torch.repeat_interleave(starts, lengths) + within]
+    return Batch(dense=dense, ids=ids * torch.repeat_interleave(ours.repeat(len(rows)), lengths), offsets=offsets)
