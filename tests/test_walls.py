@@ -34,9 +34,9 @@ LINES = {
     "synthetic": 1_690,
     "cli": 3_290,
     "live": 960,
-    "serve": 870,
+    "serve": 1_080,
 }  # fmt: skip
-ALL_LINES = 60_510
+ALL_LINES = 60_745
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

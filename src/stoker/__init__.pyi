@@ -57,6 +57,7 @@ from stoker.rewrite.popularity import profile as profile
 from stoker.rewrite.reorder import reorder as reorder
 from stoker.serve.client import Client as Client
 from stoker.serve.export import export as export
+from stoker.serve.retrieve import Retriever as Retriever
 from stoker.serve.scorer import Scorer as Scorer
 from stoker.tables import Cached as Cached
 from stoker.tables import Device as Device

@@ -132,13 +132,14 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
     return Dataset(path)
 
 
-def make_daily_run(path: str | Path, days: int = 2, rows: int = 300) -> list[pl.DataFrame]:
+def make_daily_run(path: str | Path, days: int = 2, rows: int = 300, **settings: Any) -> list[pl.DataFrame]:
     """Train a run on the log of a day, and return the logs of the days after it.
 
     Args:
         path: of the run; its dataset is next to it.
         days: logs to return.
         rows: of each log.
+        settings: of :class:`stoker.TrainConfig`, such as another model.
 
     >>> from stoker.testing import make_daily_run
     >>> [tuesday] = make_daily_run("run", days=1)
@@ -157,10 +158,9 @@ def make_daily_run(path: str | Path, days: int = 2, rows: int = 300) -> list[pl.
     columns = [{"name": name, "type": "int"} for name in ("item", "user")]
     schema = Schema.from_dict({"name": "days", "label": "click", "categorical": columns})
     data = prepare(schema, logs[0], out=Path(path).with_name(f"{Path(path).name}-data"), split="random:0.8,0.1")
-    train(
-        data, out=path, display="quiet", tensorboard=False, embedding_dim=4, batch_size=64, epochs=1,
-        model_options={"bottom": (8,), "top": (8,)},
-    ).model.embeddings.close()  # fmt: skip
+    small = {"embedding_dim": 4, "batch_size": 64, "epochs": 1, "tensorboard": False}
+    own = {} if "model" in settings else {"model_options": {"bottom": (8,), "top": (8,)}}
+    train(data, out=path, display="quiet", **{**small, **own, **settings}).model.embeddings.close()
     return logs[1:]
 
 

@@ -99,7 +99,7 @@ def errors_as(
 EXTRAS = {
     "fsspec": "remote", "matplotlib": "plot", "networkit": "communities", "prometheus_client": "serve",
     "tensorboard": "tensorboard",
-    "yaml": "yaml", "zstandard": "zstd",
+    "usearch": "retrieval", "yaml": "yaml", "zstandard": "zstd",
 }  # fmt: skip
 
 

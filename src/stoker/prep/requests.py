@@ -6,7 +6,7 @@ rows of the same request, as those of a file do. Rows are never dropped: one tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,16 @@ class Ids:
         found: Array = np.append(0, self._ids_of(hash_spans(data, ends, 0), distinct))[codes]
         return found
 
+    def values(self, ids: Array) -> pa.Array:
+        """Return the value of each id [n]: texts or whole numbers; null for the empty field."""
+        order = np.argsort(self._ids, kind="stable")
+        places = np.searchsorted(self._ids[order], ids)
+        absent = ids == self.missing
+        places = order[np.where(absent, 0, places)] if len(order) else places
+        if self._texts is not None:
+            return self._texts.take(pa.array(places, mask=absent))
+        return pa.array(np.asarray(self._keys[places]), mask=absent)
+
     def _ids_of(self, keys: Array, texts: pa.Array | None) -> Array:
         found, first = np.zeros(len(keys), np.int64), np.searchsorted(self._keys, keys)
         for more in range(self._run):
@@ -189,6 +199,16 @@ class RowEncoder:
         #: raw columns of training that scoring does not need
         self.others = sorted({item.column for item in known.fields} - set(self.columns))
         self._window = [one for one in schema.feature if isinstance(one, Past)]
+
+    def columns_of(self, names: Collection[str]) -> set[str]:
+        """Return the raw columns that only these columns of the model read, and no derived feature."""
+        own: set[str] = set()
+        others = {column for one in self.fitted.schema.feature for column in one.inputs}
+        pairs = [*zip(self._layout.features, self._layout.feature_fields, strict=True),
+                 *zip(self._layout.columns, self._layout.dense, strict=True)]  # fmt: skip
+        for column, item in pairs:
+            (own if column.name in names else others).add(item.column)
+        return own - others
 
     @property
     def independent(self) -> bool:

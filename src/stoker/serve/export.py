@@ -7,6 +7,7 @@
     OUT/dense.safetensors       the dense part, and the cores of tensor trains
     OUT/vocab/item.arrow        values with their ids, by rising hash
     OUT/features/               fitted features and the state of window features
+    OUT/items.arrow             of a two-tower model: its items and their vectors
     OUT/dense.pt2, dense.onnx   on request
 """
 
@@ -31,9 +32,10 @@ from stoker.base.picture import Shown
 from stoker.base.units import format_size, listed
 from stoker.base.version import __version__
 from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json, describe_file
 from stoker.dataset.spec import FeatureSpec
-from stoker.models import MODELS, RecModel
+from stoker.models import MODELS, RecModel, TwoTower
 from stoker.optim import SGD
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
@@ -41,11 +43,12 @@ from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like
 from stoker.prep.requests import Fitted, Ids, RowEncoder
 from stoker.prep.schema import Schema
+from stoker.serve.items import ITEMS, item_table, write_items
 from stoker.tables.exported import FORMATS, Exported, quantize, width_of
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
 from stoker.training.files.loading import saved_model
-from stoker.training.files.rundir import find_checkpoint, newest_rows
+from stoker.training.files.rundir import find_checkpoint, find_dataset, newest_rows
 from stoker.training.files.segments import SavedTable
 from stoker.training.scores.evaluation import check_dataset
 
@@ -142,8 +145,12 @@ def export(
             "version": version_of(manifest),
         }  # fmt: skip
         _write_manifest(made, {**description, "files": _files(made)})
+        two_tower = issubclass(MODELS[config["model"]], TwoTower)
+        if two_tower:
+            _write_items(made, Dataset(find_dataset(path, _REMEDY) if data is None else data))
         if pt2 or onnx:
             _write_programs(made, pt2=pt2, onnx=onnx)
+        if two_tower or pt2 or onnx:
             _write_manifest(made, {**description, "files": _files(made)})
     return Export(path=target, rows=rows, row_bytes=sizes[0], fp32_bytes=sizes[1])
 
@@ -219,6 +226,13 @@ def _encoded(weight: torch.Tensor, rows: str) -> bytes:
     return plain.tobytes() if rows == "fp32" else quantize(plain, int(rows[3:])).tobytes()
 
 
+def _write_items(out: Path, data: Dataset) -> None:
+    model, fitted, _ = open_export(out)
+    assert isinstance(model, TwoTower)
+    if model.spec.features[model.identity].table in fitted.ids:  # else their values are not known
+        write_items(out / ITEMS, item_table(model, fitted, data))
+
+
 def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:
     model, _, _ = open_export(out)
     batch = Batch(
@@ -263,7 +277,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
     if int(manifest["format_version"]) > FORMAT_VERSION:
         raise CheckpointError(f"{path} has export format {manifest['format_version']}. Update Stoker.")
     for name, entry in manifest["files"].items():
-        _check_file(path / name, entry, whole=check or not name.startswith(("rows/", "vocab/")))
+        _check_file(path / name, entry, whole=check or not name.startswith(("rows/", "vocab/", ITEMS)))
     spec = FeatureSpec.from_dict(manifest["features"])
     names = [name for group in manifest["groups"] for name in group["tables"]]
     model = MODELS[manifest["model"]["model"]].from_config(

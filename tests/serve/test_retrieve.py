@@ -1,0 +1,123 @@
+"""Retrieval: the best of all items by the scores of the model, from a run and from an export, exact and approximate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+import stoker
+from stoker.serve.items import ITEMS
+from stoker.testing import make_daily_run
+
+TRAIN: dict[str, Any] = {
+    "model": "two-tower", "model_options": {"item": ("item", "kind", "price"), "hidden": (16,), "width": 8},
+    "loss": "in-batch", "embedding_dim": 4, "batch_size": 64, "epochs": 2, "tensorboard": False, "display": "quiet",
+}  # fmt: skip
+
+
+def log(rows: int) -> pl.DataFrame:
+    """Purchases of 300 items, some of which are seldom; one has no name."""
+    rng = np.random.default_rng(0)
+    item = rng.integers(0, 300, rows) * rng.integers(1, 3, rows) // 2
+    names = [None if one == 7 else f"item {one}" for one in item]
+    return pl.DataFrame({
+        "bought": rng.integers(0, 2, rows), "user": rng.integers(0, 20, rows), "age": rng.normal(size=rows),
+        "item": names, "kind": item % 5, "price": item / 100,
+    })  # fmt: skip
+
+
+def prepare(folder: Path, **item: Any) -> stoker.Dataset:
+    columns = [
+        {"name": "user", "type": "int"}, {"name": "kind", "type": "int"},
+        {"name": "item", "missing": "category", **item},
+    ]  # fmt: skip
+    dense = [{"name": "age"}, {"name": "price"}]
+    schema = {"name": "shop", "label": "bought", "categorical": columns, "dense": dense}
+    return stoker.prepare(stoker.Schema.from_dict(schema), log(4000), out=folder, split="random:0.8,0.1")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shop")
+    stoker.train(prepare(folder / "data"), out=folder / "run", **TRAIN)
+    return folder / "run"
+
+
+def test_the_best_items_are_those_with_the_best_scores(run: Path) -> None:
+    retriever, scorer = stoker.Retriever(run), stoker.Scorer(run)
+    assert sorted(retriever.columns) == ["age", "user"]
+    users = log(9).select("user", "age")
+    found = retriever.topk(users, k=20)
+    assert found.summary() == "20 items for 9 users"
+    items = log(4000).select("item", "kind", "price").unique()
+    known = items.filter(pl.col("item").is_in(retriever.items.to_pylist(), nulls_equal=True))
+    assert len(known) == len(retriever) > 200
+    assert None in known["item"].to_list(), "the item without a name is one, too"
+    for place in range(9):
+        pairs = known.join(users[place], how="cross")
+        scores = scorer.score(pairs)
+        best = np.argsort(-scores, kind="stable")[:20]
+        np.testing.assert_allclose(found.scores[place], scores[best], rtol=1e-5)
+        of = dict(zip(known["item"].to_list(), scores, strict=True))
+        np.testing.assert_allclose([of[item] for item in found.items[place]], scores[best], rtol=1e-5)
+    alone = [retriever.topk(users[place], k=20).items[0] for place in range(9)]
+    assert alone == found.items
+    assert retriever.topk(users, k=10**6).scores.shape == (9, len(retriever))
+
+
+def test_an_export_has_the_items(run: Path, tmp_path: Path) -> None:
+    users = log(50).select("user", "age")
+    expected = stoker.Retriever(run).topk(users)
+    for rows in ("fp32", "int8"):
+        made = stoker.export(run, tmp_path / rows, rows=rows).path
+        found = stoker.Retriever(made, check=True).topk(users)
+        np.testing.assert_allclose(found.scores, expected.scores, atol=1e-6 if rows == "fp32" else 0.05)
+        assert rows != "fp32" or found.items == expected.items
+    (made / ITEMS).write_bytes(b"short")
+    with pytest.raises(stoker.CheckpointError, match="was altered: 5 bytes"):
+        stoker.Retriever(made)
+
+
+def test_a_graph_finds_nearly_all_of_them(run: Path) -> None:
+    pytest.importorskip("usearch")
+    users = log(200).select("user", "age")
+    exact, near = (stoker.Retriever(run, approximate=each).topk(users, k=10) for each in (False, True))
+    shared = [len({*one} & {*other}) for one, other in zip(exact.items, near.items, strict=True)]
+    assert sum(shared) >= 0.95 * 2000
+    assert (near.scores <= exact.scores + 1e-6).all()
+    assert (np.diff(near.scores, axis=1) <= 0).all()
+
+
+def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
+    make_daily_run(tmp_path / "dlrm")
+    with pytest.raises(stoker.ConfigError, match="model 'dlrm' has no vectors of items"):
+        stoker.Retriever(tmp_path / "dlrm")
+    data = prepare(tmp_path / "hashed", hash_buckets=50)
+    stoker.train(data, out=tmp_path / "run", **TRAIN)
+    with pytest.raises(stoker.ConfigError, match="ids of column 'item' are hashes"):
+        stoker.Retriever(tmp_path / "run")
+    assert not (stoker.export(tmp_path / "run", tmp_path / "out").path / ITEMS).exists()
+    retriever = stoker.Retriever(run)
+    with pytest.raises(stoker.DataError, match="lack 'age'"):
+        retriever.topk(log(3).select("user"))
+    with pytest.raises(stoker.ConfigError, match="k is 0 items"):
+        retriever.topk(log(3).select("user", "age"), k=0)
+
+
+def test_an_updated_run_has_the_items_of_its_first_dataset(tmp_path: Path) -> None:
+    options = {"model": "two-tower", "model_options": {"item": ("item",)}, "loss": "in-batch"}
+    [day] = make_daily_run(tmp_path / "run", days=1, **options)
+    before = stoker.Retriever(tmp_path / "run")
+    day.with_columns(item=pl.col("item") + 15).write_parquet(tmp_path / "day.parquet")
+    stoker.update(tmp_path / "run", tmp_path / "day.parquet")
+    after = stoker.Retriever(tmp_path / "run")
+    assert after.items.equals(before.items)
+    assert not np.array_equal(after.vectors, before.vectors)
+    served = stoker.Retriever(stoker.export(tmp_path / "run", tmp_path / "out").path)
+    np.testing.assert_allclose(served.vectors, after.vectors, atol=1e-6)
+    with pytest.raises(stoker.ConfigError, match="has no training rows, so no items"):
+        stoker.Retriever(tmp_path / "run", data=tmp_path / "run" / "updates" / "000001")
