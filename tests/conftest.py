@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import all_processes  # noqa: F401
 import pytest
 import torch
 from campaigns import scaled
-from compiled_once import compile_once
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
@@ -35,7 +35,6 @@ settings.register_profile("stoker", deadline=None, max_examples=scaled(100))
 settings.load_profile("stoker")
 
 fill_fresh_memory()
-compile_once()
 
 # Batches of tests are tiny: a second thread costs more than it brings, most of all where several processes share the
 # cores. Kernels are tested with all threads, and tests about threads set their own number.

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import all_processes  # noqa: F401
 import pytest
 import torch.multiprocessing as mp
 

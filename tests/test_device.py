@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_python
 
 from stoker.base import device
 from stoker.base.errors import ConfigError
@@ -143,10 +144,7 @@ def test_probes_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_freed_memory_is_kept_where_glibc_agrees():
-    """In a process of its own: the setting stays until the process ends."""
-    import subprocess
-    import sys
-
+    """In processes of their own: the setting stays until the process ends."""
     code = (
         "import sys, stoker.base.device as d, torch, resource\n"
         "kept = sys.argv[1] != 'leave' and d.keep_freed_memory()\n"
@@ -158,10 +156,7 @@ def test_freed_memory_is_kept_where_glibc_agrees():
         "faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "print(kept, faults)"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True).stdout.split()
-        for mode in ("keep", "leave", "return")
-    ]
+    runs = [run_python("-c", code, mode).stdout.split() for mode in ("keep", "leave", "return")]
     if runs[0][0] == "True" and int(runs[1][1]) > 20_000:  # the C library did return memory
         assert int(runs[0][1]) < int(runs[1][1]) / 2
         assert int(runs[2][1]) > 2 * int(runs[0][1])

@@ -120,33 +120,3 @@ def test_importing_loads_little():
     assert heavy_at_first == "[]"
     assert int(modules) < 10
     assert rest == ["[]", "False False False"]
-
-
-def test_training_needs_only_torch_numpy_and_safetensors(tmp_path):
-    """Everything else is hidden from the import system; CI also does this in a real bare environment."""
-    code = (Path(__file__).parent / "bare_environment.py").read_text()
-    hidden = {
-        "numba",
-        "polars",
-        "pyarrow",
-        "yaml",
-        "rich",
-        "typer",
-        "tensorboard",
-        "pandas",
-        "sklearn",
-        "triton",
-        "zstandard",
-    }
-    blocked = f"""
-        import sys
-        from importlib.machinery import PathFinder
-        class Bare(PathFinder):
-            @classmethod
-            def find_spec(cls, name, path=None, target=None):
-                return None if name.split(".")[0] in {hidden} else super().find_spec(name, path, target)
-        sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
-    """
-    assert "bare environment: ok" in run(
-        textwrap.dedent(blocked) + f"\nsys.argv = ['bare', {str(tmp_path)!r}]\n" + code
-    )

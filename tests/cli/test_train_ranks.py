@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from calling import SMALL, call
+from processes import run_python
 
 from stoker.cli import ranks
 from stoker.testing import make_dataset
@@ -22,8 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def started(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_python("-m", "stoker", *map(str, arguments))
 
 
 def test_two_ranks_write_the_checkpoints_of_one_process_and_speak_once(tmp_path: Path) -> None:

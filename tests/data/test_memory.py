@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_python
@@ -135,7 +136,7 @@ def test_its_batches_are_those_from_files(kind: str, options: dict[str, Any], tm
     assert all(torch.equal(held.counts[name], lying.counts[name]) for name in lying.counts)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(
     rows=st.integers(3, 400), group=st.integers(1, 120), most=st.integers(1, 90), threads=st.integers(1, 3),
     kind=st.sampled_from(list(KINDS)),

@@ -156,7 +156,7 @@ def test_a_mix_of_forms_splits_by_time_whatever_the_blocks_and_threads(
     tmp_path_factory: pytest.TempPathFactory, threads: int, block_bytes: int
 ) -> None:
     @given(st.lists(iso((1990, 2030)), min_size=8, max_size=40, unique_by=lambda t: micros(datetime.fromisoformat(t))))
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=scaled(32), deadline=None)
     def check(texts: list[str]) -> None:
         folder = tmp_path_factory.mktemp("mix")
         files = [log(folder / "1.csv", texts[:5]), log(folder / "2.csv", texts[5:])]

@@ -42,23 +42,22 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def sealed(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, and a program, whose directories cannot keep a cache: files have the caches' names."""
-    site = tmp_path / "site"
+    site = tmp_path_factory.mktemp("sealed") / "site"
     shutil.copytree(Path(stoker.__file__).parent, site / "stoker", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in [site, *(path for path in site.rglob("*") if path.is_dir())]:
         (folder / "__pycache__").write_text("")  # permissions would not stop root
     (site / "program.py").write_text(_PROGRAM)
-    (tmp_path / "tmp").mkdir()
     return site
 
 
-def run(site: Path, **environment: str) -> dict:
-    hidden = ("NUMBA_", "XDG_")
+def run(site: Path, temporary: Path, **environment: str) -> dict:
+    hidden = ("NUMBA_", "XDG_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    temporary = str(site.parent / "tmp")
-    environment = {**kept, "PYTHONPATH": str(site), "HOME": os.devnull, "TMPDIR": temporary, **environment}
+    kept |= {"PYTHONPATH": str(site), "PYTHONPYCACHEPREFIX": str(site.parent / "modules")}  # parse modules once
+    environment = {**kept, "HOME": os.devnull, "TMPDIR": str(temporary), **environment}
     done = subprocess.run(
         [sys.executable, str(site / "program.py")], env=environment, capture_output=True, text=True, check=False
     )
@@ -69,11 +68,11 @@ def run(site: Path, **environment: str) -> dict:
     return result
 
 
-def test_kernels_are_kept_in_the_temporary_directory_until_a_module_changes(sealed: Path) -> None:
+def test_kernels_are_kept_in_the_temporary_directory_until_a_module_changes(sealed: Path, tmp_path: Path) -> None:
     """Kernels are made of functions of other modules, which Numba's own stamp does not see."""
-    first, second = run(sealed), run(sealed)
+    first, second = run(sealed, tmp_path), run(sealed, tmp_path)
     assert (first["hits"], second["hits"]) == ([0, 0], [1, 1])
-    (folder,) = (sealed.parent / "tmp").glob("stoker-kernels-*")
+    (folder,) = tmp_path.glob("stoker-kernels-*")
     assert Path(first["found"]["path"]).parent == folder
     assert "temporary directory" in first["found"]["why"]
     if hasattr(os, "geteuid"):
@@ -81,20 +80,21 @@ def test_kernels_are_kept_in_the_temporary_directory_until_a_module_changes(seal
         assert folder.name == f"stoker-kernels-{os.geteuid()}"
     with (sealed / "stoker" / "ops" / "rule.py").open("a") as file:
         file.write("\n")
-    assert not any(run(sealed)["hits"])
+    assert not any(run(sealed, tmp_path)["hits"])
 
 
-def test_kernels_are_compiled_without_a_cache_where_none_can_be(sealed: Path) -> None:
+def test_kernels_are_compiled_without_a_cache_where_none_can_be(sealed: Path, tmp_path: Path) -> None:
     user = os.geteuid() if hasattr(os, "geteuid") else os.getenv("USERNAME", "user")
-    (sealed.parent / "tmp" / f"stoker-kernels-{user}").write_text("not a directory")
-    result = run(sealed)
+    (tmp_path / f"stoker-kernels-{user}").write_text("not a directory")
+    result = run(sealed, tmp_path)
     assert result["found"]["path"] is None
     assert "Set NUMBA_CACHE_DIR" in result["found"]["why"]
     assert result["hits"] == [0, 0]
 
 
 def test_numba_cache_dir_comes_first(sealed: Path, tmp_path: Path) -> None:
-    result = run(sealed, NUMBA_CACHE_DIR=str(tmp_path / "own"))
+    (tmp_path / "tmp").mkdir()
+    result = run(sealed, tmp_path / "tmp", NUMBA_CACHE_DIR=str(tmp_path / "own"))
     assert Path(result["found"]["path"]).is_relative_to(tmp_path / "own")
     assert result["found"]["why"] == "as NUMBA_CACHE_DIR says"
     assert not any((tmp_path / "tmp").iterdir())

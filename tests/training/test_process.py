@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import run_python
 from small_runs import ROWS, SMALL, TENTH
 
 import stoker
@@ -125,15 +125,16 @@ for fails in (False, True):
 """
 
 
-def test_training_restores_the_allocator(tmp_path: Path) -> None:
-    """In a process of its own, where nothing else has changed the allocator."""
+def test_training_restores_the_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, where nothing else has changed the allocator."""
     if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs mallinfo2, which glibc 2.33 and later has")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    for name in os.environ:
+        if name.startswith(("MALLOC_", "GLIBC_")):
+            monkeypatch.delenv(name)
 
     def lines(folder: str, **environment: str) -> list[str]:
-        command = [sys.executable, "-c", _MAPPED, str(tmp_path / folder)]
-        done = subprocess.run(command, env={**own, **environment}, capture_output=True, text=True, check=False)
+        done = run_python("-c", _MAPPED, tmp_path / folder, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

@@ -75,7 +75,6 @@ def test_learns_from_the_steps(logs: dict[str, Dataset], tmp_path: Path, model: 
     assert result.valid["auc"] > 0.6
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which is not installed here")
 @pytest.mark.parametrize("model", SIZES)
@@ -85,8 +84,8 @@ def test_compiled_is_near(logs: dict[str, Dataset], model: str) -> None:
     losses = []
     for compiled in (False, True):
         made = MODELS[model](data.schema, embedding_dim=8, **SIZES[model])
-        if compiled:  # that both are one graph is ours; the machine code of one is enough
-            made.compile_dense(backend="inductor" if model == "din" else "aot_eager")
+        if compiled:  # that it is one graph is ours; machine code is DLRM's (tests/training/test_loop.py)
+            made.compile_dense(backend="aot_eager")
         made.loss(batch).backward()
         losses.append([made.loss(batch).item(), *(p.grad.norm().item() for p in made.dense_parameters())])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-5)
