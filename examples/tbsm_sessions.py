@@ -30,7 +30,7 @@ def sessions(folder: Path) -> Path:
         pl.scan_parquet(given).filter(pl.col("user_id") % 80 == 0).sink_parquet(file)
         print("readers of", given)
     else:
-        stoker.synthetic.write("globo", 30_000, file)
+        stoker.synthetic.write("globo", 12_000, file)
         print("no", given, "here: the sessions are generated")
     return file
 

@@ -49,12 +49,12 @@ def init(entity=None, project=None, *, config=None, name=None):
 
 
 def demo_of_few_customers(script: Path, folder: Path) -> Path:
-    """Copy the demo to a place with a fortieth of its data."""
+    """Copy the demo to a place with the customers of one number in 120."""
     log = Path("data", "online_retail", "invoices.parquet")
     for path in (Path("examples"), log.parent):
         (folder / path).mkdir(parents=True)
     rows = pl.read_parquet(ROOT / log)
-    rows.filter(rows["CustomerID"].cast(pl.Float64) % 40 == 0).write_parquet(folder / log)
+    rows.filter(rows["CustomerID"].cast(pl.Float64) % 120 == 0).write_parquet(folder / log)
     return Path(shutil.copy(script, folder / "examples"))
 
 
@@ -70,7 +70,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
         command[0] = demo_of_few_customers(example, tmp_path)
         if hasattr(os, "fork"):
             command.insert(0, Path(__file__).with_name("forking.py"))
-    done = run_python("-W", "error", *command, TMPDIR=str(tmp_path), PYTHONPATH=path)
+    done = run_python("-W", "error", *command, TMPDIR=str(tmp_path), STOKER_DATA=str(tmp_path), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     if example.stem.startswith("log_to_"):
