@@ -125,7 +125,17 @@ def test_training_learns_and_no_placement_changes_a_bit(data: Dataset, tmp_path:
     assert stoker.verify(tmp_path / "a", steps=5).identical
     best = max(records(tmp_path / "a", "valid"), key=lambda line: line["recall_50"])
     assert result.best_step == best["step"]
+    assert result.test["recall_50"] > 2 * 50 / result.test["catalogue"], "twice what chance finds"
     assert result.test["recall_rows"] == int(sum(batch.labels.sum() for batch in data.test.batches(64)))
+
+
+def test_rows_of_label_0_are_negatives_of_bce(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = stoker.train(data, out=tmp_path / "run", epochs=8, **{**RUN, "loss": "bce", "display": "plain"})
+    assert f"recall_50 {result.test['recall_50']:.4f}" in capsys.readouterr().err
+    assert result.test["auc"] > 0.8
+    assert result.test["log_loss"] < 0.6
 
 
 def test_recall_is_that_of_all_products(data: Dataset) -> None:

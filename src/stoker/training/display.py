@@ -57,7 +57,8 @@ def _decided(values: dict[str, Any]) -> str:
 
 
 def _metrics(values: dict[str, Any]) -> str:
-    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration", "mrr", "ndcg", "hr", "group_auc")
+    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration", "mrr", "ndcg", "hr", "group_auc",
+             "recall_10", "recall_50", "recall_100")  # fmt: skip
     words = {name: f"{name}@{values.get('ranking_k')}" for name in ("ndcg", "hr")}
     shown = (name for name in names if values.get(name) is not None)
     return "  ".join(f"{words.get(name, name)} {values[name]:.4f}" for name in shown)
