@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_060,
     "dataset": 3_080,
     "optim": 610,
-    "tables": 11_630,
+    "tables": 11_680,
     "models": 1_985,
-    "placement": 2_810,
+    "placement": 2_880,
     "training": 10_220,
     "rewrite": 1_950,
     "prep": 12_090,
     "synthetic": 1_690,
-    "cli": 3_290,
+    "cli": 3_310,
     "live": 960,
     "serve": 1_080,
 }  # fmt: skip
-ALL_LINES = 60_745
+ALL_LINES = 60_965
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

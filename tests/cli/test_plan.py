@@ -185,6 +185,24 @@ def test_an_option_works_by_the_name_it_had_before(
     assert "Choose one of 'fp32', 'tf32', 'bf16'" in err
 
 
+def test_a_rank_is_planned(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
+    found = [json.loads(output(capsys, *asked, *more, "--json")[1]) for more in ([], ["--ranks", "2"])]
+    one, two = (sum(group["rows"] for group in each["groups"]) for each in found)
+    assert (one, two) == (3210, 1605)
+    sent = found[1]["sent_bytes"]
+    assert sent["total"] == pytest.approx(sum(size for name, size in sent.items() if name != "total"))
+    assert sent["rows"] == 4 * sent["ids"] > 0, "4 columns of 4 bytes"
+    assert "sent_bytes" not in found[0]
+    code, out, err = output(capsys, *asked, "--ranks", "2")
+    assert code == 0, err
+    assert ", one of 2 ranks" in out
+    assert "at 10 Gbit/s" in out
+    code, _, err = output(capsys, *asked, "--ranks", "2", "--allow-compression")
+    assert code == 2
+    assert "--allow-compression" in err
+
+
 def test_a_model_larger_than_memory_is_scored(
     run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,13 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,13 +38,16 @@ from stoker import (
     TensorTrain,
     load,
     optim,
+    plan,
     save,
     stage,
 )
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.ops.tree import Node, nodes_of, shard_bounds, shards_of, tree_sum
+from stoker.placement.sent import expect_sent
 from stoker.tables import Ranks, RanksError, Replicas
 from stoker.tables.autograd import compiled_lookup
+from stoker.tables.config import Slotted
 
 RULES: list[optim.RowOptimizer] = [
     optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
@@ -215,10 +221,10 @@ def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
             [TableConfig(name="a", num_embeddings=100, embedding_dim=16)], optimizer=optim.SGD(lr=0.1), shards=2
         )
         tables.replicate(group)
-        before = group.sent
+        before = group.sent.total() - group.sent["headers"]
         ids = torch.arange(10).view(10, 1) + 5 * group.rank
         tables(torch.cat([ids, ids])).sum().backward()
-        return group.sent - before, 10
+        return group.sent.total() - group.sent["headers"] - before, 10
 
     for sent, rows in on_threads(2, work):
         assert sent == rows * 4 * (16 + 4) + 8, "a sum is its D values with row, node and count; and the batch size"
@@ -367,14 +373,135 @@ def test_divided_tables_give_gradients_of_weights_and_keep_frozen_rows() -> None
     assert all(each == rows for _, each in found)
 
 
-def test_a_stage_passes_batches_of_divided_tables_on() -> None:
-    def work(group: Ranks | None) -> dict[str, str]:
-        tables = _some(group, placement=Cached(slots=16))
-        for ids in stage([_batch(group, step) for step in range(5)], tables, lookups=lambda ids: ids):
-            tables(ids).square().sum().backward()
-        return digest(tables)
+def _drawn(group: Ranks | None, number: int) -> dict[str, Any]:
+    """The own examples of a batch of 16 for tables of 400 and 130 rows."""
+    ids, offsets, weights = draw(number, 16, "weighted")
+    ids = (ids * torch.randint(1, 10, ids.shape, generator=torch.Generator().manual_seed(number))).long()
+    own = shards_of(group.rank, group.size, 4) if group else range(4)
+    found = share_of((ids, offsets, weights), 4 * own.start, 4 * own.stop)
+    return dict(zip(("ids", "offsets", "weights"), found, strict=True))
 
-    assert on_threads(2, work) == [work(None)] * 2
+
+@pytest.mark.parametrize(
+    "ahead", [{}, {"lookahead": 0}, {"lookahead": 3, "in_flight": 2}, {"background": True}], ids=str
+)
+@pytest.mark.parametrize("place", ["cached", "pipelined", "hot", "file", "mixed"])
+def test_a_stage_brings_what_other_ranks_look_up(place: str, ahead: dict[str, Any]) -> None:
+    placement = {
+        "cached": Cached(slots=70), "pipelined": HostPipelined(slots=70), "file": Cached(slots=70, home="file"),
+        "hot": HotCold(hot={"a": 20, "b": 8}, slots=90), "mixed": {"a": Cached(slots=70), "b": Device()},
+    }[place]  # fmt: skip
+
+    def work(group: Ranks | None) -> tuple[dict[str, str], int, int]:
+        tables = EmbeddingTables(
+            [
+                TableConfig(name="a", num_embeddings=400, embedding_dim=4, features=("f", "g")),
+                TableConfig(name="b", num_embeddings=130, embedding_dim=4, features=("h",)),
+            ],
+            optimizer=optim.Adagrad(lr=0.1), features=("f", "h", "g"), placement=placement, shards=4, ranks=group,
+            backend="reference",
+        )  # fmt: skip
+        stream = [_drawn(group, number) for number in range(12)]
+        for batch in stage(stream, tables, lookups=lambda batch: tuple(batch.values()), **(ahead if group else {})):
+            tables(**batch).square().sum().backward()
+        stats = [each.storage.stats for each in tables.groups if isinstance(each.strategy, Slotted)]
+        return digest(tables), sum(each.on_demand for each in stats), sum(each.fetched for each in stats)
+
+    alone, *_ = work(None)
+    for ranks in (2, 4):
+        for found, on_demand, fetched in on_threads(ranks, work):
+            assert found == alone
+            assert on_demand == 0
+            assert fetched > 0
+
+
+def test_rows_that_no_stage_brought_are_counted() -> None:
+    def work(group: Ranks) -> list[int]:
+        tables, found = _some(group, placement=Cached(slots=16)), []
+        for ids in (_batch(group, 0), _batch(group, 0), _batch(group, 1)):
+            tables(ids).sum().backward()
+            found.append(tables.groups[0].storage.stats.on_demand)
+        return found
+
+    rows = [set(_batch(None, number).flatten().tolist()) for number in (0, 1)]
+    expected = [
+        (len(mine), len(mine), len(mine | more))
+        for mine, more in ([{row for row in each if row % 2 == rank} for each in rows] for rank in range(2))
+    ]
+    assert [tuple(each) for each in on_threads(2, work)] == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_send_what_the_plan_says_and_have_equal_work(ranks: int) -> None:
+    sizes, batch, steps, dim = (30_000, 4_000, 500, 40, 3), 1000, 8, 8
+    drawn, counts, tables = [], {}, []
+    for number, size in enumerate(sizes):
+        weights = np.arange(1, size + 1) ** -1.05
+        ids = np.random.default_rng(number).choice(size, steps * batch, p=weights / weights.sum())
+        found = np.bincount(ids, minlength=size)
+        order = np.argsort(-found, kind="stable")
+        drawn.append(np.argsort(order)[ids].reshape(steps, batch))
+        tables.append(TableConfig(name=str(number), num_embeddings=size, embedding_dim=dim))
+        counts[str(number)] = found[order][::ranks]
+    stream = torch.from_numpy(np.stack(drawn, axis=-1))
+
+    class Counted(Ranks):
+        served = 0
+
+        def exchange(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
+            self.served += sum(map(len, parts)) if work.startswith("send rows") else 0
+            return super().exchange(work, parts)
+
+    def work(group: Any) -> tuple[dict[str, int], int, int]:
+        made = EmbeddingTables(tables, optimizer=optim.SGD(lr=0.1), shards=8, ranks=group, backend="reference")
+        own, bounds = shards_of(group.rank, ranks, 8), shard_bounds(batch, 8)
+        group.sent.clear()
+        for ids in stream:
+            made(ids[bounds[own.start] : bounds[own.stop]]).sum().backward()
+        return dict(group.sent), group.served, made.groups[0].storage.num_rows
+
+    placement = plan(
+        [replace(table, num_embeddings=len(counts[table.name])) for table in tables], counts, batch_size=batch,
+        optimizer=optim.SGD(lr=0.1), device_memory="1GiB",
+        ids_per_feature={name: float(found.sum()) / batch / steps for name, found in counts.items()},
+    )  # fmt: skip
+    expected = expect_sent(placement, ranks, 8, parameters=0)
+    found = on_threads(ranks, work, Counted)
+    for name, what in {"ids": "ask for rows", "rows": "send rows", "gradients": "send gradients"}.items():
+        each = [sum(size for work, size in sent.items() if work.startswith(what)) / steps for sent, *_ in found]
+        assert sum(each) / ranks == pytest.approx(getattr(expected, name), rel=0.02), name
+    for each in ([served for _, served, _ in found], [rows for *_, rows in found]):
+        assert max(each) * ranks / sum(each) <= 1.05
+
+
+def test_ids_of_a_staged_batch_are_those_that_ranks_know() -> None:
+    def work(group: Ranks) -> str:
+        tables = _some(group, placement=Cached(slots=16))
+        stream = iter(stage([_batch(group, step) for step in range(3)], tables, lookups=lambda ids: ids))
+        ids = next(stream)
+        ids += group.rank
+        with pytest.raises((ConfigError, RanksError)) as caught:
+            tables(ids)
+        return str(caught.value)
+
+    first, second = on_threads(2, work)
+    assert "were changed before its lookup" in second
+    assert first == f"rank 1 stopped: ConfigError: {second}"
+
+
+def test_a_stage_that_fails_on_one_rank_ends_all() -> None:
+    def work(group: Ranks) -> str:
+        def stream() -> Iterator[Tensor]:
+            yield _batch(group, 0)
+            if group.rank:
+                raise OSError("the disk is gone")
+            yield from [_batch(group, 1)] * 20
+
+        with pytest.raises((OSError, RanksError)) as caught:
+            next(iter(stage(stream(), _some(group, placement=Cached(slots=16)), lookups=lambda ids: ids)))
+        return str(caught.value)
+
+    assert on_threads(2, work) == ["rank 1 stopped: OSError: the disk is gone", "the disk is gone"]
 
 
 def test_an_id_that_is_no_row_ends_all_ranks() -> None:
@@ -392,7 +519,7 @@ def test_an_id_that_is_no_row_ends_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"placement": TensorTrain(rank=2)}, "TensorTrain"), ({"steps": {"g": 2}}, "steps"),
+        ({"steps": {"g": 2}}, "steps"),
         ({"shards": 1}, "shards=8"), ({"device": "cuda"}, "the device cuda"),
     ],
 )  # fmt: skip

@@ -15,7 +15,10 @@ from small_runs import FILE, assert_same_run, files, records
 
 import stoker
 from stoker.dataset.dataset import Dataset
+from stoker.optim import Constant
+from stoker.placement.sent import expect_sent
 from stoker.testing import make_dataset
+from stoker.training.placing import place_run
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 4, "eval_every": 2, "tensorboard": False, "display": "quiet",
@@ -93,6 +96,42 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         assert len(records(out, "valid")) == 2, "each record is written once"
 
 
+def test_what_other_ranks_look_up_is_brought_ahead(workers: Workers, data: Dataset, tmp_path: Path) -> None:
+    given = {**settings_of("dlrm", 3), "batch_size": 40, "steps": 6, "eval_every": 6}
+    stoker.train(data, out=tmp_path / "alone", **given)
+    for ranks in (2, 4):
+        for name, place in PLACES.items():
+            if name != "resident":
+                out = tmp_path / f"{name}{ranks}"
+                workers.train(ranks, data.path, out=out, **given, **{**place, "device_memory": "8KiB"})
+                assert files(out / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
+                assert records(out, "train")[-1]["on_demand_rows_per_step"] == 0, (name, ranks)
+
+
+@pytest.mark.parametrize("place", ["resident", "cached"])
+def test_every_rank_has_the_cores_of_tensor_trains(workers: Workers, data: Dataset, tmp_path: Path, place: str) -> None:
+    given = {**settings_of("dlrm", 3), "tt_rank": 2, "tt_rows": 1000, "row_optimizer": "adagrad"}
+    assert set(stoker.train(data, out=tmp_path / "alone", **given).model.tensor_train) == {"C1"}
+    found = workers.train(2, data.path, out=tmp_path / "run", **{**given, "steps": 2}, **PLACES[place])
+    assert found[0][0] == 2, found
+    found = workers.train(3, resume=tmp_path / "run", steps=4, display="quiet")
+    assert found[0][0] == 4, found
+    assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
+
+
+def test_a_run_sends_what_the_plan_says(workers: Workers, data: Dataset, tmp_path: Path) -> None:
+    given = {**settings_of("dlrm", 3), "batch_size": 80, "steps": 16, "eval_every": 16, "log_every": 100}
+    kept = {name: value for name, value in given.items() if name != "display"}
+    config = stoker.TrainConfig.from_dict(kept | {"device_memory": "1GiB"})
+    placement = place_run(config, data, config.make_row_optimizer(Constant()), 2)
+    assert placement is not None
+    model = config.make_model(data.schema, config.make_row_optimizer(Constant()), None, None)
+    expected = expect_sent(placement, 2, 8, sum(each.numel() for each in model.dense_parameters()))
+    workers.train(2, data.path, out=tmp_path / "run", **given)
+    sent = records(tmp_path / "run", "train")[-1]["sent_mib_per_step"] * 2**20
+    assert sent == pytest.approx(expected.total, rel=0.02), expected
+
+
 def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset, tmp_path: Path) -> None:
     given = settings_of("tabular", 4)
     stoker.train(data, out=tmp_path / "alone", **given)
@@ -139,7 +178,6 @@ def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tt_own": {"C1": 2}}, "not with tensor trains yet"),
         ({"shards": 2}, "need as many logical shards"),
         ({"shards": 1}, "need as many logical shards"),
         ({"batch_size": "auto"}, "measured in one process"),

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
     from stoker.placement.placement import Placement
     from stoker.placement.replay import Replay
+    from stoker.placement.sent import Sent
     from stoker.training import TrainConfig
     from stoker.training.step_time import StepTime
 
 _TT_RANK = 32  # of the proposed tensor trains
+_LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
 
 
@@ -41,6 +43,9 @@ def plan(
     ),
     *,
     settings: dict[str, Any],
+    ranks: int | None = option(
+        "Model", "Plan for one of R processes that divide the rows (stoker train --ranks).", metavar="R", min=1
+    ),
     allow_compression: bool = option(
         "Model", "Also propose tensor trains. They change the model.", "--allow-compression", default=False
     ),
@@ -59,6 +64,7 @@ def plan(
     stoker plan data/criteo --device-memory 1GiB --epoch-lookahead
     stoker plan data/criteo-hot --device-memory 1GiB --strategy hot-cold
     stoker plan data/criteo --device-memory 1GiB --allow-compression
+    stoker plan data/criteo --device-memory 1GiB --ranks 4
     stoker plan data/criteo --device-memory 1GiB --json
     """
     import torch
@@ -66,10 +72,12 @@ def plan(
     from stoker.base.device import check_threads, resolve_device
     from stoker.base.device import device_memory as memory_of
     from stoker.optim import Constant
+    from stoker.placement.sent import expect_sent
     from stoker.training import TrainConfig
     from stoker.training.defaults import complete
     from stoker.training.files.rundir import open_dataset
     from stoker.training.placing import place_run
+    from stoker.training.ranks.start import check_settings, shards_for
     from stoker.training.step_time import measure_step
 
     if "threads" in settings:
@@ -78,22 +86,40 @@ def plan(
         device_memory = str(int(_FREE_SHARE * memory_of(resolve_device(settings.get("device")))[0]))
     limit = str(2**62) if device_memory == "all" else device_memory
     data = open_dataset(dataset)
-    config = complete(TrainConfig.from_dict({**settings, "device_memory": limit}), data)
-    placement = place_run(config, data, config.make_row_optimizer(Constant()))
+    size = ranks or 1
+    settings = {**settings, "device_memory": limit} | ({"shards": shards_for(size)} if size > 1 else {})
+    config = complete(TrainConfig.from_dict(settings), data)
+    if size > 1:
+        check_settings(config, data, size)
+        if allow_compression:
+            raise ConfigError("--ranks does not go with --allow-compression. Plan tensor trains with --tt-rank.")
+    placement = place_run(config, data, config.make_row_optimizer(Constant()), size)
     assert placement is not None
-    step = measure_step(config, data, placement)
+    part = config.replace(batch_size=max(1, config.batch_size // size), shards=max(1, config.shards // size))
+    step = measure_step(part if size > 1 else config, data, placement)
     proposal = _proposal(config, data) if allow_compression else None
+    sent = expect_sent(placement, size, config.shards, step.parameters) if size > 1 else None
     record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
+    if sent:
+        record |= {"ranks": size, "shards": config.shards, "sent_bytes": {**asdict(sent), "total": sent.total}}
     if allow_compression:
         record["compressed"] = proposal and {"settings": proposal[0], **_values(*proposal[1:])}
     if printed(record, as_json):
         return
-    _show_placement(f"{dataset}, {config.model}", placement, step)
+    _show_placement(f"{dataset}, {config.model}" + (f", one of {size} ranks" if sent else ""), placement, step)
+    if sent:
+        _show_sent(sent, config.shards)
     if proposal:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in proposal[0].items())
         _show_placement(f"\nwith {flags} (another model):", *proposal[1:])
     elif allow_compression:
         print("\nTensor trains would save nothing: all rows fit already, or no table would be smaller.")
+
+
+def _show_sent(sent: Sent, shards: int) -> None:
+    parts = ", ".join(f"{format_size(size)} {name}" for name, size in asdict(sent).items())
+    times = " or ".join(f"{format_duration(8 * sent.total / rate)} at {name}" for name, rate in _LINKS.items())
+    say(f"a rank sends {format_size(sent.total)} a step with {shards} shards ({parts}): in addition {times}")
 
 
 def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
@@ -125,6 +151,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Place
 
 def _values(placement: Placement, step: StepTime) -> dict[str, Any]:
     seconds = {"placed": step.placed(placement), "resident": step.resident, **asdict(step)}
+    del seconds["parameters"]
     return {**placement.to_dict(), "step_seconds": seconds, "bound": step.bound(placement)}
 
 

@@ -274,6 +274,15 @@ class HotBatches:
     share: float  # of hot batches
 
 
+def part_of(uses: Uses, share: float) -> Uses:
+    """Return the uses in a ``share`` of the examples of each batch."""
+    if math.isinf(uses.batches):
+        q = -np.expm1(share * np.log1p(-np.minimum(uses.q, 1 - 1e-12)))
+    else:
+        q = -np.expm1(uses.n * np.log1p(-share / uses.batches))
+    return replace(uses, q=q, lookups=share * uses.lookups, batches=uses.batches / share)
+
+
 def with_margin(expected: float) -> int:
     """Return slots for this many rows on average, with a margin that few batches exceed."""
     return math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))

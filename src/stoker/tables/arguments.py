@@ -10,7 +10,7 @@ import torch
 from stoker.base.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Strategy, TableConfig, TensorTrain
+from stoker.tables.config import Strategy, TableConfig
 from stoker.tables.ranks.transport import Ranks
 
 
@@ -31,16 +31,14 @@ class TablesArguments:
     shards: int = 1
     ranks: Ranks | None = None
 
-    def check_divided(self, strategies: Sequence[Strategy]) -> None:
-        """Check what tables divided among ranks do not do yet; ``strategies``: of each table.
+    def check_divided(self) -> None:
+        """Check what tables divided among ranks do not do yet.
 
         Raises:
             ConfigError: one of the arguments is among it.
         """
         assert self.ranks is not None
         cannot = {
-            "compressed tables (TensorTrain), which every rank may hold: make tables of their own and replicate them":
-                any(isinstance(each, TensorTrain) for each in strategies),
             "padding_idx: leave these ids out of their bags": any(each.padding_idx is not None for each in self.tables),
             "steps: features must be pooled": bool(self.steps),
             "one shard: give shards=8, or another power of two": self.shards == 1,

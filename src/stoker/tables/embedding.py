@@ -117,7 +117,7 @@ class EmbeddingTables(CopiedTables):
             raise ConfigError(f"tables {twice} are named twice. Give every table its own name.")
         strategies = strategies_of(names, asked.placement)
         if asked.ranks is not None:
-            asked.check_divided(strategies)
+            asked.check_divided()
         self.tables = tuple(tables)
         asked.check_growing()
         self.features = feature_order(tables, asked.features)
@@ -132,6 +132,7 @@ class EmbeddingTables(CopiedTables):
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
+        self.divided = asked.ranks is not None  # whether each has some of the rows, though all have cores
         self.own_shards: Shards | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
@@ -146,7 +147,7 @@ class EmbeddingTables(CopiedTables):
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # For a group every step is a feature: kernels and placement need no code for sequences.
             kind: Any = CompressedGroup if alone else TableGroup
-            if asked.ranks is not None:
+            if asked.ranks is not None and not alone:  # cores are small: every rank has them
                 kind = partial(DividedGroup, asked.ranks)
             self.groups.append(
                 kind(
@@ -220,11 +221,6 @@ class EmbeddingTables(CopiedTables):
     def device(self) -> torch.device:
         """The device of the kernels."""
         return self.groups[0].storage.weight.device
-
-    @property
-    def divided(self) -> bool:
-        """Whether rows are divided among ranks."""
-        return any(isinstance(group, DividedGroup) for group in self.groups)
 
     @property
     def shards(self) -> int:
@@ -599,6 +595,12 @@ class EmbeddingTables(CopiedTables):
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
+            if found is not None and self.divided and self.ranks is not None:
+                with self.ranks.guard():
+                    raise ConfigError(
+                        "the ids or offsets of a staged batch were changed before its lookup, but the ranks among "
+                        "which the rows are divided know the others. Change them in the stream that stage() is given."
+                    )
             return [None] * len(self.groups), None, None
         for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):

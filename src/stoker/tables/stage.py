@@ -8,19 +8,25 @@ Both adapt. A longer window lowers misses only while a plan has to guess which r
 known use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans do
 not guess (:mod:`stoker.tables.slots.window`). This depends on the ids alone: :func:`stoker.replay` does the same.
 
+If rows are divided among ranks, these tell each other which rows a batch wants when it enters the window: one batch a
+step, on the caller's thread, before the step's own messages. So the order of messages depends on no clock, and the
+window has a fixed length. Who plans and moves rows, and when, remains each rank's own choice.
+
 Legend: C slots.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,11 +42,11 @@ from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.growing.ids import Grown
 from stoker.tables.lookups import Lookups, version_of
-from stoker.tables.ranks.divided import DividedGroup
+from stoker.tables.ranks.divided import Asked, DividedGroup
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
-from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
+from stoker.tables.slots.window import IN_MEMORY, LEAST, Ahead, default_memory
 from stoker.tables.storage import Lease, release_all
 
 _DEEPEST = 8  # most batches in flight, if the depth adapts
@@ -61,7 +67,8 @@ class _Upcoming:
     ids: Tensor
     version: int  # of their contents
     copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, if others could change them
-    parts: list[Lookups]  # of all groups
+    parts: list[Lookups]  # of all groups; of divided ones, the own rows that ranks look up
+    asked: dict[int, Asked]  # of divided groups, by index
     grown: Grown | None = None  # the step of tables that grow
 
 
@@ -98,13 +105,15 @@ class Stage(Generic[Item]):
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader have their own memory: only torch can change them.
         self._private = bool(getattr(stream, "fresh", False))
-        # A rank does not know what others will ask for, so divided rows are fetched on demand.
-        storages = [None if isinstance(group, DividedGroup) else group.storage for group in tables.groups]
+        storages = [group.storage for group in tables.groups]
         self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
-        self._readers = [(index, each) for index, each in enumerate(storages) if each is not None and each.reads_ids]
+        self._readers = [(index, each) for index, each in enumerate(storages) if each.reads_ids]
+        divided = [(index, group) for index, group in enumerate(tables.groups) if isinstance(group, DividedGroup)]
+        self._divided = [(index, group) for index, group in divided if isinstance(group.storage, SlottedRows)]
         self._memory = _window_memory([storage for _, storage in self._groups])
         blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
-        self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)
+        self.ahead = Ahead(LEAST if lookahead is None and self._divided else lookahead, None if blocking else IN_MEMORY)
+        self._reach = self.ahead.batches + (in_flight or 2)  # batches that ranks have asked for before a step
         self._leaving = False  # the loop was left: stop recording
         self._epoch_lookahead = self._watch(stream, progress) if epoch_lookahead else None
 
@@ -113,6 +122,11 @@ class Stage(Generic[Item]):
             raise ConfigError(
                 f"epoch_lookahead=True needs the rows of an epoch before its first step, but tables that grow "
                 f"({', '.join(raw.names[:3])}) give them during the epoch. Leave epoch_lookahead out."
+            )
+        if self._divided:
+            raise ConfigError(
+                "epoch_lookahead=True needs the ids of all ranks, but each reads those of its own examples. Leave "
+                "epoch_lookahead out: rows that are divided among ranks are brought by lookahead."
             )
         if not isinstance(stream, Rereadable):
             raise ConfigError(
@@ -159,21 +173,25 @@ class Stage(Generic[Item]):
             return
         run = _Run(self)
         try:
-            for upcoming, leases in run.staged():
-                item, ids, offsets = self._hand_out(upcoming)
-                copies = upcoming.copies
-                if self.tables.device.type != "cpu":
-                    copies = None  # only torch can change them, which counts versions
-                elif copies is None:
-                    copies = _copied(self.tables.splitter.check(ids, offsets))
-                self.tables.hand_over(ids, offsets, leases, copies, upcoming.grown)
-                self.step = getattr(item, "step", self.step) + 1
-                try:
-                    yield item
-                finally:
-                    self.tables.withdraw(ids)
+            with ranks.guard() if ranks and self._divided else nullcontext():
+                yield from self._yielded(run)
         finally:
             run.close()
+
+    def _yielded(self, run: _Run) -> Iterator[Item]:
+        for upcoming, leases in run.staged():
+            item, ids, offsets = self._hand_out(upcoming)
+            copies = upcoming.copies
+            if self.tables.device.type != "cpu":
+                copies = None  # only torch can change them, which counts versions
+            elif copies is None:
+                copies = _copied(self.tables.splitter.check(ids, offsets))
+            self.tables.hand_over(ids, offsets, leases, copies, upcoming.grown)
+            self.step = getattr(item, "step", self.step) + 1
+            try:
+                yield item
+            finally:
+                self.tables.withdraw(ids)
 
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
         """Return the batch on the tables' device, its ids and offsets; raise ConfigError if the stream overwrote it."""
@@ -230,10 +248,22 @@ class _Run:
         self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
         self._ready: deque[_Staged] = deque()
         self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
+        self._asked: SimpleQueue[_Upcoming | None] = SimpleQueue()  # batches of ranks; None: the stream has ended
+        self._asking = sys.maxsize if stage._divided else 0  # batches that ranks may ask for, in all
+        self._count = 0  # that they have asked for
 
     def staged(self) -> Iterator[_Staged]:
         """Yield the batches with resident rows."""
         return self._threaded() if self.stage.background else self._inline()
+
+    def _ask(self, done: int) -> None:
+        """Read batches and ask the ranks for their rows, as far as the stage reaches beyond the ``done`` ones."""
+        while self._count < min(done + self.stage._reach, self._asking):
+            upcoming = self._read_batch()
+            self._asked.put(upcoming)
+            self._count += 1
+            if upcoming is None:
+                self._asking = self._count
 
     def close(self) -> None:
         """Drop the staged batches that were not yielded."""
@@ -276,7 +306,7 @@ class _Run:
 
     def _announce_next(self) -> bool:
         """Announce another batch; False if there is none."""
-        coming = self._read or self._read_next()
+        coming = self._read or self._read_next(wait=not self._waiting)
         self._read = None
         if coming is None:
             return False
@@ -284,7 +314,7 @@ class _Run:
             raise coming
         if self._finder is not None and self.stage.ahead.batches:
             try:
-                self._read = self._read_next()
+                self._read = self._read_next(wait=False)
             except Exception as error:  # this batch comes first
                 self._read = error
         item = coming.upcoming.item
@@ -294,9 +324,32 @@ class _Run:
         self._waiting.append(coming.upcoming)
         return True
 
-    def _read_next(self) -> _Read | None:
-        """Read a batch, and have its distinct rows found; None if there is none."""
+    def _read_next(self, *, wait: bool) -> _Read | None:
+        """Read a batch, and have its distinct rows found; None if there is none, or if ranks have asked for none yet.
+
+        ``wait``: until they have.
+        """
         stage, finder = self.stage, self._finder
+        if not stage._divided:
+            upcoming = self._read_batch()
+        else:
+            try:
+                upcoming = self._asked.get(wait)
+            except Empty:
+                return None
+            if upcoming is None:
+                self._asked.put(None)
+        if upcoming is None:
+            return None
+        parts = upcoming.parts
+        wanted = [None if finder is None else finder.submit(of.distinct, *parts[index]) for index, of in stage._groups]
+        for index, _ in stage._readers:  # here, so that an error follows the batches before
+            parts[index].space.check(parts[index].bags.ids, parts[index].bags.offsets)
+        return _Read(upcoming, wanted)
+
+    def _read_batch(self) -> _Upcoming | None:
+        """Read a batch, and ask the ranks for its rows if these are divided; None if there is none."""
+        stage = self.stage
         with span("read"):
             item = next(self._source, None)
         if item is None:
@@ -311,10 +364,10 @@ class _Run:
             while self._grown[0].taken:
                 self._grown.popleft()
         parts = self.tables.splitter.split(call if grown is None else grown.call)
-        wanted = [None if finder is None else finder.submit(of.distinct, *parts[index]) for index, of in stage._groups]
-        for index, _ in stage._readers:  # here, so that an error follows the batches before
-            parts[index].space.check(parts[index].bags.ids, parts[index].bags.offsets)
-        return _Read(_Upcoming(item, ids, version_of(ids), copies, parts, grown), wanted)
+        asked = {index: group.ask(parts[index]) for index, group in stage._divided}
+        for index, each in asked.items():
+            parts[index] = each.owned
+        return _Upcoming(item, ids, version_of(ids), copies, parts, asked, grown)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""
@@ -343,12 +396,15 @@ class _Run:
         first = self._waiting.popleft()
         begun = self._begun | {index: storage.acquire(*first.parts[index]) for index, storage in self.stage._readers}
         leases, self._begun = [begun.get(index) for index in range(len(self.tables.groups))], {}
+        for index, group in self.stage._divided:
+            leases[index] = group.lease_of(first.asked[index], leases[index])
         self.stage.ahead.judge(any(queue.guesses for queue in self._deciding), len(self._waiting))
         return first, leases
 
     def _inline(self) -> Iterator[_Staged]:
         stage, ready = self.stage, self._ready
-        while True:
+        for done in itertools.count():
+            self._ask(done)
             begin = time.perf_counter()
             with span("stall"):
                 while len(ready) < stage.in_flight and self._look_ahead():
@@ -396,6 +452,7 @@ class _Run:
         start, stalled, count = time.perf_counter(), 0.0, 0
         try:
             while True:
+                self._ask(count)
                 begin, recorded = time.perf_counter(), stage._recorded
                 with span("stall"):
                     staged = ready.get()
@@ -417,6 +474,7 @@ class _Run:
                     changed.notify_all()
         finally:
             stage._leaving = True
+            self._asked.put(None)
             with changed:
                 stop = True
                 changed.notify_all()
@@ -485,7 +543,9 @@ def stage(
 
     It has no effect on tables whose rows are all on the device, but for tensor trains on a GPU: their products are
     prepared from ids that are still on the host. A batch that was not staged fetches its rows on demand and gives the
-    same numbers, and so does one whose ids or offsets change before the lookup.
+    same numbers, and so does one whose ids or offsets change before the lookup. Ranks among which rows are divided read
+    their batches in step, and tell each other which rows these want: all of them stage equally many batches, with the
+    same ``lookahead`` and ``in_flight``, and do not change their ids.
 
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
@@ -493,7 +553,8 @@ def stage(
         lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
             guesses, and shrinks while they are not, up to 64 if all rows are in memory. Either way there are fewer if
             they take more memory than the strategies of the tables allow (``window``). If torch may use several
-            threads, one more batch is read, whose rows a thread finds meanwhile.
+            threads, one more batch is read, whose rows a thread finds meanwhile. If rows are divided among ranks, None
+            means 8.
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and

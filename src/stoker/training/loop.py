@@ -105,7 +105,8 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     optimizer = config.make_row_optimizer(Constant())
     placement = on_first(ranks, "plan the placement", lambda: place_run(config, data, optimizer, size))
     tables = config.stored_tables(data.schema)
-    warnings = [check_memory(rank_tables(tables, size), optimizer.state, device, placement)]
+    cores = {table.name for table in tables} - data.schema.num_embeddings.keys()  # every rank has them
+    warnings = [check_memory(rank_tables(tables, size, cores), optimizer.state, device, placement)]
     stream = open_stream(config, data, optimizer, placement)
     if config.data_memory not in ("auto", "0") and not stream.held:
         warnings.append(

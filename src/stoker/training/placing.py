@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,9 +113,12 @@ def place(
     Raises:
         ConfigError: the budget is too small.
     """
-    sizes = {table.name: table.num_embeddings for table in tables}
-    counts = {name: found[::ranks] for name, found in data.counts.items() if len(found) == sizes.get(name)}
-    tables = rank_tables(tables, ranks)
+    sizes, trains = {table.name: table.num_embeddings for table in tables}, options.get("tensor_trains") or {}
+    counts = {
+        name: found[:: 1 if name in trains else ranks]
+        for name, found in data.counts.items() if len(found) == sizes.get(name)
+    }  # fmt: skip
+    tables = rank_tables(tables, ranks, trains)
     examples = len(data.train) or _counted_examples(data, tables, counts)
     mean = {
         feature: float(counts[table.name].sum()) / examples / len(table.features)
@@ -147,9 +150,12 @@ def _counted_examples(data: Dataset, tables: Sequence[TableConfig], counts: Mapp
     return max([1, *found]) if found else max(1, *(len(split) for split in data.splits.values()))
 
 
-def rank_tables(tables: tuple[TableConfig, ...], ranks: int) -> tuple[TableConfig, ...]:
-    """Return the tables with the rows of the first of ``ranks``."""
-    return tuple(replace(table, num_embeddings=-(-table.num_embeddings // ranks)) for table in tables)
+def rank_tables(tables: tuple[TableConfig, ...], ranks: int, whole: Collection[str] = ()) -> tuple[TableConfig, ...]:
+    """Return the tables with the rows of the first of ``ranks``; each rank has all rows of those named ``whole``."""
+    return tuple(
+        table if table.name in whole else replace(table, num_embeddings=-(-table.num_embeddings // ranks))
+        for table in tables
+    )
 
 
 def for_ranks(placement: Mapping[str, Strategy] | None, tables: Iterable[TableConfig], ranks: int) -> Any:

@@ -298,19 +298,25 @@ class TrainState:
 
 
 def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
-    """Return readings of the caches: rows needed, rows found, bytes fetched, seconds waited, seconds of each stage.
+    """Return readings of the caches: rows needed, found, and fetched on demand; bytes, seconds.
 
-    Empty if all rows are resident.
+    Without caches only the bytes that were sent to other ranks, if there are any.
     """
-    storages = slotted(model)
+    storages, ranks = slotted(model), model.embeddings.ranks
+    sent = {} if ranks is None else {"sent": float(ranks.sent.total())}
     if not storages:
-        return {}
-    return {
-        "rows": sum(storage.stats.rows for storage in storages),
-        "hits": sum(storage.stats.hits for storage in storages),
-        "bytes": sum(storage.stats.fetched_bytes for storage in storages),
-        "waited": feed.stall_seconds + sum(storage.stats.stall_seconds for storage in storages),
-    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
+        return sent
+    return (
+        sent
+        | {
+            "rows": sum(storage.stats.rows for storage in storages),
+            "hits": sum(storage.stats.hits for storage in storages),
+            "bytes": sum(storage.stats.fetched_bytes for storage in storages),
+            "on_demand": sum(storage.stats.on_demand for storage in storages),
+            "waited": feed.stall_seconds + sum(storage.stats.stall_seconds for storage in storages),
+        }
+        | {_SECONDS + name: value for name, value in totals.seconds().items()}
+    )
 
 
 def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
@@ -320,11 +326,13 @@ def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str
         since: the clock's counts since the last record.
         times: its counts over the steps that rates include.
     """
+    sent = {"sent_mib_per_step": since["sent"] / 2**20 / since["steps"]} if "sent" in since else {}
     if "rows" not in since:
-        return {}
-    return {
+        return sent
+    return sent | {
         "hit_rate": since["hits"] / since["rows"] if since["rows"] else 1.0,
         "fetched_mib_per_step": since["bytes"] / 2**20 / since["steps"],
+        "on_demand_rows_per_step": since["on_demand"] / since["steps"],
         "stall_share": min(1.0, times["waited"] / times["seconds"]),
         # The sum over all threads, including work that hides behind training.
         "stage_seconds": {name: round(spent, 6) for name in STAGES if (spent := times[_SECONDS + name]) > 0},

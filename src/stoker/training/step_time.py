@@ -43,6 +43,7 @@ class StepTime:
     read: float  # read the batch
     train: float  # forward, backward and both optimizers, with all rows on the device
     slotted: float  # the same with the groups of a placement, without planning and moving rows
+    parameters: int = 0  # of the dense part
 
     @property
     def resident(self) -> float:
@@ -120,9 +121,10 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         if number >= _UNTIMED and time.perf_counter() - started > _SECONDS * len(trained):
             break
     seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
+    parameters = sum(each.numel() for each in trained[0].model.dense_parameters())
     for each in trained:
         each.close()
-    return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
+    return StepTime(read=read, train=seconds[0], slotted=seconds[-1], parameters=parameters)
 
 
 class _Trained(Replica):

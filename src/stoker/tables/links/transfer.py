@@ -35,6 +35,7 @@ class TransferStats:
     rows: int = 0  # distinct rows of batches
     hits: int = 0  # of these, rows that were in their slots
     fetched: int = 0  # rows
+    on_demand: int = 0  # of these, rows that no stage had brought: a lookup or an update waited for them
     written: int = 0  # rows
     fetched_bytes: int = 0
     written_bytes: int = 0

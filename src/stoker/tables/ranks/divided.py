@@ -4,6 +4,9 @@ A rank asks the owners for the distinct rows of its lookups, pools them itself, 
 back. The owner adds up what all ranks send, by the tree over shards, and steps each row once. It may keep its rows
 under any placement. Ids that fall by frequency divide rows and accesses evenly.
 
+A stage asks some batches ahead (:meth:`DividedGroup.ask`), so an owner brings what other ranks will look up into fast
+memory, too.
+
 Legend: R ranks, U distinct rows of a lookup, D columns, T tables.
 """
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.ops import AddressSpace
+from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses
 from stoker.ops.space import make_space, slot_space
@@ -28,6 +31,7 @@ from stoker.tables.lookups import Lookups
 from stoker.tables.ranks.sums import packed, unpacked
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import joined_sums, shard_sums
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Lease, Rows, Storage
 
 _FEWEST = 2**10  # rows in the space of a buffer
@@ -93,23 +97,31 @@ class OwnedGroup(TableGroup):
 
     def rows_at(self, wanted: Tensor, lease: Lease | None) -> Tensor:
         """Return the weights [n, D] of the addresses ``wanted`` [n], ascending; ``lease``: on them, if they fit."""
+        storage = self.storage
         if lease is None or not lease.begin():
-            return self.storage.gather(wanted.cpu().numpy()).weight
+            assert isinstance(storage, SlottedRows)
+            storage.stats.on_demand += len(wanted)
+            return storage.gather(wanted.cpu().numpy()).weight
         try:
+            if isinstance(storage, SlottedRows):
+                storage.hand_out(lease)
             bags = lease.bags
             at = addresses(bags.ids, lease.space.on(bags.ids.device).bases, bags.offsets)
-            return self.storage.weight[at]
+            return storage.weight[at]
         finally:
             lease.end()
 
 
 @dataclass(eq=False)
-class _Asked:
+class Asked:
     """The rows of a lookup: what this rank asked the owners for, and what all ranks asked it for."""
 
+    bags: Bags  # of this rank, in the order of what it asked for
+    space: AddressSpace  # of ``bags``
     rows: Tensor  # [n] addresses among its own rows that some rank wants, ascending
     places: list[Tensor]  # of each rank: the place in ``rows`` of what it wants
-    lease: Lease | None  # on them; None: they do not fit, or no longer
+    owned: Lookups  # of ``rows``
+    lease: Lease | None = None  # on ``rows``; None: nobody has brought them yet, or they do not fit
     version: int = -1
     values: Tensor | None = None  # [U, D] the rows of the lookup, as they were at that version
 
@@ -159,7 +171,17 @@ class DividedGroup(TableGroup):
     # ---- lookups
 
     def acquire(self, lookups: Lookups) -> Lease:
-        """Ask the owners for the rows of a batch; the lease is on those that other ranks ask this one for."""
+        return self.lease_of(self.ask(lookups), None)
+
+    def lease_of(self, asked: Asked, lease: Lease | None) -> Lease:
+        """Return the lease on what :meth:`ask` found; ``lease``: on its own rows, if they were brought."""
+        if lease is not None:
+            lease.use(asked.owned.bags)
+        asked.lease = lease
+        return Lease(asked.bags, asked.space, token=asked, give_back=lambda token, changed: token.release())
+
+    def ask(self, lookups: Lookups) -> Asked:
+        """Tell the owners which rows a batch looks up, and hear which of the own rows all ranks look up."""
         ranks, bags = self.ranks, lookups.bags
         with ranks.guard():
             found, which = distinct_rows(bags.cpu(), lookups.space)
@@ -173,9 +195,8 @@ class DividedGroup(TableGroup):
             wanted, inverse = torch.unique(torch.cat(asked).long(), return_inverse=True)
             mine = self._owned(wanted)
             places = list(inverse.split([len(each) for each in asked]))
-            token = _Asked(mine, places, self.own.acquire(self.own.lookups_of(mine.to(self.storage.weight.device))))
-        space = self._space(lookups.space, len(rows))
-        return Lease(replace(bags, ids=ids), space, token=token, give_back=lambda token, changed: token.release())
+            owned = self.own.lookups_of(mine.to(self.storage.weight.device))
+        return Asked(replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned)
 
     def _space(self, space: AddressSpace, count: int) -> AddressSpace:
         """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""
@@ -186,9 +207,11 @@ class DividedGroup(TableGroup):
 
     def _values(self, lease: Lease) -> Tensor:
         """Return the rows of a lookup [U, D], from their owners."""
-        asked: _Asked = lease.token
+        asked: Asked = lease.token
         if asked.values is None or asked.version != self.version:
             with self.ranks.guard():
+                if asked.lease is None:
+                    asked.lease = self.own.acquire(asked.owned)
                 rows = self.own.rows_at(asked.rows, asked.lease)
                 sent = [rows[each.to(rows.device)] for each in asked.places]
             asked.values = torch.cat(self.ranks.exchange(f"send rows of {self._name}", sent))

@@ -9,6 +9,7 @@ Legend: R ranks.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -104,7 +105,7 @@ class Ranks:
             group = _Group(group, timeout)
         self.wire: Wire = group
         self.rank, self.size = group.rank, group.size
-        self.sent = 0  # bytes of data sent to other ranks
+        self.sent = Counter[str]()  # bytes sent to other ranks, by work; "headers" come before each message
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
@@ -180,7 +181,7 @@ class Ranks:
         sizes = [len(each) for each in data]
         table = self._announce(work, sizes)
         got = [row[self.rank] for row in table]
-        self.sent += sum(sizes) - sizes[self.rank]
+        self.sent[work] += sum(sizes) - sizes[self.rank]
         if not any(map(sum, table)):
             return [part[:0] for part in parts]
         found = self._call(work, lambda: self.wire.swap(torch.cat(data), sizes, got))
@@ -191,9 +192,9 @@ class Ranks:
         """Return the ``value`` of every rank; all have the same shape but for the first."""
         data = value.contiguous().reshape(-1).view(torch.uint8)
         sizes = [row[0] for row in self._announce(work, [len(data)] * self.size)]
-        self.sent += len(data) * (self.size - 1)
         if not (most := max(sizes)):
             return [value] * self.size
+        self.sent[work] += most * (self.size - 1)
         padded = data.new_zeros(most)
         padded[: len(data)] = data
         found = self._call(work, lambda: self.wire.gather(padded))
@@ -245,6 +246,7 @@ class Ranks:
         header = torch.frombuffer(bytearray(name), dtype=torch.uint8)
         own = torch.tensor([zlib.crc32(work.encode()), len(text), *sizes], dtype=torch.int64)
         sent = torch.cat([header, own.view(torch.uint8)])
+        self.sent["headers"] += len(sent) * (self.size - 1)
         found = self._call(work, lambda: self.wire.gather(sent))
         numbers = found[:, len(name) :].contiguous().view(torch.int64).tolist()
         if most := max(row[1] for row in numbers):

@@ -164,6 +164,7 @@ class SlottedRows(Storage):
             if plan is None:
                 raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
             self.stats.plan_seconds += time.perf_counter() - begin
+            self.stats.on_demand += len(plan.fetch_rows)
             lease = self._carry_out(plan, bags, space, wanted)
             self._link.ready(lease.ticket)
             self.stats.stall_seconds += time.perf_counter() - begin

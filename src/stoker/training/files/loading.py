@@ -455,7 +455,12 @@ class _Saved:
         tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
         group = tables.group_of[name]
         if not isinstance(group, DividedGroup):
-            for start, rows in SavedTable(self.chain, entry).chunks():
+
+            def saved() -> Iterator[tuple[int, Rows]]:
+                return SavedTable(self.chain, entry).chunks()
+
+            whole = on_first(tables.ranks, f"read {name!r}", lambda: list(saved())) if tables.divided else saved()
+            for start, rows in whole:
                 tables.write(name, start, rows)
             for start, stop in self._new_rows(entry):
                 row = group.gather(name, np.zeros(stop - start, np.int64))

@@ -20,7 +20,7 @@ from stoker.dataset.manifest import hash_json
 from stoker.tables.ranks.transport import Ranks
 from stoker.training.config import TrainConfig
 
-SHARDS = 8  # of a run on ranks, unless it has its own number
+SHARDS = 8  # of a run on ranks, at least
 #: Settings that ranks need not share: no number depends on them, and no message between ranks.
 _OWN = ("threads", "data_memory", "tensorboard")
 
@@ -43,6 +43,11 @@ def together(ranks: Ranks | None) -> AbstractContextManager[None]:
     return nullcontext() if ranks is None else ranks.guard()
 
 
+def shards_for(ranks: int) -> int:
+    """Return the logical shards of a run on ranks, unless it has its own number."""
+    return max(SHARDS, 1 << (ranks - 1).bit_length())
+
+
 def with_shards(config: TrainConfig | None, settings: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Return the settings of a new run on ranks, with logical shards.
 
@@ -50,7 +55,7 @@ def with_shards(config: TrainConfig | None, settings: dict[str, Any], ranks: int
         ConfigError: 1 shard was asked for.
     """
     if "shards" not in settings and (config is None or config.shards == 1):
-        return settings | {"shards": max(SHARDS, 1 << (ranks - 1).bit_length())}
+        return settings | {"shards": shards_for(ranks)}
     return settings
 
 
@@ -60,7 +65,7 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
     Raises:
         ConfigError: several ranks do not support a setting, or ranks have other settings, data or versions.
     """
-    _refuse(config, data, ranks.size)
+    check_settings(config, data, ranks.size)
     _check_same(ranks, {
         **{f"setting {name}": value for name, value in config.to_dict().items() if name not in _OWN},
         "the dataset": hash_json(data.manifest.get("files", {})),
@@ -70,14 +75,12 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
     })  # fmt: skip
 
 
-def _refuse(config: TrainConfig, data: Dataset, ranks: int) -> None:
+def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
     """Raise ConfigError for what several ranks do not support yet."""
-    trains = config.tensor_trains(data.schema)
     growing = [table.name for table in config.tables(data.schema) if table.grow is not None]
     reasons = {
         "shards": config.shards < ranks and f"they need as many logical shards, but the run has {config.shards}. Give "
         "shards=8 to a new run; a run keeps its shards",
-        "tt_rank": bool(trains) and f"not with tensor trains yet ({', '.join(trains)}). Leave them out",
         "model": bool(growing) and f"not with tables that grow yet ({', '.join(growing)})",
         "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
         "epoch_lookahead": config.epoch_lookahead and "without epoch_lookahead. Leave it out",
