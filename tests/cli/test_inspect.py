@@ -11,6 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from stoker import Schema
 from stoker.base.errors import DataError, StokerError
 from stoker.cli import app as application
 from stoker.cli import machine
@@ -144,6 +145,28 @@ def test_the_times_of_every_split_are_shown_where_the_manifest_has_them(app: typ
     (tmp_path / "own" / "manifest.json").write_text(json.dumps(manifest))
     assert "Times of the rows" not in run(app, "inspect", tmp_path / "own", "--verify")
     assert "time" not in json.loads(run(app, "inspect", tmp_path / "own", "--json"))["splits"]["train"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "factor", "kind"), [("seconds", 1, "int"), ("milliseconds", 1000, "int"), ("seconds", 1.0, "float")]
+)
+def test_numbers_of_times_are_shown_as_dates(
+    app: typer.Typer, tmp_path: Path, unit: str, factor: float, kind: str
+) -> None:
+    from stoker.prep.prepare import run_prepare
+
+    schema = {
+        "label": "a", "dense": [{"name": "b"}], "timestamp": {"column": "when", "type": kind},
+        "split": {"rule": "time", "train": 0.5, "valid": 0.5, "test": 0.0},
+    }  # fmt: skip
+    for name, first in (("times", 1_488_326_400), ("years", 2017)):
+        whens = [first * (factor if name == "times" else 1) + day for day in range(4)]
+        (tmp_path / "own.csv").write_text("a,b,when\n" + "".join(f"1,2,{when}\n" for when in whens))
+        run_prepare(Schema.from_dict(schema), tmp_path / "own.csv", out=tmp_path / name)
+    shown = run(app, "inspect", tmp_path / "times")
+    assert f"Times of the rows, as {unit} since 1970" in shown
+    assert f"{1_488_326_400 * factor} = 2017-03-01T00:00:00Z" in shown
+    assert "1970" not in run(app, "inspect", tmp_path / "years"), "years are not times since 1970"
 
 
 def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: Path) -> None:

@@ -137,6 +137,20 @@ def test_a_log_without_a_label_is_refused(folder: Path) -> None:
     assert not Path("out").exists()
 
 
+def test_dates_that_may_be_read_in_two_ways_are_refused(folder: Path) -> None:
+    days = [f"{day},u{n % 9},{n % 2}" for day in ("10/09/2017", "11/07/2017", "12/01/2017") for n in range(50)]
+    Path("us.csv").write_text("\n".join(["day,user_id,clicked", *days]) + "\n")
+    said = refused("train", "us.csv", "--out", "run")
+    assert said.startswith(
+        "the dates of column day, such as '10/09/2017', can be read in two ways: format = \"%m/%d/%Y\""
+    )
+    assert not Path("us-data").exists()
+    with pytest.raises(SchemaError, match=r"two ways: .*%d/%m/%Y.*stoker init"):
+        stoker.prepare("auto", "us.csv")
+    Path("us.csv").write_text("\n".join(["day,user_id,clicked", *days, "12/13/2017,u1,0"]) + "\n")
+    assert len(stoker.prepare("auto", "us.csv").test) == 51
+
+
 def test_doubts_of_a_draft_are_said(folder: Path) -> None:
     Path("odd.csv").write_text("".join(f"{i % 2},x{i % 9},{i % 3}\n" for i in range(300)))  # no header
     with pytest.warns(UserWarning, match=r"has \d+ doubts?: stoker init"):

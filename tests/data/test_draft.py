@@ -436,7 +436,7 @@ def output(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> s
         ("a.csv", "x,y\n1,2\n".encode("utf-16"), "UTF-16"),
         ("a.csv", b"one\ntwo\nthree\n", "no separator"),
         ("a.csv", b"user,note,click\nu1,a\nu2,b\n", "2 lines with other fields"),
-        ("a.parquet", b"PAR1 and nothing more", "cannot be read as Parquet"),
+        ("a.parquet", b"PAR1 and nothing more", "is truncated: a Parquet file ends with PAR1"),
         ("a.jsonl", b"no json\n", "no JSON object"),
     ],
 )

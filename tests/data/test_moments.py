@@ -258,7 +258,8 @@ def test_us_dates_without_a_format_stop_with_what_to_write(tmp_path: Path, threa
     ("values", "say"),
     [
         (["7.3.2017"], 'format = "%d.%m.%Y" or format = "%m.%d.%Y"'),
-        (["9/11/2017", "9/25/2017"], 'format = "%m/%d/%Y" or format = "%d/%m/%Y"'),
+        (["9/11/2017", "9/25/2017"], 'format = "%m/%d/%Y".'),
+        (["9/11/2017", "9/10/2017"], 'format = "%m/%d/%Y" or format = "%d/%m/%Y".'),
         (["25/09/2017", "9/11/2017"], 'format = "%d/%m/%Y"'),
         (["3/7/17 3:05 PM"], 'format = "%m/%d/%y %I:%M %p" or format = "%d/%m/%y %I:%M %p"'),
         (["Mar 7 2017"], 'format = "%b %d %Y"'),
@@ -288,6 +289,16 @@ def test_typed_files_are_asked_for_a_format_too(tmp_path: Path, kind: str) -> No
         raw = file
     with pytest.raises(DataError, match=r':2: column when: \'1488880000\' is not .* written: type = "int"\.$'):
         stoker.prepare(schema(), raw, out=tmp_path / "out")
+
+
+def test_times_in_another_notation_are_counted_as_one_reason(tmp_path: Path) -> None:
+    raw = log(tmp_path / "log.csv", ["2017-03-07", *(f"{day:02}/09/2017" for day in range(1, 31))])
+    with pytest.raises(DataError) as caught:
+        run_prepare(schema(), raw, out=tmp_path / "out")
+    assert "Commonest: 30 x column when: not a date and time in ISO 8601. Times written" in str(caught.value)
+    report = run_prepare(schema("%d/%m/%Y"), raw, out=tmp_path / "out", max_bad="5%")
+    assert report.reasons == {"column when: not a date and time in the format '%d/%m/%Y'": 1}
+    assert "set format in [timestamp]" in report.remedies[0]
 
 
 def test_values_of_a_second_file_in_another_notation_are_bad_lines(tmp_path: Path) -> None:

@@ -469,7 +469,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"])
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DataError, match=r"file/out cannot be made \(Not a directory\)\. Choose a directory that you may"
+        DataError, match=r"file/out cannot be written \(Not a directory\)\. Choose a directory that you may"
     ):
         stoker.prepare(shop(), raw, out=tmp_path / "file" / "out")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import os
 import socket
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +134,11 @@ def test_bad_lines_are_summed_up_with_reasons_and_remedies(tmp_path: Path) -> No
     ("reason", "called", "remedy"),
     [
         ("column a: b: 'is not' is not a number", "column a: not a number", "null_values"),
-        ("column when: 'x' is not a date and time", "column when: not a date and time", "null_values"),
+        (
+            "column when: 'x' is not a date and time in ISO 8601",
+            "column when: not a date and time in ISO 8601",
+            "set format in [timestamp]",
+        ),
         ("column x: 'zz' is not hexadecimal (up to 16 digits)", "column x: not hexadecimal (up to 16 digits)", "null"),
         ("column label: 7 is neither 0 nor 1", "column label: neither 0 nor 1", "rule"),
         ("1,000 fields, expected 2000", "not 2000 fields", "separator"),
@@ -202,9 +209,49 @@ def test_a_header_in_another_encoding(tmp_path: Path) -> None:
         f'{raw}:1: the header is not UTF-8 (byte 18). For text in another encoding set encoding = "latin-1" in [source]'
     )
     stoker.prepare(shop(source=SourceFormat(encoding="latin-1")), raw, out=tmp_path / "latin")
-    wide = write(tmp_path / "wide.csv", [HEAD, *ROWS], encoding="utf-16")
-    text = refused(shop(), wide, tmp_path / "out")
-    assert text == f"{wide} is UTF-16 text. Convert it: iconv -f UTF-16 -t UTF-8 < {wide} > NEW.csv"
+    for encoding in ("UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32"):  # the second and third without a byte order mark
+        wide = write(tmp_path / "wide.csv", [HEAD, *ROWS], encoding=encoding)
+        text = refused(shop(), wide, tmp_path / "out")
+        assert text == f"{wide} is {encoding} text. Convert it: iconv -f {encoding} -t UTF-8 < {wide} > NEW.csv"
+
+
+def arrow(form: str) -> bytes:
+    file, rows = BytesIO(), pl.DataFrame({"label": [0, 1], "price": [1, 2], "item": ["a", "b"]})
+    (rows.write_ipc if form == "file" else rows.write_ipc_stream)(file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (arrow("file"), "an Arrow file (Feather), not text. Write it as Parquet"),
+        (arrow("file")[:100], "an Arrow file (Feather), not text. Write it as Parquet"),
+        (arrow("stream"), "an Arrow stream, not text. Write it as Parquet"),
+        (b"PAR1" + bytes(100), 'Parquet, not text. Name it .parquet, or set kind = "parquet"'),
+        (bz2.compress(b"a,b\n" * 99), "compressed with bzip2, not text. Unpack it first"),
+        (lzma.compress(b"a,b\n" * 99), "compressed with xz, not text. Unpack it first"),
+        (b"PK\x03\x04" + bytes(range(256)), "a zip archive or a spreadsheet, not text. Unpack it, or export it as CSV"),
+        (gzip.compress(b"log.csv" + bytes(500) + b"\nlabel,price,item\n" * 9), "a binary file, not a log"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path: Path, content: bytes, said: str) -> None:
+    raw = tmp_path / "log.csv"
+    raw.write_bytes(content)
+    assert f"{raw} is {said}" in refused(shop(), raw, tmp_path / "out")
+    with pytest.raises(DataError, match="not"):
+        stoker.draft_schema(raw)
+
+
+def test_zero_bytes_within_texts_are_text(tmp_path: Path) -> None:
+    raw = write(tmp_path / "log.csv", [HEAD, *(f"{n % 2},{n}.25,item{n % 7}\0" for n in range(200))])
+    assert len(stoker.prepare(shop(), raw).train) == 200
+    assert 'name = "item"' in stoker.draft_schema(raw)
+
+
+def test_an_empty_first_line_is_no_header(tmp_path: Path) -> None:
+    raw = write(tmp_path / "log.csv", ["", HEAD, *ROWS])
+    text = refused(shop(), raw, tmp_path / "out")
+    assert text == f"{raw}:1: the first line is empty, and should name the columns. Delete it."
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.jsonl", "bare.csv"])
@@ -245,6 +292,19 @@ def test_many_columns_that_are_not_there(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1_000
     endless = write(tmp_path / "endless.csv", ["x" * 10_000 + ",b", "1,2"])
     assert "It has: " + "x" * 37 + "..., b." in refused(shop(), endless, tmp_path / "out")
+
+
+def test_an_empty_directory_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, out = write(tmp_path / "log.csv", [HEAD, *ROWS]), tmp_path / "out"
+    out.mkdir(mode=0o555)
+    if os.access(out, os.W_OK):  # the superuser may
+
+        def refuse(path: Path, *_: Any, **__: Any) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    text = refused(shop(), raw, out)
+    assert text == f"{out} cannot be written (Permission denied). Choose a directory that you may write to."
 
 
 def test_threads_are_those_that_a_machine_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

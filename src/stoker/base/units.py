@@ -19,6 +19,9 @@ _UNITS = {
     "count": {"": 1, **_DECIMAL, "B": 10**9},
     "share": {"": 1, "%": 100},
 }  # fmt: skip
+#: unit of numbers since 1970 -> how many are a second
+EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
+_FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
 _EXAMPLE = {"size": "4GiB, 512MiB or 2GB", "count": "2048, 10k or 1.5M", "share": "0.1% or 0.001"}
 _NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
@@ -91,6 +94,12 @@ def format_count(count: float) -> str:
         if abs(count) < 1000:
             return f"{count:.1f} {unit}" if count >= 100 else f"{count:.2f} {unit}"
     return f"{count / 1000:.2f} T"
+
+
+def epoch_unit(low: float, high: float) -> str | None:
+    """Return the unit in which numbers from ``low`` to ``high`` are times since 1970, from 1990 to 2035; else None."""
+    fits = (unit for unit, per in EPOCHS.items() if low >= _FIRST_EPOCH * per and high <= _LAST_EPOCH * per)
+    return next(fits, None)
 
 
 def plural(count: int, noun: str) -> str:

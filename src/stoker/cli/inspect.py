@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from stoker.base.errors import CheckpointError, DataError, errors_as
 from stoker.base.remote import local_run
-from stoker.base.units import format_size, plural
+from stoker.base.units import EPOCHS, epoch_unit, format_size, plural
 from stoker.cli.options import OneObject, say, show_rows, show_table
 
 _UPDATES = 20  # that are shown, the last ones
@@ -231,8 +232,7 @@ def _show_dataset(found: dict[str, Any]) -> None:
             absent = split["rows"] - split["labelled"]
             _line("no label", f"{absent:,} rows of {split['name']}: for stoker predict, not for training")
     if timed := [split for split in splits if "time" in split]:
-        columns = {"split": "{0[name]}", "first": "{0[time][first]}", "last": "{0[time][last]}"}
-        show_rows("Times of the rows", columns, timed)
+        _show_times({split["name"]: split["time"] for split in timed})
     if found["keep"]:
         _line("kept columns", ", ".join(f"{name} ({kind})" for name, kind in found["keep"].items()))
     if groups := found["groups"]:
@@ -269,6 +269,22 @@ def _show_dataset(found: dict[str, Any]) -> None:
         columns = {"column": "{0[column]}", **figures, "zeros": "{0[zeros]:.1%}"}
         show_rows(f"Dense columns, from {dense[0]['rows']:,} training rows", columns, dense)
     _verified(found)
+
+
+def _show_times(ends: dict[str, dict[str, Any]]) -> None:
+    """Show the first and the last time of each split; of numbers that look like times since 1970, the date, too."""
+    values = [value for one in ends.values() for value in one.values()]
+    numbers = all(isinstance(value, int | float) for value in values)
+    unit = epoch_unit(min(values), max(values)) if numbers else None
+
+    def shown(value: float | str) -> str:
+        if unit is None or isinstance(value, str):
+            return str(value)
+        return f"{value} = {datetime.fromtimestamp(value // EPOCHS[unit], UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+    since = f", as {unit} since 1970" if unit is not None else ""
+    rows = [[name, shown(one["first"]), shown(one["last"])] for name, one in ends.items()]
+    show_table(f"Times of the rows{since}", ["split", "first", "last"], rows)
 
 
 def _show_checkpoint(found: dict[str, Any]) -> None:

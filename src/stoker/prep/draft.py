@@ -72,7 +72,7 @@ class Draft:
         """Return the drafted schema as it is, without your answers.
 
         Raises:
-            SchemaError: no column looks like a label, or none like a feature.
+            SchemaError: no column looks like a label, none like a feature, or dates have two possible formats.
         """
         lacking = "label" if self.label is None else "feature" if not self.features else None
         if lacking is not None:
@@ -80,6 +80,13 @@ class Draft:
             raise SchemaError(
                 f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
                 "Draft a schema with stoker init LOG, fill in what is missing, and prepare with that file."
+            )
+        time = next((one for one in self.columns if self.role(one) == "time" and len(one.formats) > 1), None)
+        if time is not None:
+            formats = " or ".join(f'format = "{one}"' for one in time.formats)
+            raise SchemaError(
+                f"the dates of column {time.name}, such as {time.example!r}, can be read in two ways: {formats}. "
+                "Draft a schema with stoker init LOG, choose one of them there, and prepare with that file."
             )
         return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
 

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 from stoker.base.errors import DataError, errors_as
-from stoker.base.units import plural
+from stoker.base.units import epoch_unit, plural
 from stoker.prep.parse.delimited import MAX_QUOTED_LINES
+from stoker.prep.parse.frames import reading_parquet
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
@@ -28,7 +29,6 @@ _MOST_BYTES = 2**27  # bytes of text to read from all files
 _LINES = 200  # lines from which the format is guessed
 _SEPARATORS = ("\t", ",", ";", "|", "::", "\x01")
 _ALIKE = 0.8  # a separator needs this share of lines with the same number of fields
-_CONTROL = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\x7f]")  # not \x01, which Hive writes between fields
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
 _WORD = re.compile(r"([#%$€£] ?)?[^\W\d][\w .\-/#%()\[\]:?!&+'*°$€£]{0,63}")  # a name of a column
 _COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?\s*$"  # 3,5 or 1.234,56
@@ -82,10 +82,6 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
     head = next((block.load() for block in line_blocks(path, block_bytes=2**16)), b"") if magic else b""
     if not head.strip():
         raise DataError(f"{path} is empty. Name a file with rows.")
-    if b"\0" in head or len(_CONTROL.findall(head)) > len(head) // 100:
-        raise DataError(
-            f"{path} is a binary file, not a log. Logs are text or JSON lines (also .gz and .zst), or Parquet."
-        )
     if source_kind(path) == "jsonl" or _object(head.lstrip().split(b"\n", 1)[0]) is not None:
         return _json_lines(path, rows, most)
     return _delimited(path, head, rows, most, like)
@@ -105,7 +101,7 @@ def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
 
 def _parquet(path: Path, rows: int) -> Sample:
     source = SourceFormat() if source_kind(path) == "parquet" else SourceFormat(kind="parquet")
-    with errors_as(DataError, f"{path} cannot be read as Parquet", caught=(pl.exceptions.PolarsError, OSError)):
+    with reading_parquet(path):
         frame = pl.scan_parquet(path).head(rows + 1).collect(engine="streaming")
     sample = Sample(frame=frame.head(rows), source=source, whole=frame.height <= rows)
     if "" in frame.columns:
@@ -292,8 +288,6 @@ _RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?scor
 _EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
 _YES = ("true", "yes", "y", "t", "ja", "oui", "sí", "si")
 _NO = ("false", "no", "n", "f", "nein", "non")
-_EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
-_FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
 
 
 class Outcome(NamedTuple):
@@ -320,6 +314,7 @@ class Guess:
     notes: list[str] = field(default_factory=list)  # facts for the user
     outcome: Outcome | None = None  # how it could be the label; None: it could not
     code: bool = False  # whether its values are names of something, such as users or items
+    formats: Sequence[str] = ()  # of dates; several if more than one reads all of them
 
     def leave_out(self, reason: str) -> None:
         """Mark the column as not used."""
@@ -494,19 +489,18 @@ def _dense(guess: Guess, low: float, middle: float, high: float) -> None:
 
 def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> bool:
     """Guess whether numbers are seconds, or fractions of them, since 1970."""
-    for unit, factor in _EPOCHS.items():
-        if low < _FIRST_EPOCH * factor or high > _LAST_EPOCH * factor or guess.distinct < 3:
-            continue
-        if not _TIME_NAME.search(name):
-            if name and _CODE_NAME.search(name):
-                return False
-            guess.doubts.append(f"the values could be {unit} since 1970")
-            if name:
-                return False
-        guess.kind, guess.settings = "time", {"type": "int" if whole else "float"}
-        guess.notes.append(f"{unit} since 1970")
-        return True
-    return False
+    unit = epoch_unit(low, high)
+    if unit is None or guess.distinct < 3:
+        return False
+    if not _TIME_NAME.search(name):
+        if name and _CODE_NAME.search(name):
+            return False
+        guess.doubts.append(f"the values could be {unit} since 1970")
+        if name:
+            return False
+    guess.kind, guess.settings = "time", {"type": "int" if whole else "float"}
+    guess.notes.append(f"{unit} since 1970")
+    return True
 
 
 def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
@@ -561,7 +555,7 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
     good = [one for one in patterns if (read_moments(texts, one) != UNKNOWN).mean() >= _NUMERIC]
     if not good:
         return False
-    guess.kind, guess.settings = "time", {"type": "datetime", "format": good[0]}
+    guess.kind, guess.settings, guess.formats = "time", {"type": "datetime", "format": good[0]}, good
     if len(good) > 1:
         guess.doubts.append(f'the dates could also be written as format = "{good[1]}"')
     return True

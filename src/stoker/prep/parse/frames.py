@@ -305,7 +305,7 @@ def _reason(item: Field, value: object) -> str:
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[None]:
+def reading_parquet(path: Path) -> Iterator[None]:
     """Turn errors of Parquet readers into :class:`DataError` with the file and the reason: empty, truncated, other."""
     try:
         yield
@@ -328,7 +328,7 @@ def _parquet(path: Path) -> Iterator[None]:
 
 def parquet_rows(path: Path) -> int:
     """Return the number of rows of a Parquet file."""
-    with _parquet(path):
+    with reading_parquet(path):
         return int(pq.read_metadata(path).num_rows)
 
 
@@ -337,7 +337,7 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
 
     Slices are whole row groups where possible: two readers of one row group would both decode its dictionaries.
     """
-    with _parquet(path):
+    with reading_parquet(path):
         footer = pq.read_metadata(path)
     ends = np.cumsum([footer.row_group(number).num_rows for number in range(footer.num_row_groups)])
     cuts: list[tuple[int, int]] = []
@@ -354,14 +354,14 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
 
 def parquet_types(path: Path) -> pl.Schema:
     """Return the names and types of the columns of a Parquet file."""
-    with _parquet(path):
+    with reading_parquet(path):
         return pl.scan_parquet(path).collect_schema()
 
 
 def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
     """Return rows [start, start + rows) of a Parquet file."""
     names = list(dict.fromkeys(item.column for item in fields))
-    with _parquet(path):
+    with reading_parquet(path):
         there = selectors.by_name(names, require_all=False)
         frame = pl.scan_parquet(path).select(there).slice(start, rows).collect(engine="streaming")
     try:

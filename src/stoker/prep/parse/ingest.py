@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stoker.base.errors import DataError
 from stoker.prep.features.base import Derivation, column_taken
 from stoker.prep.parse.delimited import TextParser
 from stoker.prep.parse.frames import (
@@ -125,7 +126,12 @@ def file_columns(path: Path, given: SourceFormat) -> list[str]:
     check_text(path)
     if kind == "jsonl":
         return first_keys(path)
-    return list(given.columns) or _header_names(first_line(path, given.encoding), _separator(path, given), given.quote)
+    if given.columns:
+        return list(given.columns)
+    line = first_line(path, given.encoding)
+    if not line.strip():
+        raise DataError(f"{path}:1: the first line is empty, and should name the columns. Delete it.")
+    return _header_names(line, _separator(path, given), given.quote)
 
 
 def _separator(path: Path, given: SourceFormat) -> str:

@@ -121,7 +121,7 @@ def check_format(pattern: str) -> None:
 
 
 def suggestions(texts: pl.Series) -> list[str]:
-    """Return up to two settings of ``[timestamp]`` that can read the first text; first the one that reads the most."""
+    """Return up to two settings of ``[timestamp]`` that can read the first text and no fewer texts than any other."""
     fits: dict[str, int] = {}
     for pattern in (*_WHOLE, *map("".join, product(_DATES, _CLOCKS, ("", " %z", " UTC")))):
         if _read_as(texts.head(1), pattern).count():
@@ -130,4 +130,4 @@ def suggestions(texts: pl.Series) -> list[str]:
         alike = texts.str.contains(shape).to_list()
         if alike[0]:
             fits[f'type = "{kind}"'] = sum(alike)
-    return sorted(fits, key=lambda setting: -fits[setting])[:2]
+    return [setting for setting, count in fits.items() if count == max(fits.values())][:2]

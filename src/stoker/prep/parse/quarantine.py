@@ -37,8 +37,12 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         'Quotes that are ordinary characters: set quote = "" in [source] of the schema.',
     ),
     (
-        r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*|a date and time)", r"\1: not \2",
+        r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*)", r"\1: not \2",
         "Texts that stand for a missing value: list them as null_values in [source] of the schema.",
+    ),
+    (
+        r"(column .+?): .* is not (a date and time .*)", r"\1: not \2",
+        "Times written in another way: set format in [timestamp] of the schema. All lines must have one format.",
     ),
     (r"(column .+?): .* is neither 0 nor 1", r"\1: neither 0 nor 1", f"Labels besides 0 and 1: {_RULE}."),
     (r"not a JSON object.*", "not a JSON object", "JSON lines hold one object a line."),

@@ -28,6 +28,19 @@ FRAME = ".frame"  # suffix of the temporary file of a table: Parquet, whatever f
 _MAX_LINE = 2**26  # a longer line means that the file is not a text log
 _READ = 2**16  # bytes of a file to read at a time
 _BOM = b"\xef\xbb\xbf"
+_HEAD = 2**12  # bytes that tell text from other files
+_WIDE_NULS = 0.4  # share of zero bytes among all even, or all odd, bytes of UTF-16
+_CONTROL = re.compile(rb"[\x00\x04-\x08\x0e-\x1a\x7f]")  # not \x01 to \x03, which Hive writes between values
+_MOST_CONTROL = 0.07  # share of such bytes in a text; random bytes have 0.08
+_UNPACK = "Unpack it first, or compress it with gzip or zstd instead."
+_CONVERT = "Write it as Parquet, for example with Polars or PyArrow, or pass the table in Python."
+_OTHER_KINDS = {  # first bytes -> what the file is, and the remedy
+    b"PAR1": ("Parquet", 'Name it .parquet, or set kind = "parquet" in [source] of the schema.'),
+    b"ARROW1": ("an Arrow file (Feather)", _CONVERT), b"\xff\xff\xff\xff": ("an Arrow stream", _CONVERT),
+    b"Obj\x01": ("an Avro file", _CONVERT), b"ORC": ("an ORC file", _CONVERT),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "Unpack it, or export it as CSV."),
+    b"BZh": ("compressed with bzip2", _UNPACK), b"\xfd7zXZ": ("compressed with xz", _UNPACK),
+}  # fmt: skip
 _SUFFIXES = {
     ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
 }  # fmt: skip
@@ -121,8 +134,8 @@ def check_text(path: Path) -> None:
     """Check the first 64 KiB of a text file, decompressed.
 
     Raises:
-        DataError: the file breaks off before its first line ends, is UTF-16, or has lines that end with carriage
-            returns.
+        DataError: the file breaks off before its first line ends, is UTF-16, UTF-32 or binary, or has lines that end
+            with carriage returns.
     """
     head, damage, pieces = b"", None, _pieces(path)
     while len(head) < _READ and (found := next(pieces, None)) is not None:
@@ -134,8 +147,15 @@ def check_text(path: Path) -> None:
         packed = "" if compression is None else f"{compression} -dc {quoted(path)} | "
         return f"Convert it: {packed}{command}{'' if packed else f' < {quoted(path)}'} > NEW.csv"
 
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} is UTF-16 text. {convert('iconv -f UTF-16 -t UTF-8')}")
+    if (encoding := _wide_encoding(head)) is not None:
+        raise DataError(f"{path} is {encoding} text. {convert(f'iconv -f {encoding} -t UTF-8')}")
+    for magic, (what, remedy) in _OTHER_KINDS.items():
+        if head.startswith(magic):
+            raise DataError(f"{path} is {what}, not text. {remedy}")
+    if len(_CONTROL.findall(head[:_HEAD])) > _MOST_CONTROL * len(head[:_HEAD]):
+        raise DataError(
+            f"{path} is a binary file, not a log. Logs are text or JSON lines (also .gz and .zst), or Parquet."
+        )
     if b"\n" in head:
         return
     if b"\r" in head[:-1]:
@@ -143,6 +163,19 @@ def check_text(path: Path) -> None:
         raise DataError(f"{path} has the line ends of old Macs, carriage returns alone. {how}")
     if damage is not None:
         raise DataError(f"{path} breaks off before its first line ends: {damage}. Get the file whole.")
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """Return the encoding of a text in UTF-16 or UTF-32, with or without a byte order mark; None for other files."""
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        return "UTF-32"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    even, odd = head[:_HEAD:2], head[1:_HEAD:2]
+    for nuls, others, name in ((odd, even, "UTF-16LE"), (even, odd, "UTF-16BE")):
+        if nuls and nuls.count(0) > _WIDE_NULS * len(nuls) and not others.count(0):
+            return name
+    return None
 
 
 def first_line(path: Path, encoding: str = "utf-8") -> str:

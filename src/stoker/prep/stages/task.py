@@ -128,13 +128,13 @@ class Task:
             )
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise
             raise DataError(
-                f"{self.out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+                f"{self.out} cannot be written ({error.strerror}). Choose a directory that you may write to."
             ) from error
-        self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
         if not self.journal.done:
             self._clear()
 
