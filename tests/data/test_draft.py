@@ -159,6 +159,14 @@ def test_the_name_decides_between_labels_and_other_outcomes_are_left_out(tmp_pat
         ([f"{2000 + i // 12 % 24}-{i % 12 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
         ([f"201703{i % 28 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
         (
+            [f"201703{i % 28 + 1:02}{i % 24:02}1500" for i in range(ROWS)],
+            {"type": "datetime", "format": "%Y%m%d%H%M%S"},
+        ),
+        (
+            [f"2017/03/{i % 28 + 1:02} {i % 24:02}:15:00" for i in range(ROWS)],
+            {"type": "datetime", "format": "%Y/%m/%d %H:%M:%S"},
+        ),
+        (
             [f"{i % 28 + 1:02}.03.2017 {i % 24:02}:15" for i in range(ROWS)],
             {"type": "datetime", "format": "%d.%m.%Y %H:%M"},
         ),
@@ -169,6 +177,7 @@ def test_times(tmp_path: Path, values: Sequence[Any], settings: dict[str, str]) 
     assert kinds(found)["event_time"] == "time"
     schema = tomllib.loads(found.text)
     assert schema["timestamp"] in ({"column": "event_time", **settings}, {"column": "event_time", "type": "int"})
+    assert found.schema().timestamp is not None, "there is no doubt about the dates"
     assert schema["split"]["rule"] == "time"
     prepared(tmp_path, tmp_path / "log.csv", found)
 

@@ -263,6 +263,7 @@ def test_us_dates_without_a_format_stop_with_what_to_write(tmp_path: Path, threa
         (["25/09/2017", "9/11/2017"], 'format = "%d/%m/%Y"'),
         (["3/7/17 3:05 PM"], 'format = "%m/%d/%y %I:%M %p" or format = "%d/%m/%y %I:%M %p"'),
         (["Mar 7 2017"], 'format = "%b %d %Y"'),
+        (["2017/03/07 10:15:00", "2017/03/08 10:15:00"], 'format = "%Y/%m/%d %H:%M:%S".'),
         (["07/Mar/2017:10:15:00 +0200"], 'format = "%d/%b/%Y:%H:%M:%S %z"'),
         (["2017-03-07 10:15:00 UTC"], 'format = "%Y-%m-%d %H:%M:%S UTC"'),
         (["1488880000", "1488880001"], 'type = "int"'),

@@ -267,6 +267,9 @@ _PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # mean a missing value als
 _CODES = 20  # whole numbers with up to 20 different values are codes, unless their name says otherwise
 _NUMERIC = 0.95  # from this share of numbers on, other texts count as damage
 _TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
+_DIGITS = {  # times written as digits -> their format; None: ISO 8601
+    r"^(19|20)\d{6}$": None, r"^(19|20)\d{10}$": "%Y%m%d%H%M", r"^(19|20)\d{12}$": "%Y%m%d%H%M%S",
+}  # fmt: skip
 _CODE_NAME = re.compile(
     r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
     r"campaign|creative|shop|store|seller|merchant|publisher|site|app|device|session|visitor|customer|member|hotel|city|"
@@ -446,7 +449,7 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
     """Guess whether numbers are times, codes, row ids or quantities."""
     quantity, code = bool(_NUMBER_NAME.search(name)), bool(_CODE_NAME.search(name))
     low, middle, high = _spread(numbers)
-    if _epoch(guess, name, low, high, whole=whole) or _day_number(guess, name, values):
+    if _epoch(guess, name, low, high, whole=whole) or _time_in_digits(guess, name, values):
         return
     padded = values.dtype == pl.String and bool(values.str.contains(r"^0[0-9]").any())
     guess.settings = {"type": "int"}
@@ -503,14 +506,15 @@ def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> 
     return True
 
 
-def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
-    """Guess whether texts such as 20170307 are days."""
-    if values.dtype != pl.String or not _TIME_NAME.search(name) or not values.str.contains(r"^(19|20)\d{6}$").all():
+def _time_in_digits(guess: Guess, name: str, values: pl.Series) -> bool:
+    """Guess whether texts such as 20170307 or 20170307101500 are times."""
+    if values.dtype != pl.String or not _TIME_NAME.search(name) or guess.distinct < 2:
         return False
-    if guess.distinct < 2 or (read_moments(values, None) == UNKNOWN).any():
-        return False
-    guess.kind, guess.settings = "time", {"type": "datetime"}
-    return True
+    for shape, pattern in _DIGITS.items():
+        if values.str.contains(shape).all() and not (read_moments(values, pattern) == UNKNOWN).any():
+            guess.kind, guess.settings = "time", {"type": "datetime", **({"format": pattern} if pattern else {})}
+            return True
+    return False
 
 
 def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:

@@ -121,13 +121,21 @@ def check_format(pattern: str) -> None:
 
 
 def suggestions(texts: pl.Series) -> list[str]:
-    """Return up to two settings of ``[timestamp]`` that can read the first text and no fewer texts than any other."""
-    fits: dict[str, int] = {}
+    """Return up to two settings of ``[timestamp]`` that can read the first text and no fewer texts than any other.
+
+    Two settings give different times.
+    """
+    fits: dict[str, pl.Series] = {}
     for pattern in (*_WHOLE, *map("".join, product(_DATES, _CLOCKS, ("", " %z", " UTC")))):
         if _read_as(texts.head(1), pattern).count():
-            fits[f'format = "{pattern}"'] = _read_as(texts, pattern).count()
+            fits[f'format = "{pattern}"'] = _read_as(texts, pattern)
     for kind, shape in (("int", r"^[+-]?[0-9]+$"), ("float", r"^[+-]?[0-9]+\.[0-9]+$")):
-        alike = texts.str.contains(shape).to_list()
+        alike = texts.str.contains(shape)
         if alike[0]:
-            fits[f'type = "{kind}"'] = sum(alike)
-    return [setting for setting, count in fits.items() if count == max(fits.values())][:2]
+            fits[f'type = "{kind}"'] = alike.set(~alike, None)
+    most = max((found.count() for found in fits.values()), default=0)
+    kept: dict[str, pl.Series] = {}
+    for setting, found in fits.items():
+        if found.count() == most and not any(found.equals(other) for other in kept.values()):
+            kept[setting] = found
+    return list(kept)[:2]
