@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_880,
     "training": 10_220,
     "rewrite": 1_950,
-    "prep": 12_090,
+    "prep": 12_130,
     "synthetic": 1_690,
-    "cli": 3_310,
+    "cli": 3_325,
     "live": 960,
     "serve": 1_080,
 }  # fmt: skip
-ALL_LINES = 60_965
+ALL_LINES = 61_060
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
