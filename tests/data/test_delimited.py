@@ -76,7 +76,8 @@ def test_whole_numbers_are_those_of_int64(text: str) -> None:
     elif re.fullmatch(r"[+-]?[0-9]+", bare) and -(2**63) <= int(bare) < 2**63:
         assert found == int(bare)
     else:
-        assert found == f"column a: {text!r} is not a whole number"
+        what = "within 64 bits" if re.fullmatch(r"[+-]?[0-9]+", bare) else "a whole number"
+        assert found == f"column a: {text!r} is not {what}"
 
 
 @settings(max_examples=scaled(600), deadline=None)

@@ -241,6 +241,9 @@ def test_a_damaged_or_hostile_dataset_is_refused(tmp_path: Path, memory: Any, ca
     memory.pipe_file(shard, whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(DataError, match=r"memory://b/data/train/00000.safetensors arrived incomplete or damaged"):
         stoker.Dataset("memory://b/data")
+    memory.rm_file(shard)
+    with pytest.raises(DataError, match=r"^memory://b/data/train/00000.safetensors, which manifest.json names, is mis"):
+        stoker.Dataset("memory://b/data")
     memory.pipe_file(shard, whole)
     assert len(stoker.Dataset("memory://b/data").train), "the other files were kept"
     manifest = json.loads(memory.cat_file("/b/data/manifest.json"))
@@ -294,6 +297,9 @@ def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], caps
     assert (tmp_path / "bucket/data/manifest.json").exists()
     assert "already prepared" in run("prepare", shop, f"{address}/day_*", "--out", out)
     assert json.loads(run("inspect", out, "--json"))["splits"]["train"]["rows"]
+    run("train", out, "--out", tmp_path / "run", "--steps", 2, "--no-tensorboard")
+    run("predict", tmp_path / "run", "--data", f"{address}/day_2.csv.gz", "--keep", "item", "--out", tmp_path / "s.csv")
+    assert (tmp_path / "s.csv").read_text().startswith('"row","label","item","score"\n0,0,"i2",')
     like = run("prepare", "--like", out, f"{address}/day_2.csv.gz", "--out", tmp_path / "new", "--json")
     assert json.loads(like)["rows"]["test"] == 100
     code, _, error = output(capsys, "prepare", shop, f"{address}/none.csv", "--out", tmp_path / "none")

@@ -78,6 +78,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digests(folder / "out", without=MANIFEST)
 
 
+class Batch:
+    """Anything with the interface of one record batch."""
+
+    def __arrow_c_array__(self, requested_schema: Any = None) -> Any:
+        return arrow().combine_chunks().to_batches()[0].__arrow_c_array__(requested_schema)
+
+
 class Capsule:
     """Anything with the Arrow PyCapsule interface."""
 
@@ -90,6 +97,7 @@ class Capsule:
     [
         arrow,
         Capsule,
+        Batch,
         lambda: pl.from_arrow(arrow()),
         lambda: pl.DataFrame(pl.from_arrow(arrow())).lazy(),
         lambda: reader(arrow(), (1, 170, 3)),
@@ -98,7 +106,7 @@ class Capsule:
         lambda: pyarrow.dataset.dataset(arrow()).scanner(batch_size=64),
         lambda: [arrow().slice(0, 400), pl.from_arrow(arrow().slice(400))],
     ],
-    ids=("table", "capsule", "polars", "lazy", "batches", "batch", "dataset", "scanner", "list"),
+    ids=("table", "capsule", "array", "polars", "lazy", "batches", "batch", "dataset", "scanner", "list"),
 )
 def test_tables_and_streams_give_the_bytes_of_a_parquet_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str], table: Any
@@ -216,6 +224,31 @@ def test_what_is_wrong_with_a_table_is_said_in_one_message(tmp_path: Path) -> No
         stoker.prepare(schema(), pa.RecordBatchReader.from_batches(twice.schema, [twice]))
     with pytest.raises(ConfigError, match="files mixes tables and paths"):
         stoker.prepare(schema(), [arrow(), "rows.parquet"])
+    with pytest.raises(ConfigError, match=r"files holds a generator\. .*pass sorted.*from_batches"):
+        stoker.prepare(schema(), tmp_path.glob("*.parquet"))  # type: ignore[arg-type]
+    used = reader(arrow(), (ROWS,))
+    used.read_all()
+    with pytest.raises(
+        DataError, match=r"no usable row in pyarrow.RecordBatchReader\. A stream gives its rows only once"
+    ):
+        stoker.prepare(schema(), used)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "said"),
+    [
+        (pl.Series([{"a": 1, "b": "z"}] * 9), "categorical", r"holds Struct\(.*Make columns of its fields"),
+        (pl.Series([[{"a": 1}]] * 9), "sequence", r"holds List\(Struct\(.*Make columns of its fields"),
+        (pl.Series([[[1]]] * 9), "sequence", r"holds List\(List\(.*Make columns of its fields"),
+        (pl.Series([2**63 + n for n in range(9)], dtype=pl.UInt64), "categorical", 'within 64 bits.* type = "string"'),
+        (pl.Series([2**70 + n for n in range(9)], dtype=pl.Int128), "categorical", 'within 64 bits.* type = "string"'),
+    ],
+    ids=("struct", "structs", "lists", "uint64", "int128"),
+)
+def test_columns_that_are_no_values_of_a_type(column: pl.Series, kind: str, said: str) -> None:
+    frame = pl.DataFrame({"label": [0, 1, 0] * 3, "x": column})
+    with pytest.raises(DataError, match=said):
+        stoker.prepare(Schema.from_dict({"label": "label", kind: [{"name": "x", "type": "int"}]}), frame)
 
 
 def test_an_error_of_a_stream_is_not_swallowed() -> None:

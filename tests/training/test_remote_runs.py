@@ -64,9 +64,13 @@ def test_a_run_is_uploaded_continued_and_scored(
     found = stoker.load("memory://b/run")
     assert found.step in (2, 4, 6)
     assert stoker.load("memory://b/run/checkpoints/step_000000006").step == 6
-    for arguments in (("evaluate", "memory://b/run"), ("inspect", "memory://b/run", "--json")):
-        code, _, error = output(capsys, *arguments)
-        assert code == 0, error
+    code, said, error = output(capsys, "evaluate", "memory://b/run")
+    assert code == 0, error
+    assert "checkpoint: memory://b/run/checkpoints/step_" in said
+    code, _, error = output(capsys, "inspect", "memory://b/run", "--json")
+    assert code == 0, error
+    code, _, error = output(capsys, "evaluate", "memory://b/data")
+    assert error.startswith("error: memory://b/data is a dataset, not a run.")
     scores = tmp_path / "scores.parquet"
     code, _, error = output(capsys, "predict", "memory://b/run", "--data", "memory://b/data", "--out", scores)
     assert code == 0, error
@@ -119,6 +123,19 @@ def test_a_failed_upload_does_not_stop_training_but_is_told(
     resumed = stoker.train(resume="memory://b/run", steps=2, display="quiet")
     assert resumed.step == 2
     assert checkpoints(memory, "b/run") == ["step_000000002"]
+
+
+def test_a_url_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    data = make_dataset(tmp_path / "data", rows=800)
+    monkeypatch.setattr(type(memory), "put_file", denied)
+    with pytest.raises(DataError, match=r"memory://b/run cannot be used: Access Denied. Check that you may use it"):
+        stoker.train(data, out="memory://b/run", steps=2, **SMALL)
+    assert not list((tmp_path / "cache").rglob("config.json"))
 
 
 def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:

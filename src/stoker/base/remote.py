@@ -35,6 +35,7 @@ _CHANGES = (
 _HEAD = "head.json"  # of a run that was updated
 _MANIFEST = "manifest.json"
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
+_copied: dict[str, str] = {}  # local copy of a dataset, run or checkpoint -> its URL
 _MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
 
 
@@ -101,6 +102,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
             )
         if folder is None:
             folder = _kept(url, text)
+        _copied[str(folder)] = remote.url
         with _locked(folder):
             if (folder / _MANIFEST).is_file() and (folder / _MANIFEST).read_bytes() == text:
                 return folder
@@ -132,6 +134,7 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
         if not run and remote.read(_MANIFEST) is not None:
             return fetch_sealed(url)
         folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
+        _copied[str(folder)] = remote.url
         names = remote.names()
         manifest = re.compile(r"checkpoints/((?:step|update)_[\d_]+)/manifest\.json")
         checkpoints = {found[1] for name in names if (found := manifest.fullmatch(name))}
@@ -216,10 +219,24 @@ def rename_in(error: BaseException, names: Mapping[str, str]) -> None:
         error.args = (text, *error.args[1:])
 
 
+def with_urls(text: str) -> str:
+    """Return a message with URLs in place of the paths of their local copies."""
+    for folder in sorted(_copied, key=len, reverse=True):
+        text = text.replace(folder, _copied[folder])
+    return text
+
+
 def is_empty(url: str) -> bool:
     """Return True if there is no file below a URL."""
     with _files(url) as remote:
         return not remote.names()
+
+
+def check_writable(url: str) -> None:
+    """Raise :class:`DataError` if no file can be written below a URL."""
+    with _files(url) as remote:
+        remote.mark()
+        remote.remove([_MARK])
 
 
 def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
@@ -290,11 +307,6 @@ def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
         yield _Files(url, quiet)
     except StokerError:
         raise
-    except FileNotFoundError as error:
-        cause = error.__cause__
-        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # from a web server
-            raise failure_at(url, cause) from error
-        raise DataError(f"there is nothing at {url}. Check the URL.") from error
     except Exception as error:
         raise failure_at(url, error) from error
 
@@ -330,6 +342,7 @@ class _Files:
 
         def copy(file: tuple[str, Path, int | None, str | None], counter: Any) -> None:
             name, target, size, digest = file
+            url = f"{self.url}{name and '/'}{name}"
             beside = target.with_name(target.name + ".tmp")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -337,13 +350,17 @@ class _Files:
                 found = beside.stat().st_size if digest is None else hash_file(beside)
                 if found != (size if digest is None else (size, digest)) and size is not None:
                     raise DataError(
-                        f"{self.url}{name and '/'}{name} arrived incomplete or damaged: its size or "
-                        "checksum is wrong. Try again; if that does not help, upload it again."
+                        f"{url} arrived incomplete or damaged: its size or checksum is wrong. Try again; if that does "
+                        "not help, upload it again."
                     )
                 move(beside, target)
-            except OSError as error:
-                if error.filename is None or str(beside) not in str(error.filename):
-                    raise
+            except StokerError:
+                raise
+            except Exception as error:
+                if not isinstance(error, OSError) or str(beside) not in str(error.filename or ""):
+                    if digest is not None and _is_missing(error):
+                        raise DataError(f"{url}, which {_MANIFEST} names, is missing. Upload it again.") from error
+                    raise failure_at(url, error) from error
                 raise DataError(
                     f"{target} cannot be written ({error.strerror}). STOKER_CACHE names the folder."
                 ) from error
@@ -430,13 +447,16 @@ def has_folders(fs: Any) -> bool:
 
 def failure_at(url: str, error: Exception) -> Exception:
     """Return the error for a failure of a file system, with a remedy."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):  # of a web server
+        error = error.__cause__
+    if _is_missing(error):
+        return DataError(f"there is nothing at {url}. Check the URL.")
     text = f"{type(error).__name__} {error}"
     scheme = url.split("://", 1)[0]
     remedy = "Check the URL and the network, then run the same command again."
     if isinstance(error, NotImplementedError):
         return DataError(f"{scheme}:// cannot be written or listed, as {url} would need. Choose another place.")
-    status = getattr(error, "status", None)
-    refused = isinstance(error, PermissionError) or status in (401, 403)
+    refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
     if refused or re.search(r"redential|Forbidden|AccessDenied", text):
         hints = {
             "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
@@ -445,6 +465,19 @@ def failure_at(url: str, error: Exception) -> Exception:
         }
         remedy = f"Check that you may use it, and the credentials: {hints.get(scheme, 'see the docs of fsspec')}."
     return DataError(f"{url} cannot be used: {_line(error).rstrip('.')}. {remedy}")
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status of an answer over HTTP."""
+    status: int | None = getattr(error, "status", None) or getattr(
+        getattr(error, "response", None), "status_code", None
+    )
+    return status
+
+
+def _is_missing(error: Exception) -> bool:
+    """Return True if a file system says that there is no such file."""
+    return isinstance(error, FileNotFoundError) or _status(error) in (404, 410) or "NoSuchKey" in str(error)
 
 
 def _line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ import typer
 
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
 from stoker.base.picture import Grid
+from stoker.base.remote import with_urls
 from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
 from stoker.base.units import format_count, format_size
 from stoker.training.settings import PARTS
@@ -264,11 +265,11 @@ def printed(record: Any, as_json: bool) -> bool:
 
 
 def say(text: str, style: str = "", *, error: bool = False) -> None:
-    """Print a line without wrapping it; an ``error`` goes to standard error."""
+    """Print a line without wrapping it, with URLs in place of local copies; an ``error`` goes to standard error."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=error).print(Text(text, style=style), soft_wrap=True)
+    Console(stderr=error).print(Text(with_urls(text), style=style), soft_wrap=True)
 
 
 class _Cells(Formatter):

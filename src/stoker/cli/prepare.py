@@ -23,7 +23,7 @@ from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.options import printed, say, show_rows, show_table, takes, with_options
 from stoker.dataset.manifest import MANIFEST
-from stoker.prep.settings import PrepareSettings
+from stoker.prep.settings import LOG_SUFFIXES, PrepareSettings
 from stoker.synthetic.settings import TextSettings
 
 if TYPE_CHECKING:
@@ -248,9 +248,14 @@ def _prepare(
 
 def is_log(path: Path | None) -> bool:
     """Return whether a path is that of a raw log, or a pattern of raw files, and not that of a dataset."""
-    if path is None or remote.url_of(path) is not None or path.is_dir():
-        return False
-    return path.is_file() or has_magic(str(path))
+    if path is not None and remote.url_of(path) is not None:
+        return has_magic(path.name) or path.suffix.lower() in LOG_SUFFIXES
+    return path is not None and not path.is_dir() and (path.is_file() or has_magic(str(path)))
+
+
+def _typed(log: Path) -> str:
+    """Return the path, pattern or URL of a raw log as text; ``pathlib`` shortens URLs."""
+    return remote.url_of(log) or str(log)
 
 
 def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
@@ -265,16 +270,17 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
         The dataset. One that was made from the same rows is taken as it is.
     """
     out = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '', log.name.split('.')[0]) or 'log'}-data"
-    schema = _drafted([str(log)], quiet=quiet)
+    files = [_typed(log)]
+    schema = _drafted(files, quiet=quiet)
     try:
-        report = _prepare(schema, [str(log)], out, quiet=quiet)
+        report = _prepare(schema, files, out, quiet=quiet)
     except DataError as error:
         if not (out / MANIFEST).exists():
             raise
-        command = f"stoker prepare auto {quoted(log)} --out {quoted(out)} --overwrite"
+        command = f"stoker prepare auto {quoted(files[0])} --out {quoted(out)} --overwrite"
         raise DataError(
-            f"{out} is there, and it is not what {log} makes today. To replace it: {command}. To train on it as it "
-            f"is: stoker train {quoted(out)}"
+            f"{out} is there, and it is not what {files[0]} makes today. To replace it: {command}. To train on it as "
+            f"it is: stoker train {quoted(out)}"
         ) from error
     if not quiet:
         _show_report(report, str(out))
@@ -286,12 +292,13 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
     """Prepare raw rows like a dataset's; yield the result, deleted at the end of the block, and its bad lines."""
     with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
         out = Path(folder) / "data"
-        report = _prepare(None, [str(log)], out, quiet=quiet, like=dataset, keep=keep)
+        report = _prepare(None, [_typed(log)], out, quiet=quiet, like=dataset, keep=keep)
         if report.bad and not quiet:
             first = json.loads((out / "quarantine.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])
             say(
-                f"{plural(report.bad, 'bad line')} of {log} left out, the first: {first['file']}:{first['line']}: "
-                f"{first['reason']}. The column row counts the other rows only: to find yours again, --keep a column.",
+                f"{plural(report.bad, 'bad line')} of {_typed(log)} left out, the first: {first['file']}:"
+                f"{first['line']}: {first['reason']}. The column row counts the other rows only: to find yours again, "
+                "--keep a column.",
                 "bold yellow",
             )
         yield out, report.bad

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -19,6 +20,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.prep.parse.sources import FRAME, number_order
 from stoker.prep.recipes.rows import from_batches
 
+_AS_TEXT = (pl.Categorical, pl.Enum, pl.Int128, pl.UInt128)  # types that not every reader of Parquet knows
 _GROUP_ROWS = 2**16  # rows of a row group of the temporary files, whatever the batches of a stream
 _ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."
 
@@ -59,11 +61,16 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
     tables = [item for item in items if not isinstance(item, str | os.PathLike)]
     for item in tables:
         if not _is_table(item):
-            raise ConfigError(
-                f"files holds a {_kind(item)}. Pass paths, patterns, URLs, or tables: Polars, pandas, PyArrow, "
-                "DuckDB, a Hugging Face dataset (one split of it), or anything with __arrow_c_stream__.",
-                settings=("files",),
-            )  # fmt: skip
+            remedy = (
+                "Pass paths, patterns, URLs, or tables: Polars, pandas, PyArrow, DuckDB, a Hugging Face dataset (one "
+                "split of it), or anything with __arrow_c_stream__."
+            )
+            if isinstance(item, Iterable) and not isinstance(item, Mapping | np.ndarray):
+                remedy = (
+                    "Its order may be another each time: pass sorted(...) of paths. Of record batches pass "
+                    "pyarrow.RecordBatchReader.from_batches(schema, batches)."
+                )
+            raise ConfigError(f"files holds a {_kind(item)}. {remedy}", settings=("files",))
     if tables and len(tables) < len(items):
         raise ConfigError("files mixes tables and paths. Prepare from one or the other.", settings=("files",))
     inputs = Inputs()
@@ -90,18 +97,18 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
 
 def _is_table(item: Any) -> bool:
     package, kind = type(item).__module__.partition(".")[0], type(item).__name__
-    known = (package, kind) in (("polars", "LazyFrame"), ("pandas", "DataFrame"), ("pyarrow", "RecordBatch"))
+    known = (package, kind) in (("polars", "LazyFrame"), ("pandas", "DataFrame"))
     return (
         known
-        or any(hasattr(item, name) for name in ("__arrow_c_stream__", "to_reader", "scanner"))
+        or any(hasattr(item, name) for name in ("__arrow_c_stream__", "__arrow_c_array__", "to_reader", "scanner"))
         or (hasattr(item, "with_format") and hasattr(item, "iter"))
     )
 
 
 def _kind(item: Any) -> str:
     """Return the type of an object with its package, such as ``polars.DataFrame``."""
-    package = type(item).__module__.partition(".")[0].removeprefix("_")
-    return f"{package}.{type(item).__name__}"
+    package = type(item).__module__.partition(".")[0].strip("_")
+    return type(item).__name__ if package in ("builtins", "main") else f"{package}.{type(item).__name__}"
 
 
 def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
@@ -109,7 +116,7 @@ def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
         frame = _lazy(table)
         if rows is not None:
             frame = frame.head(rows)
-        texts = [name for name, kind in frame.collect_schema().items() if kind in (pl.Categorical, pl.Enum)]
+        texts = [name for name, kind in frame.collect_schema().items() if kind in _AS_TEXT]
         frame = frame.with_columns(pl.col(texts).cast(pl.String))
         with full_disk():
             frame.sink_parquet(path, maintain_order=True, compression="lz4", row_group_size=_GROUP_ROWS)
@@ -119,7 +126,7 @@ def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
         raise DataError(
             f"{name} cannot be written to {path.parent} ({error.strerror or error}). Let TMPDIR name a disk with room."
         ) from error
-    except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{name} cannot be read: {_reason(table, error)}. {_ADVICE}") from error
 
 
@@ -142,15 +149,17 @@ def _lazy(table: Any) -> pl.LazyFrame:
         return table.lazy()
     if type(table).__module__.startswith("pandas"):
         table = pa.Table.from_pandas(table, preserve_index=False)
-    if isinstance(table, pa.RecordBatch):
-        table = pa.Table.from_batches([table])
     if isinstance(table, pa.RecordBatchReader):
         return _stream(table)
     if hasattr(table, "with_format"):
         table = _hugging_face(table)
     if hasattr(table, "scanner"):  # a PyArrow dataset
         table = table.scanner()
-    return _stream(table.to_reader() if hasattr(table, "to_reader") else pa.RecordBatchReader.from_stream(table))
+    if hasattr(table, "to_reader"):
+        return _stream(table.to_reader())
+    if hasattr(table, "__arrow_c_stream__"):
+        return _stream(pa.RecordBatchReader.from_stream(table))
+    return _stream(pa.Table.from_batches([pa.record_batch(table)]).to_reader())
 
 
 def _hugging_face(dataset: Any) -> pa.RecordBatchReader:

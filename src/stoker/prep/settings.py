@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from stoker.base.settings import Settings, setting
 
+#: By these the command line tells the URL of a raw file from that of a dataset.
+LOG_SUFFIXES = (
+    ".csv", ".tsv", ".txt", ".dat", ".log", ".gz", ".zst", ".zstd", ".parquet", ".pq", ".json", ".jsonl", ".ndjson",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings(Settings):

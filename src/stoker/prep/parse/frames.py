@@ -199,6 +199,12 @@ def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     nested = isinstance(series.dtype, pl.List | pl.Array)
     if nested and item.separator is None:
         raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
+    inner: Any = series.dtype
+    if (inner.inner if nested else inner).is_nested():
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made. Make columns of its "
+            "fields, or leave it out of the schema."
+        )
     try:
         if item.separator is None:
             return _single(series, item, wrong)
@@ -301,7 +307,9 @@ def _lists(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
 
 
 def _reason(item: Field, value: object) -> str:
-    return f"column {item.column}: {str(value)[:40]!r} is not {_WORDS[item.kind]}"
+    text = str(value)
+    wide = item.kind == "int" and _INT.fullmatch(text.strip(_SPACE))
+    return f"column {item.column}: {text[:40]!r} is not {'within 64 bits' if wide else _WORDS[item.kind]}"
 
 
 @contextmanager
@@ -309,7 +317,7 @@ def reading_parquet(path: Path) -> Iterator[None]:
     """Turn errors of Parquet readers into :class:`DataError` with the file and the reason: empty, truncated, other."""
     try:
         yield
-    except (pl.exceptions.PolarsError, pa.ArrowException, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, OSError) as error:
         with suppress(OSError):
             if not path.stat().st_size:
                 raise DataError(f"{path} is empty: it is not a Parquet file. Get the file again.") from error

@@ -44,6 +44,10 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         r"(column .+?): .* is not (a date and time .*)", r"\1: not \2",
         "Times written in another way: set format in [timestamp] of the schema. All lines must have one format.",
     ),
+    (
+        r"(column .+?): .* is not within 64 bits", r"\1: not within 64 bits",
+        'Whole numbers beyond 64 bits: set type = "string" of the column.',
+    ),
     (r"(column .+?): .* is neither 0 nor 1", r"\1: neither 0 nor 1", f"Labels besides 0 and 1: {_RULE}."),
     (r"not a JSON object.*", "not a JSON object", "JSON lines hold one object a line."),
 )]  # fmt: skip

@@ -13,6 +13,7 @@ from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.parse.frames import Block
 from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
+from stoker.prep.parse.sources import FRAME
 from stoker.prep.stages.parts import Part, is_whole
 from stoker.prep.stages.task import Progress, Task
 
@@ -107,7 +108,9 @@ def ingest(
         which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
         reason = f" {which}: {limit.first}." if limit.bad else ""
         names = ", ".join(source.name for source in sources[:3])
-        advice = " ".join(limit.reasons().remedies) or "Check the files, the separator and the columns."
+        table = sources[0].path.suffix == FRAME
+        usual = "A stream gives its rows only once." if table else "Check the files, the separator and the columns."
+        advice = " ".join(limit.reasons().remedies) or usual
         raise UnusableInput(f"there is no usable row in {names}.{reason} {advice}")
     limit.check()
     return parts

@@ -457,6 +457,7 @@ def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]
             raise ConfigError(
                 f"{url} is not empty. Continue the run there with --resume {url}, or choose another --out."
             )
+        remote.check_writable(url)  # before hours of training
         if (folder / _DONE).exists():  # a copy of a run that was deleted at the URL
             shutil.rmtree(folder)
     else:
