@@ -279,6 +279,17 @@ def test_what_is_no_executor_is_refused(tmp_path: Path) -> None:
         stoker.prepare(SCHEMA, write_log(tmp_path / "log.csv", 30), executor=object())  # type: ignore[arg-type]
 
 
+def test_an_executor_that_is_shut_down(tmp_path: Path) -> None:
+    raw = write_log(tmp_path / "log.csv", 1500)
+    executor = ThreadPoolExecutor(1)
+
+    def stop(_: Progress) -> None:
+        executor.shutdown(wait=False)
+
+    with pytest.raises(DataError, match=r"the executor.* ended .*after shutdown.*parts are kept"):
+        run_prepare(SCHEMA, raw, out=tmp_path / "out", block_bytes=4000, executor=executor, progress=stop)
+
+
 def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = write_log(tmp_path / "log.csv", 300)
 
@@ -287,7 +298,7 @@ def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     with Pickled() as executor:
         monkeypatch.setattr("stoker.prep.write.publish.write_shard", die)
-        with pytest.raises(DataError, match=r"worker of the executor ended .*abruptly.*fewer workers.*parts are kept"):
+        with pytest.raises(DataError, match=r"worker of it, ended .*abruptly.*use fewer.*parts are kept"):
             stoker.prepare(SCHEMA, raw, out=tmp_path / "out", executor=executor)
         monkeypatch.undo()
         assert run_prepare(SCHEMA, raw, out=tmp_path / "out", executor=executor).reused > 3

@@ -143,23 +143,27 @@ def _reason(table: Any, error: Exception) -> str:
     return reason_of(error).rstrip(".")
 
 
+def arrow_of(table: Any) -> Any:
+    """Return a pandas frame or a single batch as a PyArrow table, other objects as they are."""
+    if type(table).__module__.startswith("pandas"):
+        return pa.Table.from_pandas(table, preserve_index=False)
+    if hasattr(table, "__arrow_c_array__") and not hasattr(table, "__arrow_c_stream__"):
+        return pa.Table.from_batches([pa.record_batch(table)])
+    return table
+
+
 def _lazy(table: Any) -> pl.LazyFrame:
     """Return a table or stream as a lazy frame that is read once, batch by batch."""
     if isinstance(table, pl.LazyFrame | pl.DataFrame):
         return table.lazy()
-    if type(table).__module__.startswith("pandas"):
-        table = pa.Table.from_pandas(table, preserve_index=False)
+    table = arrow_of(table)
     if isinstance(table, pa.RecordBatchReader):
         return _stream(table)
     if hasattr(table, "with_format"):
         table = _hugging_face(table)
     if hasattr(table, "scanner"):  # a PyArrow dataset
         table = table.scanner()
-    if hasattr(table, "to_reader"):
-        return _stream(table.to_reader())
-    if hasattr(table, "__arrow_c_stream__"):
-        return _stream(pa.RecordBatchReader.from_stream(table))
-    return _stream(pa.Table.from_batches([pa.record_batch(table)]).to_reader())
+    return _stream(table.to_reader() if hasattr(table, "to_reader") else pa.RecordBatchReader.from_stream(table))
 
 
 def _hugging_face(dataset: Any) -> pa.RecordBatchReader:

@@ -331,11 +331,13 @@ def _build(task: Task, target: Path, request: str | None, *, resume: bool, overw
         without = "" if some else " without this run"  # what it wrote is deleted
         remedy = task.remedy_of_full_disk(kept=some)
         raise DataError(f"no room left on the disk of {target} ({free} free{without}). {remedy}") from error
-    except BrokenExecutor as error:
+    except RuntimeError as error:
+        if not isinstance(error, BrokenExecutor) and "after shutdown" not in str(error):
+            raise
         kept = "" if task.temporary else " Finished parts are kept: the same call continues from there."
         raise DataError(
-            f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
-            f"memory: use fewer workers.{kept}"
+            f"the executor, or a worker of it, ended before the work was done ({error or type(error).__name__}). A "
+            f"worker may have run out of memory: use fewer.{kept}"
         ) from error
 
 

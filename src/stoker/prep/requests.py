@@ -30,6 +30,7 @@ from stoker.prep.features.past import Past
 from stoker.prep.features.pipeline import FrameBlocks
 from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
+from stoker.prep.inputs import arrow_of
 from stoker.prep.like import Like
 from stoker.prep.parse.dictionaries import hash_spans, number_texts, splitmix, text_hashes, values_of
 from stoker.prep.parse.frames import Block, Field, frame_block
@@ -331,10 +332,7 @@ def as_frame(table: Any) -> pl.DataFrame:
     try:
         if isinstance(table, pl.LazyFrame):
             return table.collect()
-        if type(table).__module__.startswith("pandas"):
-            table = pa.Table.from_pandas(table, preserve_index=False)
-        if isinstance(table, pa.RecordBatch):
-            table = pa.Table.from_batches([table])
+        table = arrow_of(table)
         if not isinstance(table, pl.DataFrame) and not hasattr(table, "__arrow_c_stream__"):
             raise DataError(
                 f"a {type(table).__name__} is no table. Pass Polars, pandas, PyArrow, or anything with "

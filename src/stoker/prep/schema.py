@@ -299,6 +299,7 @@ class SplitRule:
             for target in getattr(self, key).values():
                 choice("split", key, target, targets)
         positive("split", "runs", self.runs, least=2)
+        positive("split", "min_rows", self.min_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
