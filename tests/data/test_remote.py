@@ -114,6 +114,14 @@ def test_a_file_is_downloaded_once_and_again_when_it_changes(
     assert second.read_text() == lines(1)
 
 
+def test_a_cache_that_cannot_be_written_is_named(memory: Any, cache: Path) -> None:
+    memory.pipe_file("/b/log.csv", lines(0).encode())
+    cache.touch()
+    for given, out in (("memory://b/log.csv", None), (pl.DataFrame({"a": [1]}), "memory://b/data")):
+        with pytest.raises(DataError, match=rf"^{cache}.* cannot be written to .*Let STOKER_CACHE name a folder"):
+            stoker.prepare(schema(), given, out=out)
+
+
 def test_a_download_that_breaks_off_leaves_nothing(memory: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.pipe_file("/b/a.csv", lines(0).encode())
 

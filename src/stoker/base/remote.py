@@ -36,6 +36,7 @@ _HEAD = "head.json"  # of a run that was updated
 _MANIFEST = "manifest.json"
 _MARK = "upload.unfinished"  # in a folder that is being uploaded
 _copied: dict[str, str] = {}  # local copy of a dataset, run or checkpoint -> its URL
+_OTHER_CACHE = "Let STOKER_CACHE name a folder for copies."
 _MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
 
 
@@ -416,8 +417,9 @@ class _Files:
     def mark(self) -> None:
         """Write the file that marks an unfinished upload; it also proves that the URL can be written."""
         folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _MARK).write_text("A Stoker upload is under way, or was killed. Run the same command again.\n")
+        with errors_as(DataError, f"{folder} cannot be written to", _OTHER_CACHE):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _MARK).write_text("A Stoker upload is under way, or was killed. Run the same command again.\n")
         self.upload([(_MARK, folder / _MARK)])
 
 
@@ -488,7 +490,7 @@ def _line(error: BaseException) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time fill a folder; the lock of a killed process ends with it."""
-    with errors_as(DataError, f"{folder.parent} cannot be written to", "Let STOKER_CACHE name a folder for copies."):
+    with errors_as(DataError, f"{folder.parent} cannot be written to", _OTHER_CACHE):
         for parent in (locks := cache_folder() / "locks", folder.parent):
             parent.mkdir(parents=True, exist_ok=True)
         file = (locks / _short(str(folder))).open("w")
