@@ -21,7 +21,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_150,
+    "base": 2_190,
     "ops": 7_060,
     "dataset": 3_080,
     "optim": 610,
@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_880,
     "training": 10_220,
     "rewrite": 1_950,
-    "prep": 12_130,
+    "prep": 12_160,
     "synthetic": 1_690,
-    "cli": 3_325,
+    "cli": 3_335,
     "live": 960,
     "serve": 1_080,
 }  # fmt: skip
-ALL_LINES = 61_060
+ALL_LINES = 61_130
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
