@@ -34,9 +34,9 @@ LINES = {
     "synthetic": 1_690,
     "cli": 3_335,
     "live": 960,
-    "serve": 1_080,
+    "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 61_130
+ALL_LINES = 61_320
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -61,6 +61,20 @@ def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:
     torch.testing.assert_close(program(*model.inputs(batch)), model(batch))
 
 
+def test_an_onnx_model_is_that_of_the_dense_part(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    stoker.export(run, tmp_path / "out", onnx=True)
+    scorer = stoker.Scorer(tmp_path / "out", check=True)
+    session = runtime.InferenceSession(tmp_path / "out" / "dense.onnx")
+    for rows in (1, 7, 256):
+        batch = scorer.encoder.encode(log(rows, 3).drop("bought"))
+        with torch.no_grad():
+            inputs, wanted = scorer.model.inputs(batch), scorer.model(batch)
+        given = {each.name: x.numpy() for each, x in zip(session.get_inputs(), inputs, strict=True)}
+        torch.testing.assert_close(torch.from_numpy(session.run(None, given)[0]), wanted)
+
+
 def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
     made = stoker.export(run, tmp_path / "out").path
     with pytest.raises(stoker.ConfigError, match="exists"):

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
+from stoker.prep.parse.dictionaries import text_hashes
+from stoker.prep.requests import Ids
 from stoker.prep.schema import Schema
 from tests.campaigns import scaled
 
@@ -133,3 +136,11 @@ def test_window_features_go_on_from_the_state_in_each_request(tmp_path: Path) ->
     assert not scorer.encoder.independent
     for each in pieces(days[1], [1, 17, 150]):
         assert scorer.score(each.drop("bought")).tobytes() == predicted(tmp_path / "run", each).tobytes()
+
+
+def test_texts_of_one_hash_are_told_apart() -> None:
+    key = int(text_hashes(pl.Series(["ann"]), 0)[0])
+    columns = {"key": pa.array([key, key, key], pa.uint64()), "id": [5, 6, 7], "text": ["annie", "bob", "ann"]}
+    table = pa.table({**columns, "text": pa.array(columns["text"], pa.large_string())})
+    known = Ids(table.replace_schema_metadata({"missing": "0"}))
+    assert known.find(pl.Series(["eve", "ann", None, "bob", "ann"])[1:]).tolist() == [7, 0, 0, 7]  # bob's hash differs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import stoker
@@ -21,6 +23,8 @@ import stoker
 pytest.importorskip("aiohttp")
 pytest.importorskip("prometheus_client")
 
+from stoker.prep.requests import as_frame
+from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.server import Server
 from stoker.serve.settings import ServeSettings
 from stoker.testing import make_daily_run
@@ -149,6 +153,114 @@ def small(shop: tuple[Path, Any]) -> Iterator[Server]:
         yield server
 
 
+def _stream(columns: dict[str, Any], **options: Any) -> bytes:
+    table, sink = pa.table(columns), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _texts(*ends: int) -> bytes:
+    """Return a stream whose column item is said to have texts with these ends."""
+    whole = _stream({"item": pa.array(["1", "2"], pa.large_string()), "user": [1, 2]})
+    known = np.array([0, 1, 2]).tobytes()
+    assert whole.count(known) == 1
+    return whole.replace(known, np.array(ends).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "cause"),
+    [
+        (_texts(0, 1, 2), 200, ""),
+        (_texts(0, 10**12, 2 * 10**12), 400, "larger than values array"),
+        (_texts(-(2**40), 0, 2), 400, "Negative offsets"),
+        (_texts(0, 2, 1), 400, "non-monotonic"),
+        (_stream({"item": [1, 2], "user": [1, 2]})[:-30], 400, "not a valid Arrow stream"),
+        (_stream({"item": [1] * 99, "user": [1] * 99}, compression="zstd"), 400, "compressed"),
+        (_stream({"item": pa.nulls(10**6), "user": pa.nulls(10**6)}), 413, "1,000,000 rows"),
+        (_stream({"item": pa.array(["x" * 300] * 11).dictionary_encode(), "user": [1] * 11}), 413, "11 rows"),
+        (_stream({"item": [{"a": 1}], "user": [1]}), 400, "struct"),
+    ],
+)
+def test_arrow_streams_are_checked_before_they_are_read(small: Server, body: bytes, status: int, cause: str) -> None:
+    assert len(body) < 3000
+    with served(small.scorer, max_body=3000) as server:
+        kind = {"Content-Type": "application/vnd.apache.arrow.stream"}
+        found, answer = ask(server, "/score", body, **kind)
+        assert (found, cause in answer.get("error", "")) == (status, True)
+        assert ask(server, "/score", _texts(0, 1, 2), **kind)[0] == 200
+
+
+def test_damaged_streams_do_not_end_the_process() -> None:
+    draw = random.Random(5)
+    whole = _stream({
+        "a": pa.array(["x", None, "a text of more than twelve bytes"], pa.string_view()), "b": [[1], None, [2, 3]],
+        "c": pa.array(["a", "b", None]).dictionary_encode(), "d": [True, None, False],
+    })  # fmt: skip
+    read = 0
+    for _ in range(scaled(2000)):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice([1, 2, 5])):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        with contextlib.suppress(RequestError, stoker.DataError):
+            as_frame(arrow_rows(bytes(damaged), 10_000))
+            read += 1
+    assert read  # some damage is in padding
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b" 400 "),
+        (b"GET /healthz HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n", b" 400 "),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b" 400 "),  # TLS
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", b" 400 "),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n", b" 400 "),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n", b" 413 "),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"800\r\n" + b" " * 2048 + b"\r\n",
+         b" 413 "),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\n", b" 415 "),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", None),  # then closes its side
+    ],
+)  # fmt: skip
+def test_connections_that_break_the_protocol_are_answered_or_closed(
+    small: Server, sent: bytes, answer: bytes | None
+) -> None:
+    with socket.create_connection(("127.0.0.1", small.port)) as client:
+        client.settimeout(30)
+        with contextlib.suppress(ConnectionError):  # the answer may come before all is sent
+            client.sendall(sent)
+            if answer is None:
+                client.shutdown(socket.SHUT_WR)
+        assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
+        found = client.recv(1000)
+        assert found == b"" if answer is None else answer in found.split(b"\r\n")[0]
+
+
+def test_an_error_of_ours_is_answered_and_the_next_request_is_scored(
+    shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """As Polars raises it."""
+
+    def fail(_: Any) -> None:
+        raise Panic("of a library")
+
+    scorer = stoker.Scorer(shop[0])
+    with served(scorer) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(scorer, "score_together", fail)
+            status, answer = ask(server, "/score", {"rows": [{"item": 1, "user": 2}]})
+            assert (status, "Panic: of a library" in answer["error"]) == (500, True)
+        assert ask(server, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
+
+
+def test_a_lone_client_does_not_wait_for_others(shop: tuple[Path, Any]) -> None:
+    with served(stoker.Scorer(shop[0]), wait=100_000) as server:
+        for _ in range(3):
+            assert ask(server, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
+
+
 def test_other_paths_and_methods_are_refused(small: Server) -> None:
     assert ask(small, "/nothing")[0] == 404
     assert ask(small, "/score")[0] == 405
@@ -225,6 +337,37 @@ def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path)
             thread.join()
         assert {number for number, _ in seen} >= {0, 1, 2}
         assert all(scores == truth[number] for number, scores in seen)
+
+
+def test_scores_are_not_torn_while_a_model_is_followed_in_another_thread(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    days = make_daily_run(run, days=1)
+    rows = days[0].select("item", "user").head(5)
+    scorer, ended = stoker.Scorer(run, follow=True), threading.Event()
+    truth = {scorer.score(rows).tobytes()}
+    stoker.update(run, days[0])
+    truth.add(stoker.Scorer(run).score(rows).tobytes())
+    head = run / "head.json"
+    newest, seen = head.read_bytes(), set[bytes]()
+
+    def follow() -> None:
+        while not ended.is_set():
+            head.unlink()
+            scorer.poll()
+            head.with_suffix(".new").write_bytes(newest)
+            head.with_suffix(".new").replace(head)
+            scorer.poll()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        for _ in range(scaled(4000)):
+            seen.add(scorer.score(rows).tobytes())
+    finally:
+        ended.set()
+        thread.join()
+    assert seen == truth
+    assert len(truth) == 2
 
 
 def wait_for(client: stoker.Client, rows: Any, number: int) -> None:

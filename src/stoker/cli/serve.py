@@ -69,6 +69,7 @@ def serve(
     from stoker.serve.server import serve as run_server
 
     scorer = Scorer(source) if is_export(source) else Scorer(source, data, follow=True)
+    scorer.warm_up()
     chosen = ServeSettings.from_dict(settings)
 
     def started(server: Server) -> None:

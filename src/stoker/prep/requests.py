@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from stoker.base.checks import near
@@ -32,7 +32,7 @@ from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.inputs import arrow_of
 from stoker.prep.like import Like
-from stoker.prep.parse.dictionaries import hash_spans, number_texts, splitmix, text_hashes, values_of
+from stoker.prep.parse.dictionaries import find_texts, spans_of, splitmix, text_hashes, values_of
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
@@ -54,12 +54,12 @@ class Ids:
         """Take a table with the columns key and id and, of texts, text."""
         self.table = table
         self.missing = int(table.schema.metadata[b"missing"])
-        self._run = int(table.schema.metadata[b"run"])
         columns = {name: table[name].chunk(0) if table[name].num_chunks == 1 else table[name].combine_chunks()
                    for name in table.column_names}  # fmt: skip
         kind = np.int64 if "text" not in columns else np.uint64
         self._keys, self._ids = values_of(columns["key"], kind), values_of(columns["id"], np.int64)
         self._texts = columns.get("text")
+        self._known = (self._keys, self._ids, *spans_of(self._texts)) if "text" in columns else None
 
     @classmethod
     def of(cls, vocabulary: pl.DataFrame) -> Ids:
@@ -76,10 +76,7 @@ class Ids:
         columns = {"key": keys[order], "id": ids[order].astype(np.int64)}
         if values.dtype == pl.String:
             columns["text"] = values.gather(order).rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-        run, found = 1, columns["key"]  # most equal keys
-        while len(found) > run and (found[run:] == found[:-run]).any():
-            run += 1
-        facts = {"missing": str(absent[0] if absent else 0), "run": str(run)}
+        facts = {"missing": str(absent[0] if absent else 0)}
         return cls(pa.table(columns).replace_schema_metadata(facts))
 
     @classmethod
@@ -99,12 +96,12 @@ class Ids:
             return np.zeros(len(column), np.int64)
         if self._texts is None:
             if not (absent := nulls(column)).any():
-                return self._ids_of(column.to_numpy(), None)
-            return np.where(absent, 0, self._ids_of(column.fill_null(0).to_numpy(), None))
-        codes, data, ends = number_texts(column)
-        buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
-        distinct = pa.Array.from_buffers(pa.large_string(), len(ends) - 1, buffers)
-        found: Array = np.append(0, self._ids_of(hash_spans(data, ends, 0), distinct))[codes]
+                return self._ids_of(column.to_numpy())
+            return np.where(absent, 0, self._ids_of(column.fill_null(0).to_numpy()))
+        texts = column.to_arrow(compat_level=pl.CompatLevel.oldest())
+        bits = np.frombuffer(texts.buffers()[0] if texts.null_count else b"", np.uint8)
+        found = np.empty(len(column), np.int64)
+        find_texts(*spans_of(texts), bits, texts.offset, self._known, found)
         return found
 
     def values(self, ids: Array) -> pa.Array:
@@ -117,16 +114,9 @@ class Ids:
             return self._texts.take(pa.array(places, mask=absent))
         return pa.array(np.asarray(self._keys[places]), mask=absent)
 
-    def _ids_of(self, keys: Array, texts: pa.Array | None) -> Array:
-        found, first = np.zeros(len(keys), np.int64), np.searchsorted(self._keys, keys)
-        for more in range(self._run):
-            places = np.minimum(first + more, len(self._keys) - 1)
-            same = self._keys[places] == keys
-            if texts is not None and self._texts is not None:
-                known = self._texts.take(pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)]))
-                same &= pl.Series(pc.equal(known, texts)).to_numpy()
-            found = np.where(same, self._ids[places], found)
-        return found
+    def _ids_of(self, keys: Array) -> Array:
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[places] == keys, self._ids[places], 0)
 
 
 def nulls(column: pl.Series) -> npt.NDArray[np.bool_]:
@@ -218,7 +208,7 @@ class RowEncoder:
 
     def check_objects(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Raise :class:`DataError` if a column is unknown or in none of the objects."""
-        self._check_names(list(dict.fromkeys(name for row in rows for name in row)), False)
+        self._check_names(list(dict.fromkeys(chain.from_iterable(rows))), False)
 
     def from_objects(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Encode objects of JSON, whose numbers are still texts (:func:`~stoker.prep.parse.json_lines.parsed`).
@@ -303,8 +293,8 @@ class RowEncoder:
             column = column.fill_null(str(feature.fill))
         if not textual:
             column = keys_of(column, feature)
-        absent = nulls(column)
         if feature.hash_buckets is not None or feature.oov == "grow":
+            absent = nulls(column)
             hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
             if feature.hash_buckets is not None:
                 return bucket_ids(hashes, absent, feature).astype(np.int64), lengths
@@ -312,14 +302,14 @@ class RowEncoder:
             return np.where(absent, own, as_raw_ids(hashes)), lengths
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
-        if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~absent).any():
+        if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
             raise DataError(
                 f"{_row(row, lengths)}: column {feature.name} has a value that training did not have, and its oov "
                 f"policy is {feature.oov!r}. Leave the row out."
             )
         if feature.missing == "category":
-            ids[absent] = known.missing
+            ids[nulls(column)] = known.missing
         return ids, lengths
 
 
@@ -338,8 +328,10 @@ def as_frame(table: Any) -> pl.DataFrame:
                 f"a {type(table).__name__} is no table. Pass Polars, pandas, PyArrow, or anything with "
                 "__arrow_c_stream__."
             )
+        if isinstance(table, pa.Table):
+            table = table.combine_chunks().to_reader()  # Polars reads a table on all threads, which must first wake
         frame = table if isinstance(table, pl.DataFrame) else pl.DataFrame(table)
-    except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException, TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"the rows cannot be read: {reason_of(error)}. Give each column one plain type.") from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,7 +244,9 @@ def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:
     if pt2:
         torch.export.save(program, str(out / "dense.pt2"))
     if onnx:
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own code
+            made = torch.onnx.export(program, dynamo=True, verbose=False)
         assert made is not None
         made.save(str(out / "dense.onnx"))
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -68,7 +70,7 @@ class Scorer:
         **settings: Any,
     ) -> None:  # fmt: skip
         self.version: Mapping[str, Any] = {}
-        self.lock = threading.RLock()  # held while rows are looked up and scored
+        self.lock = threading.RLock()  # held while rows are encoded and scored
         self._follower: _Followed | None = None
         known = None
         if not isinstance(source, RecModel) and is_export(source):
@@ -119,7 +121,13 @@ class Scorer:
         Raises:
             DataError: a column is missing or unknown, or a value does not fit; the message names row and column.
         """
-        return self.score_batch(self.encoder.encode(rows, unknown=unknown))
+        with self.lock:  # ids are those of the model that scores
+            return self.score_batch(self.encoder.encode(rows, unknown=unknown))
+
+    def warm_up(self) -> None:
+        """Load the kernels, which are compiled once for a machine, so that the first request does not wait for them."""
+        with suppress(DataError):  # a row without values may not fit
+            self.score(pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns}))
 
     def score_together(self, requests: Sequence[Any]) -> list[Scores]:
         """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).
@@ -127,6 +135,10 @@ class Scorer:
         Raises:
             DataError: rows of one of them do not fit.
         """
+        with self.lock:
+            return self._together(requests)
+
+    def _together(self, requests: Sequence[Any]) -> list[Scores]:
         pieces: list[Any] = []
         encoder = self.encoder
         for rows in requests:

@@ -1,9 +1,9 @@
 """Score rows over HTTP, in JSON or Arrow, in small batches that several requests share.
 
-One thread encodes and scores; the event loop only reads and writes. A batch is what has come within ``wait``
-milliseconds of its first request. Rows are scored in blocks of one size, so a score does not depend on the requests
-that share its batch. If the source is a run, the server follows its updates and roll-backs: a new model takes effect
-between two batches.
+One thread encodes and scores; the event loop only reads and writes. A batch is what has come while the last one was
+scored; if that one had several requests, the next waits up to ``wait`` milliseconds for others. Rows are scored in
+blocks of one size, so a score does not depend on the requests that share its batch. If the source is a run, the server
+follows its updates and roll-backs: a new model takes effect between two batches.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,10 +25,12 @@ from aiohttp import web
 
 from stoker.base.errors import StokerError, require
 from stoker.prep.parse.json_lines import parsed
+from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.scorer import Scorer, Scores
 from stoker.serve.settings import ServeSettings
 
 ARROW = "application/vnd.apache.arrow.stream"
+_LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
 _SWEEP = 1.0  # seconds between two looks at idle connections
 Rows: TypeAlias = Any  # a list of objects, or an Arrow table
 
@@ -37,14 +42,6 @@ class _Waiting:
     rows: Rows
     since: float
     scores: asyncio.Future[tuple[Scores, dict[str, Any]]]
-
-
-class RequestError(Exception):
-    """A request that cannot be answered."""
-
-    def __init__(self, status: int, cause: str, retry: int | None = None) -> None:
-        super().__init__(cause)
-        self.status, self.retry = status, retry
 
 
 class _Figures:
@@ -79,9 +76,9 @@ class Server:
         self.figures = _Figures()
         self.problem = ""  # why updates cannot be followed at the moment
         self.port = self.settings.port  # after :meth:`running` began, the one that the system chose for 0
-        self._waiting: list[_Waiting] = []
-        self._came = asyncio.Event()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="stoker-serve")
+        self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()  # None: the end
+        self._connections: Callable[[], int] = lambda: 0  # how many clients there are
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-read")
         self._follower = ThreadPoolExecutor(1, thread_name_prefix="stoker-follow")
 
     def application(self) -> web.Application:
@@ -96,9 +93,15 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Server]:
         """Serve within the block."""
-        runner = web.AppRunner(self.application(), access_log=None, keepalive_timeout=60.0)
+        runner = web.AppRunner(
+            self.application(), access_log=None, keepalive_timeout=60.0,
+            auto_decompress=False,  # a few bytes can become any number
+        )  # fmt: skip
         await runner.setup()
-        tasks = [asyncio.create_task(each) for each in (self._batches(), self._sweep(runner), self._poll())]
+        self._connections = lambda: len(runner.server.connections) if runner.server else 0
+        worker = Thread(target=self._work, args=(asyncio.get_running_loop(),), name="stoker-serve")
+        worker.start()
+        tasks = [asyncio.create_task(each) for each in (self._sweep(runner), self._poll())]
         try:
             site = web.TCPSite(runner, self.settings.host, self.settings.port)
             try:
@@ -113,7 +116,9 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await runner.cleanup()
-            self._worker.shutdown()
+            self._waiting.put(None)
+            await asyncio.to_thread(worker.join)
+            self._reader.shutdown()
             self._follower.shutdown()
 
     # Requests.
@@ -138,6 +143,8 @@ class Server:
 
     async def _body(self, request: web.Request) -> bytes:
         limit = self.settings.max_body
+        if coding := request.headers.get("Content-Encoding"):
+            raise RequestError(415, f"the body is encoded as {coding[:20]!r}. Send it as it is.")
         if (request.content_length or 0) > limit:
             raise RequestError(413, f"the body has {request.content_length:,} bytes, and {limit:,} are allowed.")
         try:
@@ -148,10 +155,16 @@ class Server:
         except web.HTTPRequestEntityTooLarge:
             raise RequestError(413, f"the body has more than the {limit:,} bytes that are allowed.") from None
 
+    async def _read(self, read: Callable[..., Any], body: bytes, *more: Any) -> Any:
+        """Return what is in a body. A large one is read in a thread, so that others need not wait for it."""
+        if len(body) <= _LARGE:
+            return read(body, *more)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, body, *more)
+
     async def _json(self, request: web.Request, keys: Sequence[str]) -> dict[str, Any]:
         """Return the object in a body, which has some keys and no others."""
         try:
-            found = parsed(await self._body(request))
+            found = await self._read(parsed, await self._body(request))
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict) or set(found) != set(keys):
@@ -161,10 +174,7 @@ class Server:
 
     async def _score(self, request: web.Request) -> web.Response:
         if request.content_type == ARROW:
-            try:
-                rows: Rows = pa.ipc.open_stream(await self._body(request)).read_all()
-            except pa.ArrowException as error:
-                raise RequestError(400, f"the body is not an Arrow stream: {error}.") from None
+            rows: Rows = await self._read(arrow_rows, await self._body(request), self.settings.max_body)
         else:
             rows = _objects((await self._json(request, ["rows"]))["rows"], "rows")
         scores, version = await self._scores(rows)
@@ -194,72 +204,74 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request
-        self.figures.waiting.set(len(self._waiting))
+        self.figures.waiting.set(self._waiting.qsize())
         self.figures.update.set(self.scorer.version.get("update", 0))
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
     async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
-        if len(self._waiting) >= self.settings.max_waiting:
-            raise RequestError(503, f"{len(self._waiting)} requests wait already. Try again in a second.", retry=1)
+        if (before := self._waiting.qsize()) >= self.settings.max_waiting:
+            raise RequestError(503, f"{before} requests wait already. Try again in a second.", retry=1)
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._came.set()
-        try:
-            found = await waiting.scores
-        except StokerError as error:
-            raise RequestError(422, str(error)) from None
+        self._waiting.put(waiting)
+        found = await waiting.scores
         self.figures.seconds.observe(time.perf_counter() - waiting.since)
         return found
 
     # Batches.
 
-    async def _batches(self) -> None:
-        """Score what waits, batch after batch."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._came.wait()
-            left = self.settings.wait / 1000 - (time.perf_counter() - self._waiting[0].since)
-            if left > 0 and sum(len(each.rows) for each in self._waiting) < self.settings.batch_rows:
-                await asyncio.sleep(left)
-            batch: list[_Waiting] = []
-            size = 0
-            while self._waiting and (not batch or size + len(self._waiting[0].rows) <= self.settings.batch_rows):
-                batch.append(self._waiting.pop(0))
-                size += len(batch[-1].rows)
-            if not self._waiting:
-                self._came.clear()
-            batch = [each for each in batch if not each.scores.cancelled()]  # whose client has gone
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Score what waits, batch after batch, in a thread of its own."""
+        for batch in self._batches():
+            known = [each for each in batch if not each.scores.cancelled()]  # whose client has not gone
             try:
-                found = await loop.run_in_executor(self._worker, self._work, [each.rows for each in batch])
-            except Exception as error:
-                found = [error] * len(batch)
-            self.figures.batch.observe(size)
-            for each, result in zip(batch, found, strict=True):
-                if each.scores.done():
-                    continue
-                if isinstance(result, Exception):
-                    each.scores.set_exception(result)
-                else:
-                    each.scores.set_result(result)
-                    self.figures.rows.inc(len(each.rows))
+                found = self._scored([each.rows for each in known])
+            except BaseException as error:  # a panic of Polars is no Exception
+                found = [_failed(error)] * len(known)
+            loop.call_soon_threadsafe(self._deliver, known, found)
 
-    def _work(self, requests: Sequence[Rows]) -> list[Any]:
+    def _batches(self) -> Iterator[list[_Waiting]]:
+        """Yield the requests of each batch, until the server ends."""
+        batch: list[_Waiting] = []
+        size, shared = 0, False
+        each = self._waiting.get()
+        while each is not None:
+            if batch and size + len(each.rows) > self.settings.batch_rows:
+                yield batch
+                batch, size, shared = [], 0, len(batch) > 1
+            batch.append(each)
+            size += len(each.rows)
+            left = batch[0].since + self.settings.wait / 1000 - time.perf_counter()
+            full = size >= self.settings.batch_rows or len(batch) >= self._connections()  # no other client can ask
+            try:
+                each = self._waiting.get(timeout=left if shared and not full and left > 0 else 0)
+            except Empty:
+                yield batch
+                batch, size, shared = [], 0, len(batch) > 1
+                each = self._waiting.get()
+
+    def _scored(self, requests: Sequence[Rows]) -> list[Any]:
         """Return the scores of each request with the version of the model, or its error."""
         scorer = self.scorer
         with scorer.lock:
             version = dict(scorer.version)
             try:
                 return [(found, version) for found in scorer.score_together(requests)]
-            except (StokerError, IndexError):
+            except Exception as error:
                 if len(requests) == 1:
-                    raise
-            found: list[Any] = []
-            for rows in requests:  # one of them does not fit; the others should not notice
-                try:
-                    found.append((scorer.score_together([rows])[0], version))
-                except (StokerError, IndexError) as error:
-                    found.append(error)
-            return found
+                    return [_failed(error)]
+            return [self._scored([rows])[0] for rows in requests]  # one does not fit; the others should not notice
+
+    def _deliver(self, batch: Sequence[_Waiting], found: Sequence[Any]) -> None:
+        """Give each request its scores, or its error."""
+        self.figures.batch.observe(sum(len(each.rows) for each in batch))
+        for each, result in zip(batch, found, strict=True):
+            if each.scores.done():
+                continue
+            if isinstance(result, RequestError):
+                each.scores.set_exception(result)
+            else:
+                each.scores.set_result(result)
+                self.figures.rows.inc(len(each.rows))
 
     # Beside the requests.
 
@@ -288,6 +300,14 @@ class Server:
                     each.force_close()
                     if each.transport is not None:
                         each.transport.close()
+
+
+def _failed(error: BaseException) -> RequestError:
+    """Return what a client gets for an error of its rows, or of ours."""
+    if isinstance(error, StokerError):
+        return RequestError(422, str(error))
+    traceback.print_exception(error)
+    return RequestError(500, f"the rows cannot be scored, {type(error).__name__}: {error}. The server's log has more.")
 
 
 def _objects(found: Any, what: str) -> list[dict[str, Any]]:

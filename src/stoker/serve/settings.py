@@ -14,7 +14,7 @@ class ServeSettings(Settings, panel="Server"):
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of the machine.")
     port: int = setting(8000, "Port; 0 lets the system choose one.", least=0, most=65535)
-    wait: float = setting(2.0, "Milliseconds that a request waits for others to share its batch.", least=0)
+    wait: float = setting(2.0, "Milliseconds that a request waits under load for others to share its batch.", least=0)
     batch_rows: int = setting(1024, "Rows of a batch; a larger request is a batch of its own.", least=1)
     max_waiting: int = setting(256, "Requests that may wait; others get 503 with Retry-After.", least=1)
     max_body: int = setting(16 * 2**20, "Bytes of a request, such as 16MiB; larger ones get 413.", parse=parse_size)

@@ -100,14 +100,60 @@ def hash_spans(data: Array, ends: Array, seed: int) -> npt.NDArray[np.uint64]:
 @jit
 def _hash_spans(data, ends, seed, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
-        h = np.uint64(14695981039346656037) ^ np.uint64(seed)
-        for p in range(ends[i], ends[i + 1]):
-            h = (h ^ np.uint64(data[p])) * np.uint64(1099511628211)
-        h ^= h >> np.uint64(30)
-        h *= np.uint64(0xBF58476D1CE4E5B9)
-        h ^= h >> np.uint64(27)
-        h *= np.uint64(0x94D049BB133111EB)
-        out[i] = h ^ (h >> np.uint64(31))
+        out[i] = _hash(data, ends[i], ends[i + 1], seed)
+
+
+@jit
+def _hash(data, begin, end, seed):  # type: ignore[no-untyped-def]
+    h = np.uint64(14695981039346656037) ^ np.uint64(seed)
+    for p in range(begin, end):
+        h = (h ^ np.uint64(data[p])) * np.uint64(1099511628211)
+    h ^= h >> np.uint64(30)
+    h *= np.uint64(0xBF58476D1CE4E5B9)
+    h ^= h >> np.uint64(27)
+    h *= np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+def spans_of(texts: Any) -> tuple[Array, Array]:
+    """Return the bytes of an Arrow array of large strings, and the n + 1 ends of its texts, as views."""
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset :][: len(texts) + 1] if len(texts) else np.zeros(1, np.int64)
+    return np.frombuffer(data if data is not None else b"", np.uint8), ends
+
+
+@jit
+def find_texts(data, ends, bits, first, known, out):  # type: ignore[no-untyped-def]
+    """Write the id of each text into ``out`` [n], 0 for one that is missing or not known.
+
+    ``bits``, from bit ``first`` on, are cleared where a text is missing; ``bits`` is empty if none is missing.
+    ``known`` has the hashes of the known texts in rising order, their ids, their bytes and ends.
+    """
+    keys, ids, others, other_ends = known
+    for i in range(out.size):
+        out[i] = 0
+        bit = first + i
+        if bits.size > 0 and not (bits[bit >> 3] >> (bit & 7)) & 1:
+            continue
+        begin, size = ends[i], ends[i + 1] - ends[i]
+        key = _hash(data, begin, ends[i + 1], 0)
+        low, high = 0, keys.size
+        while low < high:
+            middle = (low + high) >> 1
+            if keys[middle] < key:
+                low = middle + 1
+            else:
+                high = middle
+        while low < keys.size and keys[low] == key:
+            other = other_ends[low]
+            if other_ends[low + 1] - other == size and other >= 0 and other + size <= others.size:
+                p = 0
+                while p < size and data[begin + p] == others[other + p]:
+                    p += 1
+                if p == size:
+                    out[i] = ids[low]
+                    break
+            low += 1
 
 
 def splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

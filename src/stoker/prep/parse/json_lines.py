@@ -154,6 +154,10 @@ def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl
         DataError: a value does not fit its column; the message names the row.
     """
     schema = _schema(fields)
+    with suppress(UnicodeEncodeError):  # half of a surrogate pair
+        columns = {name: [row.get(name) for row in rows] for name in schema}
+        if not any(isinstance(kind, pl.List) for kind in schema.values()) and all(map(_is_plain, columns.values())):
+            return pl.DataFrame([pl.Series(name, values, pl.String) for name, values in columns.items()])
     records = []
     for number, row in enumerate(rows):
         try:
@@ -161,6 +165,11 @@ def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl
         except _BadLineError as error:
             raise DataError(f"row {number}: {error}. Rows count from 0; nothing was scored.") from None
     return _texts(records, schema)
+
+
+def _is_plain(values: list[Any]) -> bool:
+    """Return True if all values are texts or missing."""
+    return set(map(type, values)) <= {str, type(None)}
 
 
 def _texts(records: Sequence[Mapping[str, Any]], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:

@@ -6,13 +6,13 @@ of one size, the last one filled up, and each block runs on one thread.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
+from stoker.ops.running import Known, recorded
+from stoker.tables.shards import one_thread
 from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 
 TILE = 256  # examples; smaller ones cost up to twice the time, larger ones a single request
@@ -32,7 +32,9 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
     if model.embeddings.divided:
         return model.predict(batch)
     on_cpu = model.device.type == "cpu"
-    with own_threads() if on_cpu else nullcontext():
+    if not on_cpu:
+        return _scores(model, batch, on_cpu)
+    with own_threads() if count > TILE else one_thread():  # waking another thread takes longer than a lookup
         return _scores(model, batch, on_cpu)
 
 
@@ -45,8 +47,10 @@ def _scores(model: RecModel, batch: Batch, on_cpu: bool) -> Tensor:
         size = TILE if on_cpu else GPU_TILE
         out = torch.empty(-(-count // size) * size, device=model.device)
 
+    known: Known = {}
+
     def work(start: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), recorded(known):  # weights are brought into their layout once
             logits = model._logits(model.dense_part, tuple(_tile(x, start, size) for x in inputs))
             out[start : start + size] = torch.sigmoid(logits)
 
