@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_880,
     "training": 10_220,
     "rewrite": 1_950,
-    "prep": 12_160,
+    "prep": 12_210,
     "synthetic": 1_690,
     "cli": 3_335,
     "live": 960,
