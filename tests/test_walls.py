@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_060,
     "dataset": 3_080,
     "optim": 610,
-    "tables": 11_680,
+    "tables": 11_850,
     "models": 1_985,
     "placement": 2_880,
     "training": 10_220,
     "rewrite": 1_950,
     "prep": 12_210,
     "synthetic": 1_690,
-    "cli": 3_335,
+    "cli": 3_385,
     "live": 960,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 61_320
+ALL_LINES = 61_535
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -1,4 +1,4 @@
-"""Ranks for tests: threads of one process, and a process group that refuses float reductions."""
+"""Ranks for tests: threads of one process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from stoker.tables import Ranks
+from stoker.tables import Ranks, RanksError
 
-__all__ = ["Ids", "draw", "forbid_reductions", "gradient_of", "on_threads", "share_of"]
+__all__ = ["Ids", "draw", "gradient_of", "on_threads", "share_of"]
 
 Ids = tuple[Tensor, Tensor | None, Tensor | None]  # with offsets and weights
 
@@ -32,7 +30,7 @@ class _Thread:
             self._box[self.rank] = given
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise RuntimeError("a thread has ended") from None
+            raise RanksError("a thread has ended") from None
         return list(self._box)
 
     def gather(self, value: Tensor) -> Tensor:
@@ -44,6 +42,10 @@ class _Thread:
         mine = [each[self.rank] for each in found]
         assert [len(each) for each in mine] == list(got)
         return torch.cat(mine)
+
+    def end(self, why: str) -> RanksError:
+        self._barrier.abort()
+        return RanksError(why)
 
 
 def on_threads(count: int, work: Callable[[Ranks], Any], kind: type[Ranks] = Ranks) -> list[Any]:
@@ -65,18 +67,6 @@ def on_threads(count: int, work: Callable[[Ranks], Any], kind: type[Ranks] = Ran
     ):
         raise each
     return found
-
-
-def forbid_reductions(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    """Make collectives that add floats, or that gloo and nccl do not share, raise an error in this process."""
-
-    def refuse(*given: Any, **more: Any) -> None:
-        raise AssertionError("a collective that may add floats")
-
-    for name in (
-        "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_reduce_coalesced",
-    ):  # fmt: skip
-        (setattr if monkeypatch is None else monkeypatch.setattr)(dist, name, refuse)
 
 
 LIMITS = (40, 13, 40)  # rows that the features f, h and g look up

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import start_process, start_ranks
-from ranked import draw, forbid_reductions, gradient_of, on_threads, share_of
+from ranked import draw, gradient_of, on_threads, share_of
+from reductions import join
 from torch import Tensor
 
 from stoker import (
@@ -253,7 +256,18 @@ def test_ranks_that_do_different_things_say_so() -> None:
         return str(caught.value)
 
     for message in on_threads(2, work):
-        assert "rank 0: compare rows; rank 1: count examples" in message
+        assert "rank 0: compare rows (to all); rank 1: count examples (to all)" in message
+
+
+def test_ranks_that_read_for_all_and_for_one_say_so() -> None:
+    def work(group: Ranks) -> str:
+        tables = _some(group)
+        with pytest.raises(RanksError) as caught:
+            list(tables.groups[0].read("t", 8, to=1 if group.rank else None))  # type: ignore[call-arg]
+        return str(caught.value)
+
+    for message in on_threads(2, work):
+        assert "rank 0: read table 't' (to all); rank 1: read table 't' (to each its own)" in message
 
 
 def test_examples_of_other_shards_are_refused() -> None:
@@ -551,10 +565,8 @@ def test_divided_tables_refuse_padding_means_copies_and_other_ranks() -> None:
 
 
 def _join(rank: int, ranks: int, folder: str) -> Ranks:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
-    forbid_reductions()
-    return Ranks(timeout=25.0)
+    join(rank, ranks, f"{folder}/meet")
+    return Ranks(timeout=4.0)
 
 
 def _train_all(rank: int, ranks: int, folder: str) -> None:
@@ -615,27 +627,64 @@ def test_the_example_of_the_documentation_writes_the_same_rows_on_any_number_of_
     assert int(one["tick"]) == 20
 
 
-def _end_one(rank: int, ranks: int, folder: str) -> None:
+def _end_one(rank: int, ranks: int, folder: str, number: int) -> None:
     group = _join(rank, ranks, folder)
     tables = make(RULES[0])
     tables.replicate(group)
     train(tables, 7, 37, "single")
-    begin = time.monotonic()
     if rank == 1:
-        os._exit(9)
+        time.sleep(6 if number == signal.SIGSTOP else 1)  # longer than others wait for a rank without a heartbeat
+        os.kill(os.getpid(), number)
+    begin = time.monotonic()
     try:
         train(tables, 8, 37, "single")
     except RanksError as error:
         Path(folder, str(rank)).write_text(f"{time.monotonic() - begin}\n{error}")
-    os._exit(0)  # the group cannot be closed without the other
+    dist.destroy_process_group()  # does not wait for the collective
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_one_message(tmp_path: Path) -> None:
-    running = [start_process(_end_one, rank, 3, str(tmp_path)) for rank in range(3)]
-    for each in running:
-        each.join()
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(signal.SIGKILL, "rank 1 of 3 ended"), (signal.SIGSTOP, "rank 1 of 3 gave no sign of life for 4 s")],
+)
+def test_a_rank_that_is_killed_or_stopped_ends_the_others_with_one_message(
+    number: int, message: str, tmp_path: Path
+) -> None:
+    running = [start_process(_end_one, rank, 3, str(tmp_path), number) for rank in range(3)]
     for rank in (0, 2):
-        seconds, message = (tmp_path / str(rank)).read_text().split("\n", 1)
-        assert float(seconds) < 30
-        assert f"rank {rank} of 3 lost another rank" in message
-        assert "start all of them again" in message
+        running[rank].join()
+    running[1].kill()
+    (first, said), (second, same) = ((tmp_path / str(rank)).read_text().split("\n", 1) for rank in (0, 2))
+    assert max(float(first), float(second)) < 30
+    assert said.startswith(message)
+    assert said == same
+    assert "Start all ranks again" in said
+
+
+def _fail_in_a_collective(rank: int, ranks: int, folder: str) -> None:
+    group = _join(rank, ranks, folder)
+    if rank == 1:
+        group.wire.swap = lambda *given: torch.empty(2**60)  # type: ignore[method-assign]  # after all have agreed on it
+    with pytest.raises(RanksError, match=r"rank 1 of 3 failed .* to send letters: .*memory"), group.guard():
+        group.exchange("send letters", [torch.ones(2)] * ranks)
+
+
+def test_a_rank_that_fails_in_a_collective_ends_the_others(tmp_path: Path) -> None:
+    start_ranks(_fail_in_a_collective, 3, str(tmp_path), ranks=3)
+
+
+def _reduce(rank: int, ranks: int, folder: str) -> None:
+    join(rank, ranks, f"{folder}/meet")
+    some = torch.ones(2)
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for reduce in (
+        lambda: dist.all_reduce(some), lambda: dist.reduce_scatter(some, [some] * ranks),
+        lambda: functional.all_reduce(some, "sum", dist.group.WORLD), lambda: replica(some).sum().backward(),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="may add floats"):
+            reduce()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_tests_cannot_add_floats_on_the_way(tmp_path: Path) -> None:
+    start_ranks(_reduce, 2, str(tmp_path), ranks=2)

@@ -9,28 +9,14 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from processes import context, start_process
+from reductions import join
 
 import stoker
 from stoker.tables import Ranks
 
-__all__ = ["Workers", "join"]
-
-
-def join(rank: int, ranks: int, meet: str) -> None:
-    """Join a process group, in which nothing may add floats."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks)
-
-    def refuse(*given: Any, **more: Any) -> None:
-        raise AssertionError("a collective that may add floats")
-
-    for name in (
-        "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_reduce_coalesced",
-    ):  # fmt: skip
-        setattr(dist, name, refuse)
+__all__ = ["Workers"]
 
 
 class Workers:
@@ -76,7 +62,7 @@ def _serve(rank: int, count: int, meet: str, pipe: Connection) -> None:
         except EOFError:
             break
         try:
-            result = stoker.train(*given, ranks=Ranks(groups[ranks - 1], timeout=60.0), **settings)
+            result = stoker.train(*given, ranks=Ranks(groups[ranks - 1]), **settings)
             result.model.embeddings.close()
             found: Any = (result.step, result.best_step, result.valid, result.test)
         except Exception as error:

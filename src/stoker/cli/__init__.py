@@ -168,14 +168,16 @@ def main(arguments: list[str] | None = None) -> None:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
             stop = interruption(error)
-            if not ranks.speaks(error):
-                raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT) if stop or interrupts else 2) from None
+            speaks = ranks.speaks(error)
             if stop or interrupts:
-                say(str(stop or "") or "interrupted", "yellow", error=True)
+                if speaks:
+                    say(str(stop or "") or "interrupted", "yellow", error=True)
                 raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT)) from None
+            if not speaks:
+                raise SystemExit(ranks.exit_code(error)) from None
             if debug:
                 raise
-            _explain(error, _options(arguments))
+            _explain(error, _options(arguments), ranks.exit_code(error))
 
 
 def _current(argument: str) -> str:
@@ -245,9 +247,9 @@ def _options(arguments: list[str]) -> dict[str, str]:
     }
 
 
-def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
+def _explain(error: BaseException, options: dict[str, str], code: int) -> NoReturn:
     if isinstance(error, StokerError):
-        _fail(message_of(error, options), 2)
+        _fail(message_of(error, options), code)
     if isinstance(error, OSError):
         _fail(f"{error.filename or 'the operating system'}: {error.strerror or error}.", 2)
     if isinstance(error, MemoryError) or any(w in str(error) for w in ("can't allocate memory", "out of memory")):

@@ -11,10 +11,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from stoker.base.device import cpu_count
 from stoker.base.errors import ConfigError
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 typed: list[str] = []  # the arguments of this command
 _PIPE = "STOKER_STARTED_BY"  # the end of a pipe whose other end the process has that started this one
-_PATIENCE = 30.0  # seconds for the other ranks to end after the first one has
+_MEET = timedelta(minutes=2)  # for all ranks to start
+_ALONE = timedelta(days=1)  # that one rank may work while others wait; lost ranks are found by their heartbeats
+# Seconds for the other ranks to end after one has lost another, one has failed, or the first has ended.
+_GIVEN_UP, _PATIENCE, _CLOSING = 5.0, 10.0, 60.0
+_LOST = 3  # exit code of a rank that lost another one, for the process that started them
 
 
 def is_started() -> bool:
@@ -36,12 +41,20 @@ def is_started() -> bool:
 def speaks(error: BaseException | None = None) -> bool:
     """Return True if this process prints its result or an error: of several ranks, the first one does.
 
-    Another one prints an error that the first one does not know.
+    Another one prints an error that the first one does not know. Why a process is gone is best known to :func:`launch`.
     """
-    if not is_started() or os.environ["RANK"] == "0":
+    if not is_started():
         return True
+    first = os.environ["RANK"] == "0"
+    if _PIPE in os.environ and getattr(error, "lost", False):
+        return not first
     said = getattr(error, "told", False) or " stopped: " in str(error) or isinstance(error, KeyboardInterrupt)
-    return error is not None and not said
+    return first or (error is not None and not said)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of this process for an error of the user."""
+    return _LOST if _PIPE in os.environ and getattr(error, "lost", False) else 2
 
 
 @contextmanager
@@ -55,22 +68,33 @@ def joined(wanted: int | None) -> Iterator[Ranks | None]:
         yield None
         return
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     from stoker.tables import Ranks
 
-    count = int(os.environ["WORLD_SIZE"])
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if wanted not in (None, count):
         raise ConfigError(f"--ranks is {wanted}, but {count} processes were started. Leave it out.")
     if _PIPE in os.environ:
         threading.Thread(target=_end_with, args=(int(os.environ[_PIPE]),), daemon=True).start()
+    missing: list[int] = []
     try:
-        dist.init_process_group("gloo")
+        store, _, _ = next(rendezvous("env://", timeout=_MEET))
+        keys = [f"stoker/{each}" for each in range(count)]
+        store.set(keys[rank], "here")
+        with suppress(dist.DistStoreError):
+            store.wait(keys, _MEET)
+        if missing := [each for each, key in enumerate(keys) if not store.check([key])]:
+            raise RuntimeError(f"rank {missing[0]} did not start within {_MEET.total_seconds():g} s")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_ALONE)
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"rank {os.environ['RANK']} of {count} cannot meet the others: {why}. Look at MASTER_ADDR, MASTER_PORT "
-            "and, if a machine has several networks, GLOO_SOCKET_IFNAME."
-        ) from error
+        unmet = ConfigError(
+            f"rank {rank} of {count} cannot meet the others: {why}. Look at MASTER_ADDR, MASTER_PORT and, if a machine "
+            "has several networks, GLOO_SOCKET_IFNAME."
+        )
+        unmet.told = bool(missing) and 0 not in missing  # type: ignore[attr-defined]
+        raise unmet from error
     yield Ranks()
     dist.destroy_process_group()
 
@@ -114,12 +138,15 @@ def launch(ranks: int, dataset: Path | None) -> NoReturn:
 
         before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            _wait(running)
+            left = _wait(running)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             os.close(writer)
-        raise SystemExit(_said(running, errors))
+        for each in errors:
+            each.seek(0)
+        printed = [each.read().decode(errors="replace").strip() for each in errors]
+        raise SystemExit(_said([each.returncode for each in running], left, printed))
 
 
 def _arguments(dataset: Path | None) -> list[str]:
@@ -129,31 +156,49 @@ def _arguments(dataset: Path | None) -> list[str]:
     return [str(dataset) if not each.startswith("-") and is_log(Path(each)) else each for each in typed]
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all processes; once the first rank has ended or one has failed, the others get some time to end, too."""
+def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all processes; return those that are ended here, as they do not end soon after one has failed."""
     end = math.inf
     while time.monotonic() < end and (codes := [each.poll() for each in running]).count(None):
         if end == math.inf and (codes[0] is not None or any(codes)):
-            end = time.monotonic() + _PATIENCE
+            end = time.monotonic() + (_GIVEN_UP if _LOST in codes else _PATIENCE if any(codes) else _CLOSING)
         time.sleep(0.05)
-    for rank, each in enumerate(running):
-        if each.poll() is None:
-            say(f"rank {rank} did not end within {_PATIENCE:g} s of the others, and is ended now.", "red", error=True)
-            each.kill()
-            each.wait()
+    left = [rank for rank, each in enumerate(running) if each.poll() is None]
+    for rank in left:
+        running[rank].kill()
+        running[rank].wait()
+    return left
 
 
-def _said(running: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]]) -> int:
-    """Say which rank failed, if the first one did not; return the exit code."""
-    first = running[0].returncode
-    for rank, each in enumerate(running):
-        if each.returncode < 0:
-            say(f"rank {rank} was ended by {signal.Signals(-each.returncode).name}.", "red", error=True)
-    if first <= 0:
-        for rank, each in enumerate(running):
-            if each.returncode > 0:
-                errors[rank].seek(0)
-                say(f"rank {rank}: {errors[rank].read().decode(errors='replace').strip()}", "red", error=True)
-    codes = [first, *(each.returncode for each in running)]
-    code = next((each for each in codes if each), 0)
-    return code if code >= 0 else 128 - code
+def _said(codes: Sequence[int], left: Sequence[int], printed: Sequence[str]) -> int:
+    """Say why ranks failed, unless the first one has said it; return the exit code.
+
+    Args:
+        codes: exit codes of all ranks.
+        left: ranks that were ended at last.
+        printed: the errors of each rank, but for the first one.
+    """
+    killed = [rank for rank, code in enumerate(codes) if code < 0 and rank not in left]
+    own = [rank for rank, code in enumerate(codes) if code > 0 and code != _LOST]
+    if killed:
+        number = signal.Signals(-codes[killed[0]])
+        memory = ". The system does so when memory runs out" if number == signal.SIGKILL else ""
+        _fail(f"{_names(killed)} ended by {number.name}{memory}. Start again with --resume.")
+        return 128 + number
+    if own:
+        if own[0]:
+            _fail(f"rank {own[0]}: {printed[own[0]].removeprefix('error: ') or 'failed without a message.'}")
+        return codes[own[0]]
+    if left:
+        _fail(f"{_names(left)} ended, after no sign of life: stopped, or waiting for a disk or memory.")
+    elif any(codes):
+        _fail(next(filter(None, printed), "ranks lost each other.").removeprefix("error: "))
+    return 2 if any(codes) else 0
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))} {'were' if len(ranks) > 1 else 'was'}"
+
+
+def _fail(message: str) -> None:
+    say(f"error: {message}", "red", error=True)

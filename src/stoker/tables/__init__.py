@@ -15,8 +15,9 @@ from stoker.tables.config import (
     tables_for,
 )
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.ranks.heartbeat import RanksError
 from stoker.tables.ranks.replicas import Replicas
-from stoker.tables.ranks.transport import Ranks, RanksError
+from stoker.tables.ranks.transport import Ranks
 from stoker.tables.stage import Stage, stage
 from stoker.tables.stores.registry import register_store
 

@@ -12,32 +12,24 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from itertools import accumulate
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.errors import ConfigError
 from stoker.ops.tree import Node, Shards, nodes_of, shard_bounds, shards_of, tree_sum
+from stoker.tables.ranks.heartbeat import Heartbeat, RanksError
 
 _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
-_NAME = 6  # int64 of a header for the name of the work
-
-
-class RanksError(StokerError):
-    """Ranks that do not work together: one ended, one failed, or they do different work.
-
-    >>> issubclass(stoker.tables.RanksError, stoker.StokerError)
-    True
-    """
+_NAME = 8  # int64 of a header for the name of the work
 
 
 class Wire(Protocol):
-    """Two collectives on bytes."""
+    """Two collectives on bytes, in which a :class:`RanksError` tells why another rank does not take part."""
 
     rank: int
     size: int
@@ -48,29 +40,38 @@ class Wire(Protocol):
     def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
         """Send slices of ``sent`` uint8, ``sizes[r]`` bytes to rank r; return what came, ``got[r]`` bytes of rank r."""
 
+    def end(self, why: str) -> RanksError:
+        """End the collectives of all ranks; return the error that they raise."""
+
 
 class _Group:
     """A process group of torch.distributed as a :class:`Wire`."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self.group, self.timeout = group, timedelta(seconds=timeout)
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # The group may not take tensors of every device: nccl takes none of the CPU.
         carried = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
         self.device = torch.device("cpu" if "cpu" in carried else "cuda")
+        found = group or dist.distributed_c10d._get_default_group()
+        self._heartbeat = Heartbeat(self, found, timeout, polls=self.device.type == "cpu")
 
     def gather(self, value: Tensor) -> Tensor:
         sent = value.to(self.device)
         found = sent.new_empty(self.size, len(sent))
-        dist.all_gather(list(found), sent, group=self.group, async_op=True).wait(self.timeout)
+        self._heartbeat.wait(dist.all_gather(list(found), sent, group=self.group, async_op=True))
         return found.to(value.device)
 
     def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
         given = sent.to(self.device)
         found = given.new_empty(sum(got))
-        work = dist.all_to_all_single(found, given, list(got), list(sizes), group=self.group, async_op=True)
-        work.wait(self.timeout)
+        self._heartbeat.wait(
+            dist.all_to_all_single(found, given, list(got), list(sizes), group=self.group, async_op=True)
+        )
         return found.to(sent.device)
+
+    def end(self, why: str) -> RanksError:
+        return self._heartbeat.end(why)
 
 
 class Ranks:
@@ -85,8 +86,8 @@ class Ranks:
 
     Args:
         group: of ``torch.distributed``; None means all processes.
-        timeout: seconds to wait for the other ranks. If one ends, the others know at once on most systems; after this
-            time they give up in any case. So it must exceed the time that one of them may work alone.
+        timeout: seconds without a sign of life after which a rank is lost: its process is stopped, or the network is
+            down. A rank that lives may work alone for longer, up to the timeout of the process group.
 
     Raises:
         ConfigError: ``torch.distributed`` was not initialised.
@@ -94,7 +95,7 @@ class Ranks:
 
     means = False  # whether the loss of a rank is the mean over its own examples
 
-    def __init__(self, group: dist.ProcessGroup | Wire | None = None, *, timeout: float = 600.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | Wire | None = None, *, timeout: float = 12.0) -> None:
         if group is None or isinstance(group, dist.ProcessGroup):
             if not dist.is_available() or not dist.is_initialized():
                 raise ConfigError(
@@ -179,7 +180,7 @@ class Ranks:
         """Send ``parts[r]`` to rank r; return what each rank sent here. All have the same shape but for the first."""
         data = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
         sizes = [len(each) for each in data]
-        table = self._announce(work, sizes)
+        table = self._announce(f"{work} (to each its own)", sizes)
         got = [row[self.rank] for row in table]
         self.sent[work] += sum(sizes) - sizes[self.rank]
         if not any(map(sum, table)):
@@ -191,7 +192,7 @@ class Ranks:
     def gather(self, work: str, value: Tensor) -> list[Tensor]:
         """Return the ``value`` of every rank; all have the same shape but for the first."""
         data = value.contiguous().reshape(-1).view(torch.uint8)
-        sizes = [row[0] for row in self._announce(work, [len(data)] * self.size)]
+        sizes = [row[0] for row in self._announce(f"{work} (to all)", [len(data)] * self.size)]
         if not (most := max(sizes)):
             return [value] * self.size
         self.sent[work] += most * (self.size - 1)
@@ -264,18 +265,17 @@ class Ranks:
         return [row[2:] for row in numbers]
 
     def _call(self, work: str, collective: Callable[[], Tensor]) -> Tensor:
+        """Call a collective that all ranks have agreed on: if it fails here, all of them end."""
         try:
             return collective()
-        except RuntimeError as error:
-            self._lost(work, error)
-
-    def _lost(self, work: str, error: Exception) -> NoReturn:
-        why = str(error).splitlines()[0].strip() if str(error) else type(error).__name__
-        raise RanksError(
-            f"rank {self.rank} of {self.size} lost another rank when it was to {work or 'stop'}: a process ended or "
-            f"failed, or the network is down ({why}). Look for the first error among the ranks, and start all of them "
-            "again from the last checkpoint."
-        ) from error
+        except RanksError:
+            raise
+        except Exception as error:
+            why = str(error).partition("\n")[0].partition(" This is typically")[0].rstrip(".") or type(error).__name__
+            raise self.wire.end(
+                f"rank {self.rank} of {self.size} failed when it was to {work or 'stop'}: {why}. Start all ranks again "
+                "from the last checkpoint."
+            ) from error
 
 
 def _split(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
