@@ -25,7 +25,7 @@ from stoker.tables.ranks.heartbeat import Heartbeat, RanksError
 
 _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
-_NAME = 8  # int64 of a header for the name of the work
+_NAME = 6  # int64 of a header for the name of the work
 
 
 class Wire(Protocol):
