@@ -1,5 +1,6 @@
 """The public names of ``stoker``, for type checkers and editors; ``__init__.py`` loads each when it is first used."""
 
+from stoker import distributed as distributed
 from stoker import optim as optim
 from stoker import synthetic as synthetic
 from stoker.base.errors import CheckpointError as CheckpointError

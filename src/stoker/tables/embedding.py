@@ -628,8 +628,8 @@ class EmbeddingTables(CopiedTables):
 
         Args:
             replicas: :class:`stoker.Replicas` if the loss of a rank is the mean over its own examples;
-                :class:`stoker.tables.Ranks` if it is their sum, divided by the examples of all ranks. None means that
-                this rank trains its own rows, which other ranks need not have.
+                :class:`stoker.distributed.Ranks` if it is their sum, divided by the examples of all ranks. None means
+                that this rank trains its own rows, which other ranks need not have.
 
         Raises:
             ConfigError: the ranks have different rows.

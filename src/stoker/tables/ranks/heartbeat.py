@@ -29,7 +29,7 @@ _AGAIN = "Start all ranks again from the last checkpoint."
 class RanksError(StokerError):
     """Ranks that do not work together: one ended, one failed, or they do different work.
 
-    >>> issubclass(stoker.tables.RanksError, stoker.StokerError)
+    >>> issubclass(stoker.distributed.RanksError, stoker.StokerError)
     True
     """
 

@@ -26,7 +26,7 @@ class Replicas(Ranks):
     >>> torch.distributed.destroy_process_group()
 
     Args:
-        group: as for :class:`stoker.tables.Ranks`.
+        group: as for :class:`stoker.distributed.Ranks`.
         timeout: as there.
 
     Raises:

@@ -80,7 +80,7 @@ class Ranks:
     The loss of a rank is the sum over its own examples, divided by the number of examples of all ranks.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> stoker.tables.Ranks()
+    >>> stoker.distributed.Ranks()
     Ranks(rank 0 of 1)
     >>> torch.distributed.destroy_process_group()
 

@@ -58,7 +58,19 @@ def share_of(batch: Batch, ranks: Ranks, shards: int) -> Share:
 
 
 class Shares:
-    """The examples of a rank in each batch of ``stream``, whose other attributes this has, too."""
+    """The examples of a rank in each batch of ``stream``, whose other attributes this has, too.
+
+    >>> from types import SimpleNamespace
+    >>> two = SimpleNamespace(rank=0, size=2, numbers_of=lambda rank, shards: range(2))
+    >>> whole = stoker.Batch(dense=torch.zeros(5, 1), ids=torch.arange(5).view(5, 1))
+    >>> [batch.ids.flatten().tolist() for batch in Shares([whole], two, 4)]
+    [[0, 1]]
+
+    Args:
+        stream: the same batches on all ranks.
+        ranks: which have the shards of each batch.
+        shards: of the tables.
+    """
 
     def __init__(self, stream: Iterable[Batch], ranks: Ranks, shards: int) -> None:
         self._stream, self._ranks, self._shards = stream, ranks, shards

@@ -34,7 +34,7 @@ def find_ranks(ranks: Ranks | None) -> Ranks | None:
     if ranks is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = Ranks()
     if ranks is not None and ranks.means:
-        raise ConfigError("stoker.train divides rows among ranks: give it stoker.tables.Ranks(), not Replicas().")
+        raise ConfigError("stoker.train divides rows among ranks: give it stoker.distributed.Ranks(), not Replicas().")
     return ranks
 
 
