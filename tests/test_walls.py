@@ -15,28 +15,28 @@ import stoker
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
-    "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
+    "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 10_220,
     "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "distributed": 10, "testing": 10,
     "__init__": 11, "__main__": 11,
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_190,
-    "ops": 7_060,
-    "dataset": 3_080,
+    "base": 2_195,
+    "ops": 7_080,
+    "dataset": 3_075,
     "optim": 610,
-    "tables": 11_850,
+    "tables": 11_885,
     "models": 1_985,
-    "placement": 2_880,
+    "placement": 2_890,
     "training": 10_220,
     "rewrite": 1_950,
-    "prep": 12_210,
+    "prep": 12_240,
     "synthetic": 1_690,
-    "cli": 3_385,
-    "live": 960,
+    "cli": 3_390,
+    "live": 950,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 61_535
+ALL_LINES = 61_660
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
