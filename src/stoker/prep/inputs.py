@@ -70,7 +70,7 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
                     "Its order may be another each time: pass sorted(...) of paths. Of record batches pass "
                     "pyarrow.RecordBatchReader.from_batches(schema, batches)."
                 )
-            raise ConfigError(f"files holds a {_kind(item)}. {remedy}", settings=("files",))
+            raise ConfigError(f"files holds an object of type {_kind(item)}. {remedy}", settings=("files",))
     if tables and len(tables) < len(items):
         raise ConfigError("files mixes tables and paths. Prepare from one or the other.", settings=("files",))
     inputs = Inputs()
