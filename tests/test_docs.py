@@ -78,7 +78,7 @@ def test_how_it_works_names_modules_that_exist() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     named = set(re.findall(r"^\.\. auto\w+:: stoker\.(\w+)$", pages, re.MULTILINE))
-    modules = {"features", "optim", "recipes", "synthetic"}
+    modules = {"distributed", "features", "optim", "recipes", "synthetic"}
     assert set(stoker.__all__) - modules - {"__version__"} == named - modules
 
 
