@@ -38,10 +38,10 @@ env: $(VENV)/.runtime  ## The environment alone, in .venv
 demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real purchases, in minutes
 	@$(PY) examples/demo.py
 
-test: $(VENV)/.dev  ## Run the tests
-	@$(PYTEST) --dist worksteal
+test: $(VENV)/.dev  ## Run the tests; those that take long only with STOKER_EFFORT, as CI does
+	@$(PYTEST) --dist worksteal $(if $(STOKER_EFFORT),,-m "not slow")
 
-test-quick: $(VENV)/.dev  ## Run the fast tests of every room, in less than a minute
+test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a minute
 	@$(PYTEST) @tests/quick.txt
 
 # Processes share cores: a thread that waits must not spin on another's. Tests start hundreds of processes, which find
@@ -49,7 +49,8 @@ test-quick: $(VENV)/.dev  ## Run the fast tests of every room, in less than a mi
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
 # Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:250 and the kills 0:3, and
-# `make test` half of these. STOKER_EFFORT is the share of a whole campaign (tests/campaigns.py).
+# `make test` half of these, without tests that take long. STOKER_EFFORT is the share of a whole campaign
+# (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50
 # Those that are no properties.

@@ -143,6 +143,7 @@ def test_probes_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.total_memory() is None or device.total_memory() > 0
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_where_glibc_agrees():
     """In processes of their own: the setting stays until the process ends."""
     code = (

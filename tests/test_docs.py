@@ -17,7 +17,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from campaigns import in_ci
 
 import stoker
 
@@ -117,7 +116,7 @@ def test_every_public_class_and_function_has_an_example() -> None:
     assert [each for each, value in public.items() if callable(value) and ">>> " not in (value.__doc__ or "")] == []
 
 
-@in_ci
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})

@@ -234,6 +234,7 @@ rule = "hash"
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_is_one_file(tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="preparation needs Polars")
     (tmp_path / "recipes").mkdir()

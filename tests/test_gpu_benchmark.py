@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from campaigns import in_ci
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,7 +31,7 @@ triton = pytest.mark.skipif(
 
 
 @triton
-@in_ci
+@pytest.mark.slow
 def test_a_rehearsal_on_the_cpu(tmp_path: Path) -> None:
     """As a user starts it: a script, from any folder."""
     script, kept = str(ROOT / "benchmarks" / "gpu.py"), tmp_path / "gpu.json"

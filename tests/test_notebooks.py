@@ -6,13 +6,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from campaigns import in_ci
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@in_ci
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path) -> None:

@@ -46,6 +46,7 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "120")
 
 
+@pytest.mark.slow
 def test_every_block_of_start_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {}
     said = ""
@@ -59,6 +60,7 @@ def test_every_block_of_start_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "scores.parquet").exists()
 
 
+@pytest.mark.slow
 def test_every_block_of_the_session_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = blocks_of("sessions.md")
     [schema] = [text for kind, text in blocks if kind == "toml"]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from campaigns import in_ci
 
 import stoker
 import stoker.dataset.split
@@ -154,7 +153,7 @@ follow_imports = skip
 """
 
 
-@in_ci
+@pytest.mark.slow
 def test_mypy_reports_misspellings(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("needs mypy. Run: pip install mypy")

@@ -60,6 +60,7 @@ def test_by_a_profile_that_was_saved(data: Path, tmp_path: Path, capsys: pytest.
     assert "--profile has its own budget" in error
 
 
+@pytest.mark.slow
 def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, run = tmp_path / "hot", tmp_path / "run"
     output(capsys, "classify", data, *BUDGET, "--out", out)

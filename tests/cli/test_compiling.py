@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from campaigns import in_ci
 
 from stoker.base import progress
 from stoker.testing import make_dataset
@@ -43,7 +42,7 @@ def test_nothing_is_said_of_short_work() -> None:
     assert not said
 
 
-@in_ci
+@pytest.mark.slow
 def test_the_first_run_tells_and_a_later_one_is_silent(tmp_path: Path) -> None:
     make_dataset(tmp_path / "data", rows=300)
     # Says so from the first kernel on, whatever the machine's speed.

@@ -44,6 +44,7 @@ def check(folder: Path) -> None:
     assert scores["score"].is_between(0, 1).all()
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

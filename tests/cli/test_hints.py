@@ -62,6 +62,7 @@ def test_what_train_prints_as_next_works(
     assert Path(commands[-1][2]).is_dir()
 
 
+@pytest.mark.slow
 def test_classify_and_reorder_name_a_dataset_that_can_be_trained_on(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_run_lists_its_checkpoints(app: typer.Typer, dataset: Dataset, tmp_pat
         run(app, "inspect", run_path, "--verify")
 
 
+@pytest.mark.slow
 def test_doctor(app: typer.Typer) -> None:
     found = json.loads(run(app, "doctor", "--json"))
     assert found["ok"]

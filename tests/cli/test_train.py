@@ -160,6 +160,7 @@ def test_a_missing_package_does_not_break_the_other_commands(capsys: pytest.Capt
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:

@@ -31,6 +31,7 @@ def started(*arguments: object, by: Sequence[str] = ("-m", "stoker")) -> subproc
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stoker")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "more"), [(("-m", "stoker"), ["--ranks", "2"]), (TORCHRUN, [])])
 def test_two_ranks_write_the_checkpoints_of_one_process_and_speak_once(
     by: Sequence[str], more: list[str], tmp_path: Path
@@ -48,6 +49,7 @@ def test_two_ranks_write_the_checkpoints_of_one_process_and_speak_once(
     assert again.stderr.count("exists and is not empty") == 1, again.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_one_checkpoint_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     data, out = make_dataset(tmp_path / "d", rows=400), tmp_path / "run"
     typed = [*SMALL, "--save-every", "20", "--eval-every", "100000", "--keep-last", "1"]

@@ -205,6 +205,7 @@ SCHEMA = Schema(
 )
 
 
+@pytest.mark.slow
 def test_blocks_threads_and_formats_give_the_same_statistics_and_shards(tmp_path: Path) -> None:
     rows = 1500
     raw, _ = table(rows)

@@ -67,6 +67,7 @@ def test_ids_are_hashes_that_any_log_has_in_common(data: stoker.Dataset, tmp_pat
     data.train.check()
 
 
+@pytest.mark.slow
 def test_a_run_grows_resumes_and_scores_the_same_under_any_placement(data: stoker.Dataset, tmp_path: Path) -> None:
     whole = stoker.train(data, out=tmp_path / "a", epochs=2, **SMALL)
     part = stoker.train(data, out=tmp_path / "b", epochs=1, device_memory="16KiB", **SMALL)

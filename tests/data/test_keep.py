@@ -102,6 +102,7 @@ def test_a_dataset_without_keep_knows_nothing_of_it(tmp_path: Path) -> None:
     assert same == digests(data.path, without=("manifest.json",))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     rows=st.integers(40, 700), files=st.integers(1, 3), block=st.sampled_from([2**10, 2**13, 2**24]),

@@ -136,6 +136,7 @@ def test_its_batches_are_those_from_files(kind: str, options: dict[str, Any], tm
     assert all(torch.equal(held.counts[name], lying.counts[name]) for name in lying.counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(40), deadline=None)
 @given(
     rows=st.integers(3, 400), group=st.integers(1, 120), most=st.integers(1, 90), threads=st.integers(1, 3),

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from campaigns import in_ci
 from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabulary
 from processes import start_process
 from recipe_logs import generated
@@ -100,6 +99,7 @@ def as_frame(lines: list[str]) -> pl.DataFrame:
     return frame.with_columns(pl.col("label", *DENSE).cast(pl.Int64))
 
 
+@pytest.mark.slow
 def test_every_file_format_gives_the_same_dataset(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard", reason="the test itself writes .zst files with it")
     lines = criteo_lines(500)
@@ -131,6 +131,7 @@ def test_every_file_format_gives_the_same_dataset(tmp_path: Path) -> None:
         assert found == expected, files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["dlrm", "nvt"])
 def test_bytes_depend_neither_on_threads_nor_on_blocks(tmp_path: Path, preset: str) -> None:
     raw = write(tmp_path / "a.tsv", criteo_lines(400))
@@ -646,6 +647,7 @@ def prepare_up_to(raw: Path, out: Path, blocks: int) -> None:
     run_prepare("criteo", raw, out=out, block_bytes=4000, threads=2)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     raw = write(tmp_path / "log.tsv", criteo_lines(1500))
     run_prepare("criteo", raw, out=tmp_path / "whole", block_bytes=4000)
@@ -748,7 +750,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@in_ci
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = "\n".join(criteo_lines(20_000)) + "\n"

@@ -510,6 +510,7 @@ def run_python(code: str, path: Path, **kwargs: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int, bool], Dataset]) -> None:
     code = """
         import sys
@@ -540,6 +541,7 @@ def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     assert "KeyboardInterrupt" in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which this system lacks")
 def test_memory_does_not_grow_with_the_split(tmp_path: Path) -> None:
     """A 128 MB split, shuffled 4 MB at a time: the stream's own memory stays under 8 MB."""

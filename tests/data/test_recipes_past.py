@@ -62,6 +62,7 @@ def _check_retail(rows: pl.DataFrame, raw: pl.DataFrame, per_positive: int, samp
         assert sold.min() <= row["time"] <= sold.max()  # on sale at that moment
 
 
+@pytest.mark.slow
 def test_online_retail_rows_know_only_the_past() -> None:
     raw = pl.read_parquet(RETAIL).with_columns(pl.all().cast(pl.String))
     rows = derived(recipes.get("online-retail"), {"invoices": raw})

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
-from campaigns import in_ci, scaled
+from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -670,7 +670,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-@in_ci
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no resource module on Windows")
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["whole", "parts"])
 @pytest.mark.parametrize("damage", [False, True])
 def test_a_run_goes_on_with_larger_or_smaller_partitions(

@@ -211,6 +211,7 @@ def test_checkpoints_keep_the_running_moments(data: stoker.Dataset, whole: Path)
     assert stoker.training.evaluate(model, data.test)["log_loss"] == report["test"]["log_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["cached", "host-pipelined"])
 def test_placed_runs_with_tables_of_different_widths_are_the_same(
     data: stoker.Dataset, whole: Path, tmp_path: Path, strategy: str

@@ -103,6 +103,7 @@ def test_rows_outside_their_table_do_not_step():
     assert not weight.any()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(100))
 @given(case=cases(), threads=st.sampled_from([1, 2, 3]))
 def test_equals_the_reference_to_the_bit(case, threads):
@@ -208,6 +209,7 @@ def test_row_addresses_beyond_32_bits():
     assert pooled[0, 1].tolist() == [-8.0] * dim
 
 
+@pytest.mark.slow
 def test_kernels_are_kept_on_disk():
     """A second process finds every kernel compiled: nothing in a kernel's cache key changes between processes."""
     code = (

@@ -68,6 +68,7 @@ def run(site: Path, temporary: Path, **environment: str) -> dict:
     return result
 
 
+@pytest.mark.slow
 def test_kernels_are_kept_in_the_temporary_directory_until_a_module_changes(sealed: Path, tmp_path: Path) -> None:
     """Kernels are made of functions of other modules, which Numba's own stamp does not see."""
     first, second = run(sealed, tmp_path), run(sealed, tmp_path)
@@ -83,6 +84,7 @@ def test_kernels_are_kept_in_the_temporary_directory_until_a_module_changes(seal
     assert not any(run(sealed, tmp_path)["hits"])
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_without_a_cache_where_none_can_be(sealed: Path, tmp_path: Path) -> None:
     user = os.geteuid() if hasattr(os, "geteuid") else os.getenv("USERNAME", "user")
     (tmp_path / f"stoker-kernels-{user}").write_text("not a directory")
@@ -92,6 +94,7 @@ def test_kernels_are_compiled_without_a_cache_where_none_can_be(sealed: Path, tm
     assert result["hits"] == [0, 0]
 
 
+@pytest.mark.slow
 def test_numba_cache_dir_comes_first(sealed: Path, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     result = run(sealed, tmp_path / "tmp", NUMBA_CACHE_DIR=str(tmp_path / "own"))

@@ -21,6 +21,7 @@ LAMBS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(40))
 @given(
     # Each width is two kernels to compile, or more.

@@ -102,6 +102,7 @@ def test_a_row_is_the_product_of_its_slices_in_mixed_radix() -> None:
             assert rows[row, column] == product.item()
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(150))
 @given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans())
 @example(shape=TTShape((5, 1, 5), (1, 7, 1), (3, 2)), seed=1, many=True)
@@ -116,6 +117,7 @@ def test_rows_and_gradients_equal_the_definition(shape: TTShape, seed: int, many
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(80))
 @given(shape=shapes(4), seed=st.integers(0, 2**20), many=st.booleans())
 def test_exact_on_small_integers(shape: TTShape, seed: int, many: bool) -> None:

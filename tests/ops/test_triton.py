@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import EFFORT, in_ci, scaled
+from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +71,6 @@ if not INTERPRETED:
         assert done.returncode == 0, done.stdout + done.stderr
 
     @pytest.mark.slow
-    @in_ci
     @pytest.mark.parametrize("capability", ["80", "90"])
     def test_machine_code(capability: str, tmp_path: Path) -> None:
         """Every kernel compiles for GPUs that are not there, and rounds after every operation."""

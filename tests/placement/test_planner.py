@@ -381,6 +381,7 @@ def test_lookups_and_traffic_agree_with_a_replay(tmp_path):
     assert traffic.first * found.steps == pytest.approx(figures.compulsory, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_table_of_400_million_rows_is_planned_in_little_memory(counted: bool):
     rows = 400_000_000

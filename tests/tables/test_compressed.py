@@ -605,6 +605,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_replicas_hold_the_cores_of_one_process(tmp_path: Path) -> None:
     start_ranks(worker, 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -760,6 +760,7 @@ def test_a_file_without_a_directory_has_no_name():
     home.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file locks, which Windows lacks")
 def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path, monkeypatch):
     code = """

@@ -63,6 +63,7 @@ def test_tables_with_different_hot_rows_are_one_group() -> None:
     tables.close()
 
 
+@pytest.mark.slow
 def test_batches_of_hot_rows_move_nothing_and_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = made(HotCold(hot={**HOT, "b": 1}, slots=60))
     storage = storage_of(tables)

@@ -15,6 +15,7 @@ SEEDS = scaled(800)
 PROCESSES = scaled(1)  # each imports and loads kernels, which takes longer than a thousand lookups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PROCESSES))
 def test_malformed_lookups_are_refused_and_crash_nothing(part: int) -> None:
     first, last = part * SEEDS // PROCESSES, (part + 1) * SEEDS // PROCESSES

@@ -36,6 +36,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(PROGRAMS // BLOCK))
 def test_a_placed_run_equals_the_resident_one_or_bags_of_pytorch(block):
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

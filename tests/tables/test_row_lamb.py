@@ -110,6 +110,7 @@ def trained(case, placement=None, backend=None):
     return tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_a_placed_run_equals_the_resident_one(block):
     for seed in range(block * 30, block * 30 + 30):

@@ -68,6 +68,7 @@ def check_same(one: EmbeddingTables, other: EmbeddingTables) -> None:
         assert torch.equal(first, second), name
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(400))
 @given(
     seed=st.integers(0, 2**20), rule=st.sampled_from(RULES), place=st.sampled_from(sorted(PLACES)),
@@ -192,6 +193,7 @@ def train(tables: EmbeddingTables, bags: str, batch: int, micro: int = 1) -> Non
                 (out * torch.randn(out.shape)).sum().backward()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(200))
 @given(
     rule=st.sampled_from([RULES[4], RULES[6], RULES[9]]), place=st.sampled_from(sorted(PLACES)),

@@ -98,6 +98,7 @@ def test_a_name_of_stoker_is_refused_and_an_unknown_one_named() -> None:
         RemoteHome.of(stoker.Cached(slots=3, home="remote", path="/tmp"), initial_of(), {}, gpu=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["memory", "s3"])
 def test_rows_at_a_url_are_those_of_a_resident_run(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, place: str, request: pytest.FixtureRequest
@@ -207,6 +208,7 @@ def test_after_a_failure_the_last_checkpoint_is_whole_and_resumes(
         assert checkpoint_files(run) == resident
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [1, 40, 60])  # a run saves 70 times or more, as threads meet
 def test_after_a_kill_in_a_put_a_run_resumes_to_the_same_checkpoints(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, kill_at: int
@@ -346,6 +348,7 @@ def test_whole_blocks_are_stored_without_loading_them(memory: Any, monkeypatch: 
     home.close()
 
 
+@pytest.mark.slow
 def test_folders_that_a_kill_left_are_removed_and_others_are_not(tmp_path: Path) -> None:
     pytest.importorskip("fsspec", reason="stores at URLs need fsspec")
     code = """

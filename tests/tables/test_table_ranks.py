@@ -132,6 +132,7 @@ def options_of(rule: optim.RowOptimizer, dtype: str, bags: str, width: int, back
     return "jagged" if bags in ("mean", "max") else bags, given
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(80))
 @PROGRAMS
 def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
@@ -587,6 +588,7 @@ def _train_all(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_write_the_files_of_one(tmp_path: Path) -> None:
     start_ranks(_train_all, 3, str(tmp_path), ranks=3)
     files = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
@@ -609,6 +611,7 @@ def _run_example(rank: int, code: str, environment: dict[str, str], folder: str)
     exec(compile(code, "docs/ranks.md", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_writes_the_same_rows_on_any_number_of_ranks(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text(encoding="utf-8")
     (code,) = [each for each in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "ranks=ranks" in each]
@@ -643,6 +646,7 @@ def _end_one(rank: int, ranks: int, folder: str, number: int) -> None:
     dist.destroy_process_group()  # does not wait for the collective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"),
     [(signal.SIGKILL, "rank 1 of 3 ended"), (signal.SIGSTOP, "rank 1 of 3 gave no sign of life for 4 s")],

@@ -125,6 +125,7 @@ for fails in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_training_restores_the_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, where nothing else has changed the allocator."""
     if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallinfo2"):

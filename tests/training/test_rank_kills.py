@@ -60,6 +60,7 @@ def train(rank: int, ranks: int, folder: str, data: str, **more: Any) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", kill_numbers(16))
 def test_a_killed_rank_loses_nothing(
     number: int, workers: Workers, data: Dataset, whole: dict[str, bytes], tmp_path: Path

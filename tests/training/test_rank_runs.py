@@ -63,6 +63,7 @@ def settings_of(model: str, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_random_runs_on_ranks_are_those_of_one_process(
     workers: Workers, data: Dataset, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -96,6 +97,7 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         assert len(records(out, "valid")) == 2, "each record is written once"
 
 
+@pytest.mark.slow
 def test_what_other_ranks_look_up_is_brought_ahead(workers: Workers, data: Dataset, tmp_path: Path) -> None:
     given = {**settings_of("dlrm", 3), "batch_size": 40, "steps": 6, "eval_every": 6}
     stoker.train(data, out=tmp_path / "alone", **given)
@@ -145,6 +147,7 @@ def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_hot_and_cold_batches_on_ranks_are_those_of_one_process(
     workers: Workers, data: Dataset, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_learns_from_the_steps(logs: dict[str, Dataset], tmp_path: Path, model: 
     assert result.valid["auc"] > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which is not installed here")
 @pytest.mark.parametrize("model", SIZES)

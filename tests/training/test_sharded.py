@@ -62,6 +62,7 @@ def run(data: Dataset, out: Path, model: str, **more: Any) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_threads_and_placements_change_no_file(model: str, data: Dataset, tmp_path: Path) -> None:
     first = run(data, tmp_path / "first", model, threads=1)
@@ -111,6 +112,7 @@ def test_a_loaded_run_scores_by_shards(data: Dataset, tmp_path: Path) -> None:
     assert whole.by_shards is None
 
 
+@pytest.mark.slow
 def test_tools_take_a_run_with_shards(data: Dataset, tmp_path: Path) -> None:
     out = run(data, tmp_path / "run", "tabular", threads=2, device_memory=TENTH)
     assert stoker.verify(out, steps=5, threads=1).identical
