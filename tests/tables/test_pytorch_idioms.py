@@ -684,7 +684,6 @@ class TwoTables(nn.Module):
         return self.head(torch.relu(self.tables(ids).flatten(1) * 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["device", "cached"])
 def test_compiled_whole_without_a_graph_break(placed: str) -> None:
     torch.manual_seed(0)
