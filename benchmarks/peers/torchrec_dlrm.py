@@ -6,32 +6,18 @@ import fbgemm_gpu
 import numpy as np
 import torch
 import torchrec
-from dlrm_tools import dlrm_case, initial_rows, start_of
-from torch import nn
+from dlrm_tools import dlrm_case, initial_rows
 from torch.nn import functional as F
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec_tools import fill_layers, keys_of, layers, linear
 from worker_tools import argument, feature_major, versions
 
 config = argument()
 torch.set_num_threads(config["threads"])
-
-
-def columns(case):
-    """TorchRec lists pairs by the upper triangle: where each of its top MLP's inputs stands with us."""
-    fields, dim = len(case["sizes"]) + 1, case["dim"]
-    place = {}
-    for number, (row, column) in enumerate(torch.tril_indices(fields, fields, offset=-1).T.tolist()):
-        place[column, row] = dim + number
-    upper = torch.triu_indices(fields, fields, offset=1).T.tolist()
-    return np.array([*range(dim), *(place[tuple(pair)] for pair in upper)])
-
-
-def keys_of(case):
-    return [f"C{i + 1}" for i in range(len(case["sizes"]))]
 
 
 def build(kind, case):
@@ -54,35 +40,15 @@ def build(kind, case):
     for weight in table_weights(model, case):
         weight.copy_(torch.from_numpy(np.array(rows[start : start + len(weight)])))
         start += len(weight)
-    given = start_of(case)
-    with torch.no_grad():
-        for name, layer in linear(model, case).items():
-            weight = given[f"{name}.weight"]
-            layer.weight.copy_(torch.from_numpy(weight[:, columns(case)] if name == "t0" else weight))
-            layer.bias.copy_(torch.from_numpy(given[f"{name}.bias"]))
+    fill_layers(model, case)
     dense = [p for layer in linear(model, case).values() for p in layer.parameters()]
     return model, torch.optim.SGD(dense, lr=config["lr"], fused=True)
-
-
-def linear(model, case):
-    found = [m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)]
-    return dict(zip(case["layers"], found, strict=True))
 
 
 def table_weights(model, case):
     """The live weights, in table order."""
     state = model.sparse_arch.embedding_bag_collection.state_dict()
     return [state[f"embedding_bags.t_{key}.weight"].detach() for key in keys_of(case)]
-
-
-def layers(model, case):
-    back = np.argsort(columns(case))
-    found = {}
-    for name, layer in linear(model, case).items():
-        weight = layer.weight.detach().numpy()
-        found[f"{name}.weight"] = weight[:, back] if name == "t0" else weight
-        found[f"{name}.bias"] = layer.bias.detach().numpy()
-    return found
 
 
 def run(kind, case):

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torchrec
-from dlrm_tools import initial_rows, start_of
+from dlrm_tools import initial_rows
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from ranks_tools import ranks_case, run_on_ranks
-from torch import nn
 from torch.nn import functional as F
 from torchrec.distributed import DistributedModelParallel, ShardingEnv
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -20,24 +19,11 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec_tools import fill_layers, keys_of, layers, linear
 from worker_tools import argument, versions
 
 config = argument()
 CPU = torch.device("cpu")
-
-
-def columns(case):
-    """TorchRec lists pairs by the upper triangle: where each of its top MLP's inputs stands with us."""
-    fields, dim = len(case["sizes"]) + 1, case["dim"]
-    place = {}
-    for number, (row, column) in enumerate(torch.tril_indices(fields, fields, offset=-1).T.tolist()):
-        place[column, row] = dim + number
-    upper = torch.triu_indices(fields, fields, offset=1).T.tolist()
-    return np.array([*range(dim), *(place[tuple(pair)] for pair in upper)])
-
-
-def keys_of(case):
-    return [f"C{i + 1}" for i in range(len(case["sizes"]))]
 
 
 def build(kind, case):
@@ -57,12 +43,7 @@ def build(kind, case):
         over_arch_layer_sizes=list(case["top"]),
         dense_device=CPU,
     )
-    given = start_of(case)
-    with torch.no_grad():
-        for name, layer in linear(model, case).items():
-            weight = given[f"{name}.weight"]
-            layer.weight.copy_(torch.from_numpy(weight[:, columns(case)] if name == "t0" else weight))
-            layer.bias.copy_(torch.from_numpy(given[f"{name}.bias"]))
+    fill_layers(model, case)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     size = dist.get_world_size()
     plan = construct_module_sharding_plan(
@@ -88,12 +69,6 @@ def build(kind, case):
     return whole, torch.optim.SGD(dense, lr=config["lr"], fused=True)
 
 
-def linear(model, case):
-    model = getattr(model, "module", model)  # of DistributedDataParallel
-    found = [m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)]
-    return dict(zip(case["layers"], found, strict=True))
-
-
 def live_weights(whole, case):
     """(table, first row, weights) of the rows on this rank."""
     state = whole.state_dict()
@@ -112,16 +87,6 @@ def all_rows(whole, case):
     found = np.empty((starts[-1], case["dim"]), np.float32)
     for place, offset, rows in (piece for part in parts for piece in part):
         found[starts[place] + offset : starts[place] + offset + len(rows)] = rows
-    return found
-
-
-def layers(model, case):
-    back = np.argsort(columns(case))
-    found = {}
-    for name, layer in linear(model, case).items():
-        weight = layer.weight.detach().numpy()
-        found[f"{name}.weight"] = weight[:, back] if name == "t0" else weight
-        found[f"{name}.bias"] = layer.bias.detach().numpy()
     return found
 
 
