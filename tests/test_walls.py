@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 10_220,
     "rewrite": 1_950,
-    "prep": 12_240,
+    "prep": 12_460,
     "synthetic": 1_690,
     "cli": 3_390,
     "live": 950,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 61_660
+ALL_LINES = 61_830
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -94,7 +94,7 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
     doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")
     if draft.label is None:
-        say(f"no column looks like a label: fill in [label] in {out}, then:")
+        say(f"no column looks like a label: fill in [label] in {out}, or [negatives] if all rows are positive, then:")
     elif not draft.features:
         say(f"no column looks like a feature: add one to {out}, then:")
     else:

@@ -30,6 +30,7 @@ _GROUP_NAME = re.compile(
     r"session|impression|search|query|request|clickout|slate|visit(_|$)|list_?id|basket|order", re.I
 )
 _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
+_ITEM_NAME = re.compile(r"item|product|article|sku|song|track|movie|film|video|book|game|hotel|(^|_)ad($|_)", re.I)
 _STRONG = 3  # candidates for the label up to this order have the name of an outcome
 _MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
 _CLASS_ROWS = 10  # rows of each class from which a value that only one class has is no chance
@@ -80,6 +81,8 @@ class Draft:
             raise SchemaError(
                 f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
                 "Draft a schema with stoker init LOG, fill in what is missing, and prepare with that file."
+                + " If all rows are positive, such as purchases, uncomment [negatives] there."
+                * (lacking == "label")
             )
         time = next((one for one in self.columns if self.role(one) == "time" and len(one.formats) > 1), None)
         if time is not None:
@@ -260,7 +263,7 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
         return [
             _comment("unsure: no column looks like a label. Name the column to predict and uncomment these lines;"),
             _comment("a rule (>=, >, <=, <, ==, != and a number, or == and quoted text) says which values are 1."),
-            *candidates, "# [label]", '# column = "?"', '# rule = ">= 4"',
+            *candidates, "# [label]", '# column = "?"', '# rule = ">= 4"', *_negatives(columns),
         ]  # fmt: skip
     found = label.outcome
     doubts = [found.doubt] if found.doubt else []
@@ -271,6 +274,20 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
     said = f"{plural(label.distinct, 'value')}, such as {label.example!r}"
     values = {"column": label.name, **({"rule": found.rule} if found.rule else {})}
     return [*_table("[label]", [said], doubts, {}), *more, *_lines(values)]
+
+
+def _negatives(columns: Sequence[Guess]) -> list[str]:
+    """Propose rows of label 0 to sample, for a log of positive rows."""
+    codes = [one for one in columns if one.code and one.kind == "categorical" and one.repeats > 1]
+    codes = [one for one in codes if not _USER_NAME.search(one.name)]
+    item = min(codes, key=lambda one: _ITEM_NAME.search(one.name) is None, default=None)
+    if item is None:
+        return []
+    return [
+        _comment("If all rows are positive, such as purchases, there is no label. Uncomment these lines instead:"),
+        _comment("each row is then followed by rows of label 0 with the columns of other items. Name all of the item."),
+        "# [negatives]", f"# columns = [{_printable(item.name)}]", "# per_positive = 4",
+    ]  # fmt: skip
 
 
 def _timestamp(time: Guess | None) -> list[str]:
@@ -340,7 +357,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def schema_toml(schema: Schema) -> str:
     """Return a schema as TOML text. Loading the text gives an equal schema with an equal hash."""
     values = entries(schema)
-    tables = {name: values.pop(name, None) for name in ("source", "label", "timestamp", "split")}
+    tables = {name: values.pop(name, None) for name in ("source", "label", "timestamp", "split", "negatives")}
     lists = {name: values.pop(name, ()) for name in (*COLUMNS, "feature")}
     parts = [_lines(values)]
     parts += [[f"[{name}]", *keys] for name, part in tables.items() if part and (keys := _lines(entries(part)))]

@@ -454,7 +454,7 @@ def _remove(work: Path) -> None:
 def _read(task: Task) -> Rows:
     """Read the rows with their features; explain an error that missing labels cause."""
     try:
-        return featured_rows(task) if task.schema.feature else read_rows(task)
+        return featured_rows(task) if task.in_passes else read_rows(task)
     except DataError as error:
         label = task.schema.label.column
         absent = isinstance(error, MissingColumnError) and list(error.missing) == [label]

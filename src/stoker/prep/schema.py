@@ -22,6 +22,7 @@ from stoker.base.errors import ConfigError, SchemaError
 from stoker.dataset.spec import Feature, Grow
 from stoker.prep.features.base import (
     Derivation,
+    RowSteps,
     check_features,
     column_taken,
     feature_from_dict,
@@ -55,15 +56,17 @@ _LABEL_RULE = re.compile(r"""\s*(>=|<=|==|!=|>|<)\s*(?:(['"])(.*)\2|(.+?))\s*"""
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """The column to predict. Without a rule its values must be 0 or 1."""
+    """The column to predict. Without a rule its values must be 0 or 1. Without a column every row has label 1."""
 
-    column: str
+    column: str = ""  # empty only with ``negatives``
     rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1
     required: ClassVar[bool] = True  # a row without label is a bad line
 
     def __post_init__(self) -> None:
         if self.rule is not None:
             self.parsed()
+            if not self.column:
+                fail("label", "column", "is missing: a rule needs the column that it compares")
 
     def parsed(self) -> tuple[str, float | str] | None:
         """Return operator and operand of the rule, or None if there is no rule."""
@@ -303,6 +306,55 @@ class SplitRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Negatives:
+    """How to sample rows of label 0 for a log of positive rows, such as purchases (docs/prepare.md).
+
+    A sampled row is a copy of a row of label 1. ``columns`` are those of another row of label 1 in the same split.
+    """
+
+    columns: tuple[str, ...] = ()  # raw columns of the item, the first identifies it
+    per_positive: int = 4  # sampled rows for each row of label 1; 0: none
+    by: str = "popularity"  # popularity: any row alike, so frequent items more often; uniform: any item alike
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choice("negatives", "by", self.by, ("popularity", "uniform"))
+        positive("negatives", "per_positive", self.per_positive, least=0)
+        positive("negatives", "seed", self.seed, least=0)
+        if self.per_positive and not self.columns:
+            fail("negatives", "columns", "is missing. Name the columns of the item, the one that identifies it first")
+
+    def outputs_of_item(self, features: Sequence[Derivation]) -> set[str]:
+        """Return ``columns`` and the outputs of the features that depend on them only.
+
+        Raises:
+            SchemaError: a feature reads the label, or both the item and its row, and so has no value for a sampled row.
+        """
+        from stoker.prep.features.learned import MeanTargetEncoding
+        from stoker.prep.features.past import Difference, Past, Rank
+
+        items = set(self.columns)
+        for feature in features:
+            keys = set(feature.inputs)
+            if isinstance(feature, MeanTargetEncoding):
+                fail(feature.where, "kind", "needs labels, and rows of label 0 are sampled after it. Leave it out")
+            if isinstance(feature, Past):
+                now = [feature.column] if isinstance(feature, Difference) else []  # of the row itself
+                keys = {*feature.by, *now, *([feature.order] if isinstance(feature, Rank) else [])}
+            if isinstance(feature, RowSteps) or not keys & items:
+                continue
+            if not keys <= items:
+                some, others = (", ".join(sorted(map(repr, found))) for found in (keys & items, keys - items))
+                fail(
+                    feature.where, "reads",
+                    f"{some} of negatives.columns and {others}: it would have no value for a sampled row. Leave it "
+                    "out, or add the others to negatives.columns if they are of the item",
+                )  # fmt: skip
+            items |= set(feature.outputs)
+        return items
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schema:
     """What :func:`stoker.prepare` must know about a log.
 
@@ -311,7 +363,7 @@ class Schema:
     ('count_item',)
     """
 
-    label: Label
+    label: Label = field(default_factory=Label)
     dense: tuple[DenseColumn, ...] = ()
     categorical: tuple[CategoricalColumn, ...] = ()
     sequence: tuple[SequenceColumn, ...] = ()
@@ -321,6 +373,7 @@ class Schema:
     group: str | None = None  # raw column: rows with equal values are one list to rank, e.g. an impression
     negative_keep: float = 1.0  # share of the rows with label 0 to keep, drawn before the split
     seed: int = 0  # of negative_keep
+    negatives: Negatives | None = None  # rows of label 0 to sample
     name: str = "custom"
     feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are computed (stoker.features)
     derive: tuple[str, ...] = ()  # features in one line each; they are moved to ``feature``, with their columns
@@ -361,6 +414,7 @@ class Schema:
             # A hash of the row number would cut nearly every list; a hash of the group cuts none.
             object.__setattr__(self, "split", replace(self.split, column=self.group))
         self._check_label()
+        self._check_negatives()
         self._check_shared_tables()
 
     def with_feature(self, feature: Derivation | Mapping[str, Any] | str) -> Schema:
@@ -421,6 +475,11 @@ class Schema:
         """Raise :class:`SchemaError` if a column is computed from the label of its own row."""
         from stoker.prep.features.past import Difference, Past
 
+        if not self.label.column and self.negatives is None:
+            raise SchemaError(
+                "the key 'label' is missing. Name the column to predict. If every row is a positive one, such as a "
+                "purchase, there is none: add [negatives], which samples rows of label 0 (docs/prepare.md)."
+            )
         leaks = {self.label.column: ""}  # column -> the feature that made it from the label
         for feature in self.feature:
             own = set(feature.inputs)
@@ -441,6 +500,17 @@ class Schema:
                     f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read the "
                     "label from it. Leave the column out",
                 )  # fmt: skip
+
+    def _check_negatives(self) -> None:
+        if self.negatives is None:
+            return
+        read = [*(column.raw for column in self._columns()), *self.keep]
+        for name in self.negatives.columns:
+            if name in (self.label.column, self.timestamp and self.timestamp.column, self.group, self.split.column):
+                fail("negatives", "columns", f"names {name!r}, which is not of the item. Leave it out")
+            if name not in (*read, *(used for feature in self.feature for used in feature.inputs)):
+                fail("negatives", "columns", f"names {name!r}, which nothing in the schema reads.{near(name, read)}")
+        self.negatives.outputs_of_item(self.feature)
 
     def _columns(self) -> tuple[DenseColumn | CategoricalColumn, ...]:
         return (*self.dense, *self.features)

@@ -79,7 +79,21 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
             found["patience"] = PATIENCE * max(1, epoch // (config.eval_every or epoch))
     if "schedule_rows" in missing and data.hot_cold is not None and config.batch_order != "shuffled":
         found["schedule_rows"] = min(8192, max(256, rows // (TESTS * TRAINED_PER_TESTED)))
+    if config.model == "two-tower" and "item" not in config.model_options and (item := _item_columns(data)):
+        found["model_options"] = {**config.model_options, "item": item}
     return config.replace(**found) if found else config
+
+
+def _item_columns(data: Dataset) -> tuple[str, ...]:
+    """Return the columns that the schema of the dataset names as those of the item, its id first."""
+    schema = data.manifest.get("schema", {})
+    raw = (schema.get("negatives") or {}).get("columns", ())
+    ids = [
+        (one.get("source") or one["name"], one["name"])
+        for key in ("categorical", "dense")
+        for one in schema.get(key, ())
+    ]
+    return tuple(name for column in raw for source, name in ids if source == column)
 
 
 def by_rows(given: TrainConfig, config: TrainConfig, data: Dataset) -> str:

@@ -167,6 +167,7 @@ def open_run(
             'Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
             settings=("metric",),
         )
+    _check_classes(data, config)
     if resume is not None:
         return _met(Start(data, config, ranks=ranks))
     choice = choose_batch_size(data, config) if auto else None
@@ -174,6 +175,23 @@ def open_run(
         config = config.replace(batch_size=choice.batch_size)
     whole = complete(config, data)
     return _met(Start(data, whole, choice, by_rows(config, whole, data), ranks))
+
+
+def _check_classes(data: Dataset, config: TrainConfig) -> None:
+    """Raise :class:`ConfigError` if all training rows have one label, from which the loss learns nothing."""
+    rows, positives = len(data.train), data.manifest["splits"]["train"].get("positives")
+    if positives in (0, rows) and config.loss != "in-batch":
+        remedy = "Check the column or the rule of the label."
+        if positives:
+            remedy = (
+                'Sample rows of label 0 ([negatives] in the schema, docs/prepare.md), or train with model "two-tower" '
+                'and loss "in-batch", which takes the other items of a batch as negatives.'
+            )
+        raise ConfigError(
+            f"all {plural(rows, 'training row')} of {data.path} have label {int(positives > 0)}, so there is nothing "
+            f"to learn with loss {config.loss!r}. {remedy}",
+            settings=("model", "loss"),
+        )
 
 
 def _met(start: Start) -> Start:

@@ -73,7 +73,13 @@ class Layout:
             self.group = Field(column=schema.group, kind="string", required=not schema.feature)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
         self.kept = [] if keys_only else [self._kept_field(name) for name in schema.keep]
-        everything = [self.label, *self.dense, *self.feature_fields, *optional, *self.kept]
+        everything = [
+            *[self.label] * bool(schema.label.column),
+            *self.dense,
+            *self.feature_fields,
+            *optional,
+            *self.kept,
+        ]
         self.fields: list[Field] = list(dict.fromkeys(everything))
 
     def _kept_field(self, name: str) -> Field:
@@ -98,10 +104,10 @@ class Layout:
         Raises:
             DataError: the schema does not list a value of the split column.
         """
-        if self.schema.label.rule is None:
+        if self.schema.label.rule is None and self.schema.label.column:
             block.drop_labels(self.label)
         time = self.times(block)
-        out: dict[str, Array] = {"labels": self._labels(block.columns[self.label])}
+        out: dict[str, Array] = {"labels": self._labels(block)}
         if time is not None:
             out["time"] = time
         for index, item in enumerate(self.dense):
@@ -123,7 +129,10 @@ class Layout:
             out["keep"] = np.frombuffer(stream.getvalue(), np.uint8)
         return out
 
-    def _labels(self, column: pl.Series) -> npt.NDArray[np.float32]:
+    def _labels(self, block: Block) -> npt.NDArray[np.float32]:
+        if not self.schema.label.column:
+            return np.full(block.rows, np.nan if self.label.optional else 1, np.float32)
+        column = block.columns[self.label]
         if (rule := self.schema.label.parsed()) is not None:
             compare, operand = COMPARE[rule[0]], rule[1]
             column = compare(column, operand)

@@ -130,6 +130,7 @@ def negatives(
     count: int,
     draw: Callable[[NDArray[np.float64], Ints], Ints],
     refused: Callable[[Ints, Ints], NDArray[np.bool_]],
+    numbers: Ints | None = None,
 ) -> Ints:
     """Draw items for ``count`` negative rows, again if they are refused; -1 where none was found.
 
@@ -138,13 +139,15 @@ def negatives(
         count: number of rows.
         draw: (uniform numbers in [0, 1), row numbers) -> items.
         refused: (items, row numbers) -> whether an item must not be the row's negative.
+        numbers: [count], on which the draws depend instead of the row numbers.
     """
     items = np.full(count, -1, dtype=np.int64)
     open_rows = np.arange(count)
     for attempt in range(_ROUNDS):
         if len(open_rows) == 0:
             break
-        drawn = draw(uniform(key_of(seed, "negative", attempt), open_rows), open_rows)
+        counters = open_rows if numbers is None else numbers[open_rows]
+        drawn = draw(uniform(key_of(seed, "negative", attempt), counters), open_rows)
         bad = refused(drawn, open_rows)
         items[open_rows[~bad]] = drawn[~bad]
         open_rows = open_rows[bad]

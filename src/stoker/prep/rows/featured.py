@@ -46,6 +46,7 @@ from stoker.prep.parse.frames import (
 from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
+from stoker.prep.rows.negatives import NegativeSampler, item_hash
 from stoker.prep.rows.raw_rows import Rows, derivation, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
@@ -306,6 +307,15 @@ def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> 
     own = {f"{KEPT}{name}": pl.col(name) for name in task.schema.keep if name in made}
     columns = [own.get(name, pl.col(name)).alias(name) for name in task.layout.raw_columns if name != SPLIT]
     names = {code: name for name, code in SPLIT_CODES.items()}
+    split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
+    sampler, extra = None, []
+    if task.negatives is not None:
+        items = task.negatives.outputs_of_item(task.schema.feature)
+        copied = [name for name in task.layout.raw_columns if name.removeprefix(KEPT) in items]
+        extra = [item_hash(task.negatives.columns[0])]
+        # Sampled rows are added when all features are computed, so that features count rows of the log only.
+        read = (passes.part(number).select(*columns, split, *extra, ROW).collect() for number in range(len(row_files)))
+        sampler = NegativeSampler(task.negatives, copied, SPLIT, read)
     done_rows = 0
 
     def work(job: tuple[int, _RowFile]) -> tuple[_RowFile, Path, dict[str, Any], bool]:
@@ -313,9 +323,10 @@ def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> 
         path = folder / f"{row_file.part.index:06d}.part"
         if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
             return row_file, path, done, True
-        frame = passes.part(number)
-        split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
-        block = frame_block(frame.select(*columns, split).collect(), task.layout.fields, typed=True)
+        frame = passes.part(number).select(*columns, split, *extra).collect()
+        if sampler is not None:
+            frame = sampler.extended(frame, row_file.part.start)
+        block = frame_block(frame, task.layout.fields, typed=True)
         if block.bad:
             place = f"{row_file.part.name}: row {row_file.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Fix the input, or the feature that makes the column.")
@@ -329,7 +340,12 @@ def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> 
         task.reused += reused
         done_rows += row_file.part.rows
         task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
-        blocks.append(replace(row_file.part, path=path, index=len(blocks)))
+        part = replace(row_file.part, path=path, index=len(blocks))
+        if sampler is not None:
+            with part.open() as arrays:
+                start = blocks[-1].start + blocks[-1].rows if blocks else 0
+                part = replace(part, start=start, rows=len(arrays["labels"]))
+        blocks.append(part)
     return blocks
 
 

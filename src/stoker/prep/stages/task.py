@@ -23,7 +23,7 @@ from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
-from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
+from stoker.prep.schema import Negatives, OptionalLabel, Schema, SplitRule, Timestamp
 from stoker.prep.stages.parts import Journal
 
 if TYPE_CHECKING:
@@ -98,9 +98,20 @@ class Task:
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else all_test(self.schema)
-        self.inner = schema_after_features(self.splitting) if self.schema.feature else self.splitting
+        self.inner = schema_after_features(self.splitting) if self.in_passes else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = home_of(self.out) is not None
+
+    @property
+    def negatives(self) -> Negatives | None:
+        """How to sample rows of label 0; None for none."""
+        found = self.schema.negatives
+        return found if found is not None and found.per_positive and self.like is None else None
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether rows need more than one pass: for features, or for sampled rows."""
+        return bool(self.schema.feature) or self.negatives is not None
 
     @property
     def merged(self) -> list[Merge]:
@@ -227,5 +238,6 @@ def schema_after_features(schema: Schema) -> Schema:
         split=SplitRule(rule="column", column="__split", values=values),
         timestamp=time,
         negative_keep=1.0,
+        negatives=None,
         keep=tuple(f"{KEPT}{name}" for name in schema.keep),
     )
