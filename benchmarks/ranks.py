@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.dlrm_step import TITLES
 from benchmarks.dlrm_workload import DLRM_MATRIX, DlrmWorkload, check_model
 from benchmarks.harness import Bar, Outcome, Run, Table
+from benchmarks.network import measure_network
 from benchmarks.rounds import Contestant, Timings, compare, play
 
 __all__ = ["bars"]
@@ -89,6 +90,8 @@ def bars() -> list[Bar]:
          judged(TWO, ONE)),
         ("ranks-vs-torchrec", "2 processes against TorchRec's row-wise sharding on gloo", 1.5, False,
          judged(TWO, PEER)),
+        ("ranks-network", "4 ranks, 1 Gbit/s and 1 ms: exposed communication with lookahead 16, of that with 1", 0.25,
+         True, measure_network),
     ]  # fmt: skip
     return [
         Bar(name=name, group="ranks", title=title, must=must, at_most=most, rounds=3, run=work)

@@ -401,33 +401,42 @@ def _drawn(group: Ranks | None, number: int) -> dict[str, Any]:
     "ahead", [{}, {"lookahead": 0}, {"lookahead": 3, "in_flight": 2}, {"background": True}], ids=str
 )
 @pytest.mark.parametrize("place", ["cached", "pipelined", "hot", "file", "mixed"])
-def test_a_stage_brings_what_other_ranks_look_up(place: str, ahead: dict[str, Any]) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_stage_brings_what_other_ranks_look_up(divided: bool, place: str, ahead: dict[str, Any]) -> None:
     placement = {
         "cached": Cached(slots=70), "pipelined": HostPipelined(slots=70), "file": Cached(slots=70, home="file"),
         "hot": HotCold(hot={"a": 20, "b": 8}, slots=90), "mixed": {"a": Cached(slots=70), "b": Device()},
     }[place]  # fmt: skip
 
-    def work(group: Ranks | None) -> tuple[dict[str, str], int, int]:
+    def work(group: Ranks | None) -> tuple[dict[str, str], int, int, int]:
         tables = EmbeddingTables(
             [
                 TableConfig(name="a", num_embeddings=400, embedding_dim=4, features=("f", "g")),
                 TableConfig(name="b", num_embeddings=130, embedding_dim=4, features=("h",)),
             ],
-            optimizer=optim.Adagrad(lr=0.1), features=("f", "h", "g"), placement=placement, shards=4, ranks=group,
-            backend="reference",
+            optimizer=optim.Adagrad(lr=0.1), features=("f", "h", "g"), placement=placement, shards=4,
+            ranks=group if divided else None, backend="reference",
         )  # fmt: skip
-        stream = [_drawn(group, number) for number in range(12)]
-        for batch in stage(stream, tables, lookups=lambda batch: tuple(batch.values()), **(ahead if group else {})):
+        if not divided:
+            tables.replicate(group)
+        stream = [_drawn(group, number) for number in range(24)]
+        staged = stage(stream, tables, lookups=lambda batch: tuple(batch.values()), **(ahead if group else {}))
+        for batch in staged:
             tables(**batch).square().sum().backward()
         stats = [each.storage.stats for each in tables.groups if isinstance(each.strategy, Slotted)]
-        return digest(tables), sum(each.on_demand for each in stats), sum(each.fetched for each in stats)
+        return digest(tables), sum(each.on_demand for each in stats), sum(each.fetched for each in stats), staged._reach
 
     alone, *_ = work(None)
     for ranks in (2, 4):
-        for found, on_demand, fetched in on_threads(ranks, work):
+        result = on_threads(ranks, work)
+        for found, on_demand, fetched, _ in result:
             assert found == alone
             assert on_demand == 0
             assert fetched > 0
+        reach = {each for *_, each in result}
+        if divided:  # ranks agree how far to look ahead
+            assert len(reach) == 1
+            assert max(reach) > 10 or place not in ("cached", "file") or "lookahead" in ahead
 
 
 def test_rows_that_no_stage_brought_are_counted() -> None:

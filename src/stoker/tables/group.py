@@ -184,10 +184,10 @@ class TableGroup:
             tree: the shards of all ranks.
             lease: as for :meth:`update`.
         """
-        if lease is not None:  # whoever has the rows does not matter
-            lease.release(changed=False)
         found = self.sums_of(ranks, lookups, grad, tree)
         self.step(found.sums.rows, found.sums.values, found.counts)
+        if lease is not None:  # which a stage made for the rows of all ranks
+            lease.release(changed=True)
 
     def sums_of(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> ShardSums:
         """Return the sum of the gradient of each row over the examples of all ranks."""

@@ -8,9 +8,10 @@ Both adapt. A longer window lowers misses only while a plan has to guess which r
 known use remain in slots (:attr:`Residency.guesses`). So it grows then, within its memory, and shrinks while plans do
 not guess (:mod:`stoker.tables.slots.window`). This depends on the ids alone: :func:`stoker.replay` does the same.
 
-If rows are divided among ranks, these tell each other which rows a batch wants when it enters the window: one batch a
-step, on the caller's thread, before the step's own messages. So the order of messages depends on no clock, and the
-window has a fixed length. Who plans and moves rows, and when, remains each rank's own choice.
+If rows are divided among ranks, these tell each other which rows a batch wants when it enters the window, on the
+caller's thread, before the step's own messages, and how far each would look ahead: all take the largest. So the order
+of messages depends on no clock. Who plans and moves rows, and when, remains each rank's own choice. Ranks that all have
+every row tell each other too, if they train: each will step the rows of all.
 
 Legend: C slots.
 """
@@ -25,10 +26,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,13 +42,14 @@ from stoker.dataset.batch import Batch
 from stoker.ops import Bags
 from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import Grown
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.ranks.divided import Asked, DividedGroup
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
-from stoker.tables.slots.window import IN_MEMORY, LEAST, Ahead, default_memory
+from stoker.tables.slots.window import IN_MEMORY, Ahead, default_memory
 from stoker.tables.storage import Lease, release_all
 
 _DEEPEST = 8  # most batches in flight, if the depth adapts
@@ -70,6 +73,7 @@ class _Upcoming:
     parts: list[Lookups]  # of all groups; of divided ones, the own rows that ranks look up
     asked: dict[int, Asked]  # of divided groups, by index
     grown: Grown | None = None  # the step of tables that grow
+    shared: dict[int, Distinct] = field(default_factory=dict)  # of replicated groups: the rows that ranks look up
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Stage(Generic[Item]):
         self.stall_seconds = 0.0  # spent waiting for rows
         self.step = getattr(stream, "step", 0)  # batches yielded; the number of the next one
         self.hurry: Callable[[], bool] = lambda: False  # called while next uses are recorded: True stops the recording
-        self._fixed = in_flight is not None
+        self._fixed, self._in_flight = in_flight is not None, in_flight
         self._calm, self._patience = 0, _PATIENCE  # checks of the stalls: without any in a row, and before a shrink
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader have their own memory: only torch can change them.
@@ -112,7 +116,10 @@ class Stage(Generic[Item]):
         self._divided = [(index, group) for index, group in divided if isinstance(group.storage, SlottedRows)]
         self._memory = _window_memory([storage for _, storage in self._groups])
         blocking = any(storage.home.is_blocking for _, storage in self._groups if _keeps(storage))
-        self.ahead = Ahead(LEAST if lookahead is None and self._divided else lookahead, None if blocking else IN_MEMORY)
+        self.ahead = Ahead(lookahead, None if blocking else IN_MEMORY)
+        self._replicated = [] if tables.divided or tables.ranks is None else [
+            (index, storage) for index, storage in self._groups if type(tables.groups[index]) is TableGroup
+        ]  # fmt: skip
         self._reach = self.ahead.batches + (in_flight or 2)  # batches that ranks have asked for before a step
         self._leaving = False  # the loop was left: stop recording
         self._epoch_lookahead = self._watch(stream, progress) if epoch_lookahead else None
@@ -165,6 +172,8 @@ class Stage(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         raw, ranks = self.tables.raw, self.tables.ranks
+        if not (ranks and self.tables.training):
+            self._replicated = []
         # Rows of raw ids depend on the batches of all ranks, which meet when they look up.
         if (raw and ranks) or not (self._groups or self._readers or (self.background and raw)):
             for item in self.stream:
@@ -249,7 +258,8 @@ class _Run:
         self._ready: deque[_Staged] = deque()
         self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
         self._asked: SimpleQueue[_Upcoming | None] = SimpleQueue()  # batches of ranks; None: the stream has ended
-        self._asking = sys.maxsize if stage._divided else 0  # batches that ranks may ask for, in all
+        self._meets = bool(stage._divided or stage._replicated)  # whether ranks ask each other
+        self._asking = sys.maxsize if self._meets else 0  # batches that ranks may ask for, in all
         self._count = 0  # that they have asked for
 
     def staged(self) -> Iterator[_Staged]:
@@ -258,8 +268,11 @@ class _Run:
 
     def _ask(self, done: int) -> None:
         """Read batches and ask the ranks for their rows, as far as the stage reaches beyond the ``done`` ones."""
-        while self._count < min(done + self.stage._reach, self._asking):
+        stage = self.stage
+        while self._count < min(done + stage._reach, self._asking):
             upcoming = self._read_batch()
+            if upcoming is not None and upcoming.asked:
+                stage._reach = max(next(iter(upcoming.asked.values())).notes)
             self._asked.put(upcoming)
             self._count += 1
             if upcoming is None:
@@ -320,7 +333,10 @@ class _Run:
         item = coming.upcoming.item
         groups = zip(self._queues, self.stage._groups, self._upcoming(item), coming.wanted, strict=True)
         for queue, (index, _), upcoming, wanted in groups:
-            queue.announce(*coming.upcoming.parts[index], upcoming, None if wanted is None else wanted.result())
+            known = coming.upcoming.shared.get(index)
+            queue.announce(
+                *coming.upcoming.parts[index], upcoming, known or (None if wanted is None else wanted.result())
+            )
         self._waiting.append(coming.upcoming)
         return True
 
@@ -330,7 +346,7 @@ class _Run:
         ``wait``: until they have.
         """
         stage, finder = self.stage, self._finder
-        if not stage._divided:
+        if not self._meets:
             upcoming = self._read_batch()
         else:
             try:
@@ -364,10 +380,25 @@ class _Run:
             while self._grown[0].taken:
                 self._grown.popleft()
         parts = self.tables.splitter.split(call if grown is None else grown.call)
-        asked = {index: group.ask(parts[index]) for index, group in stage._divided}
+        reach = stage.ahead.batches + (stage._in_flight or 2)
+        asked = {index: group.ask(parts[index], reach) for index, group in stage._divided}
         for index, each in asked.items():
             parts[index] = each.owned
-        return _Upcoming(item, ids, version_of(ids), copies, parts, asked, grown)
+        shared = {index: self._with_others(storage, parts[index]) for index, storage in stage._replicated}
+        return _Upcoming(item, ids, version_of(ids), copies, parts, asked, grown, shared)
+
+    def _with_others(self, storage: SlottedRows, lookups: Lookups) -> Distinct:
+        """Return the rows of a lookup with those of the other ranks, which step here, too."""
+        ranks = self.tables.ranks
+        assert ranks is not None
+        own = storage.distinct(*lookups)
+        found = torch.cat(ranks.gather("ask for rows of all ranks", torch.from_numpy(own.rows))).numpy()
+        rows = np.unique(found[storage.hot.places(found) < 0])
+        which = own.which.long()
+        at = torch.from_numpy(np.searchsorted(rows, own.rows))
+        if len(at):
+            which = torch.where(which < 0, which, at[which.clamp(min=0)])
+        return Distinct(rows, which.to(torch.int32), own.placed)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """Return hints of the next uses of the batch's rows, for each group."""
@@ -553,8 +584,7 @@ def stage(
         lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
             guesses, and shrinks while they are not, up to 64 if all rows are in memory. Either way there are fewer if
             they take more memory than the strategies of the tables allow (``window``). If torch may use several
-            threads, one more batch is read, whose rows a thread finds meanwhile. If rows are divided among ranks, None
-            means 8.
+            threads, one more batch is read, whose rows a thread finds meanwhile.
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and

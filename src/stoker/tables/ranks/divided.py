@@ -13,7 +13,7 @@ Legend: R ranks, U distinct rows of a lookup, D columns, T tables.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Asked:
     places: list[Tensor]  # of each rank: the place in ``rows`` of what it wants
     owned: Lookups  # of ``rows``
     lease: Lease | None = None  # on ``rows``; None: nobody has brought them yet, or they do not fit
+    notes: list[int] = field(default_factory=list)  # what each rank said with its question
     version: int = -1
     values: Tensor | None = None  # [U, D] the rows of the lookup, as they were at that version
 
@@ -180,8 +181,8 @@ class DividedGroup(TableGroup):
         asked.lease = lease
         return Lease(asked.bags, asked.space, token=asked, give_back=lambda token, changed: token.release())
 
-    def ask(self, lookups: Lookups) -> Asked:
-        """Tell the owners which rows a batch looks up, and hear which of the own rows all ranks look up."""
+    def ask(self, lookups: Lookups, note: int = 0) -> Asked:
+        """Tell the owners which rows a batch looks up, and hear which of the own rows all ranks look up, and a note."""
         ranks, bags = self.ranks, lookups.bags
         with ranks.guard():
             found, which = distinct_rows(bags.cpu(), lookups.space)
@@ -190,13 +191,15 @@ class DividedGroup(TableGroup):
             place[order] = torch.arange(len(order))
             ids = place[which.long()].to(torch.int32).to(bags.ids.device)
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
-        asked = ranks.exchange(f"ask for rows of {self._name}", list(rows[order].to(wide).split(counts)))
+            parts = [torch.cat([torch.tensor([note], dtype=wide), each.to(wide)]) for each in rows[order].split(counts)]
+        found_of = ranks.exchange(f"ask for rows of {self._name}", parts)
+        notes, asked = [int(each[0]) for each in found_of], [each[1:] for each in found_of]
         with ranks.guard():
             wanted, inverse = torch.unique(torch.cat(asked).long(), return_inverse=True)
             mine = self._owned(wanted)
             places = list(inverse.split([len(each) for each in asked]))
             owned = self.own.lookups_of(mine.to(self.storage.weight.device))
-        return Asked(replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned)
+        return Asked(replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned, notes=notes)
 
     def _space(self, space: AddressSpace, count: int) -> AddressSpace:
         """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""

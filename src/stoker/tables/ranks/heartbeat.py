@@ -54,6 +54,7 @@ class Heartbeat:
         self._poll = (timedelta(seconds=_BEAT),) if polls else ()
         self._seen: list[bytes | None] = [None] * self._size
         self._silent = [0] * self._size  # of each rank: beats without a sign
+        self._heard = [time.monotonic()] * self._size  # of each rank: when a sign of it came
         self._beats = 0
         self._pending = self._waits = False  # for a collective; for longer than a beat
         self._lost = False  # whether a connection to another rank was closed
@@ -149,7 +150,9 @@ class Heartbeat:
             found = self._store.get(key) if self._store.check([key := f"alive/{rank}"]) else seen
             self._silent[rank] = 0 if found != seen or found is None else self._silent[rank] + 1
             self._seen[rank] = found
-        silent = [rank for rank, beats in enumerate(self._silent) if beats >= (_GONE if self._lost else self._limit)]
+            if not self._silent[rank]:
+                self._heard[rank] = time.monotonic()
+        silent = [rank for rank in range(self._size) if self._is_silent(rank)]
         if not self._says and silent:
             reporter = next(rank for rank in range(self._size) if rank not in silent)
             self._says = f"{reporter} {self._cause(silent)}"
@@ -157,6 +160,12 @@ class Heartbeat:
             self._why = self._store.compare_set("end", "", self._says).decode()
         elif self._store.check(["end"]):
             self._why = self._store.get("end").decode()
+
+    def _is_silent(self, rank: int) -> bool:
+        """Return True for a rank without a sign for so many own beats; half as many do if these take long."""
+        beats, limit = self._silent[rank], _GONE if self._lost else self._limit
+        late = time.monotonic() - self._heard[rank] > 1.25 * limit * _BEAT
+        return beats >= limit or (late and 2 * beats >= limit)
 
     def _cause(self, silent: Sequence[int]) -> str:
         who = f"rank{'s' * (len(silent) > 1)} {' and '.join(map(str, silent))} of {self._size}"
