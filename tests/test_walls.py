@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_080,
     "dataset": 3_075,
     "optim": 610,
-    "tables": 11_885,
+    "tables": 11_995,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_220,
+    "training": 10_265,
     "rewrite": 1_950,
     "prep": 12_460,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 950,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 61_830
+ALL_LINES = 62_005
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -30,6 +30,7 @@ from ranked import draw, gradient_of, on_threads, share_of
 from reductions import join
 from torch import Tensor
 
+import stoker
 from stoker import (
     Cached,
     Device,
@@ -437,6 +438,56 @@ def test_a_stage_brings_what_other_ranks_look_up(divided: bool, place: str, ahea
         if divided:  # ranks agree how far to look ahead
             assert len(reach) == 1
             assert max(reach) > 10 or place not in ("cached", "file") or "lookahead" in ahead
+
+
+@pytest.mark.parametrize("place", ["device", "cached"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies_are_averaged_every_few_steps(ranks: int, place: str) -> None:
+    """As cDLRM defines it: each rank steps by the mean over its own examples, then rows are means over ranks."""
+    rule = optim.Adagrad(lr=0.1)
+
+    def step(tables: EmbeddingTables, rank: int, number: int, factor: float) -> None:
+        bounds, own = shard_bounds(24, 8), shards_of(rank, ranks, 8)
+        ids, _, _ = draw(number, 24, "single")
+        tables(ids[bounds[own.start] : bounds[own.stop]]).square().sum().mul(factor / 24).backward()
+
+    def work(group: Ranks) -> dict[str, Tensor]:
+        tables = make(rule, place, ranks=group.averaging(2))
+        for number in range(5):
+            step(tables, group.rank, number, 1.0)
+        assert tables.averages is not None
+        assert tables.averages.pending
+        tables.average()
+        assert not tables.averages.pending
+        return {name: value.clone() for name, value in tables.state_dict().items()}
+
+    copies = [make(rule, "device") for _ in range(ranks)]
+    for number in range(5):
+        for rank, each in enumerate(copies):
+            step(each, rank, number, float(ranks))
+        if number in (1, 3, 4):
+            found = [each.state_dict() for each in copies]
+            means = {
+                name: value if not value.is_floating_point() else sum(each[name] for each in found[1:]) + value
+                for name, value in found[0].items()
+            }
+            for each in copies:
+                each.load_state_dict({n: v / ranks if v.is_floating_point() else v for n, v in means.items()})
+    expected = copies[0].state_dict()
+    first, *others = on_threads(ranks, work)
+    for name, value in first.items():
+        assert torch.allclose(value, expected[name], atol=1e-6), name
+        assert all(torch.equal(value, each[name]) for each in others)
+
+
+def test_copies_refuse_what_they_do_not_do() -> None:
+    with pytest.raises(ConfigError, match="average_every is 0"):
+        on_threads(2, lambda group: group.averaging(0))
+    with pytest.raises(ConfigError, match="averaged and tables that grow"):
+        on_threads(2, lambda group: EmbeddingTables(
+            [TableConfig(name="a", num_embeddings=8, embedding_dim=4, grow=stoker.Grow())], optimizer=RULES[0],
+            shards=8, ranks=group.averaging(2),
+        ))  # fmt: skip
 
 
 def test_rows_that_no_stage_brought_are_counted() -> None:

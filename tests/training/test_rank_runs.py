@@ -14,6 +14,7 @@ from rank_workers import Workers
 from small_runs import FILE, assert_same_run, files, records
 
 import stoker
+from stoker.base.errors import ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
 from stoker.placement.sent import expect_sent
@@ -145,6 +146,28 @@ def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset
     assert stoker.verify(tmp_path / "run", steps=2, begin="start").identical
     stoker.train(resume=tmp_path / "run", steps=4, display="quiet", device_memory="4KiB", strategy="cached")
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
+
+
+def test_copies_that_are_averaged_go_on_with_the_same_number_of_ranks(
+    workers: Workers, data: Dataset, tmp_path: Path
+) -> None:
+    """Checkpoints at steps 1 and 3 average, too."""
+    given = {**settings_of("dlrm", 3), "steps": 4, "average_every": 2, "save_every": 1}
+    found = workers.train(2, data.path, out=tmp_path / "whole", **given, **PLACES["cached"])
+    assert found[0] == found[1], found
+    workers.train(2, data.path, out=tmp_path / "run", **{**given, "steps": 2})
+    [said, _] = workers.train(3, resume=tmp_path / "run", steps=4, display="quiet")[:2]
+    assert "averages copies of rows on 2 ranks" in said, said
+    assert workers.train(2, resume=tmp_path / "run", steps=4, display="quiet") == found
+    whole = files(tmp_path / "whole" / "checkpoints")
+    assert files(tmp_path / "run" / "checkpoints") == whole
+    workers.train(2, data.path, out=tmp_path / "summed", **{**given, "average_every": None})
+    assert files(tmp_path / "summed" / "checkpoints") != whole
+    with pytest.raises(ConfigError, match="means of copies on several ranks"):
+        stoker.train(data, out=tmp_path / "alone", **given)
+    with pytest.raises(ConfigError, match="means of copies on several ranks"):
+        stoker.verify(tmp_path / "run", steps=1, begin="start")
+    assert stoker.evaluate(stoker.load(tmp_path / "run").model, data.valid)["log_loss"] == found[0][2]["log_loss"]
 
 
 @pytest.mark.slow

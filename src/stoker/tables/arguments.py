@@ -10,7 +10,7 @@ import torch
 from stoker.base.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Strategy, TableConfig
+from stoker.tables.config import Strategy, TableConfig, TensorTrain, strategies_of
 from stoker.tables.ranks.transport import Ranks
 
 
@@ -38,12 +38,16 @@ class TablesArguments:
             ConfigError: one of the arguments is among it.
         """
         assert self.ranks is not None
+        average = self.ranks.average_every is not None
+        at = strategies_of([each.name for each in self.tables], self.placement)
         cannot = {
             "padding_idx: leave these ids out of their bags": any(each.padding_idx is not None for each in self.tables),
             "steps: features must be pooled": bool(self.steps),
             "one shard: give shards=8, or another power of two": self.shards == 1,
             "the means of Replicas: give stoker.distributed.Ranks()": self.ranks.means,
             f"the device {self.device}: take the CPU": torch.device(self.device).type != "cpu",
+            "copies that are averaged and tables that grow": average and any(each.grow for each in self.tables),
+            "copies that are averaged and tensor trains": average and any(isinstance(each, TensorTrain) for each in at),
         }  # fmt: skip
         if found := [what for what, asked in cannot.items() if asked]:
             raise ConfigError(f"tables with ranks= divide their rows, which does not work yet with {found[0]}.")

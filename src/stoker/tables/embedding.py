@@ -35,6 +35,7 @@ from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
+from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
@@ -147,7 +148,9 @@ class EmbeddingTables(CopiedTables):
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # For a group every step is a feature: kernels and placement need no code for sequences.
             kind: Any = CompressedGroup if alone else TableGroup
-            if asked.ranks is not None and not alone:  # cores are small: every rank has them
+            if (
+                asked.ranks is not None and not alone and asked.ranks.average_every is None
+            ):  # cores are small: all have them
                 kind = partial(DividedGroup, asked.ranks)
             self.groups.append(
                 kind(
@@ -168,8 +171,11 @@ class EmbeddingTables(CopiedTables):
                 self.group_of[name] = group
         self.raw = growing_ids(self.tables, self.features)  # which raw id has which row
         self._births = Births(self.raw, self.groups, seed)
+        self.averages: Averages | None = None  # of copies on ranks
         if asked.ranks is not None:
             self.replicate(asked.ranks)
+            if asked.ranks.average_every is not None:
+                self.averages = Averages(asked.ranks, self.groups)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -478,6 +484,8 @@ class EmbeddingTables(CopiedTables):
         """Return the gradients with their shards of the batch of all ranks (:meth:`replicate`)."""
         if (ranks := self.ranks) is None:
             return gradients
+        if self.averages is not None:  # a rank steps as if its examples were the whole batch
+            return [each.scaled(ranks.size) for each in gradients]
         found = []
         for each, *sizes in zip(
             gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
@@ -494,28 +502,42 @@ class EmbeddingTables(CopiedTables):
             self._births.check(self._apart(gradients))
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))
-        joint, ranks = None if self.ranks else self._joint, self.ranks
+        joint, ranks = None if self.ranks else self._joint, self._summed
         if joint and alone.group < 0 and len(gradients) == 1 and joint.steps_rows(shards is not None):
             self._check_unchanged(alone)
             joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale)
         else:
             for group, lookups, grad, lease in self._sums(gradients):
                 grad = grad if scale == 1.0 else grad * scale
+                if self.averages is not None:
+                    self.averages.note(group, lookups)
                 if ranks is None:
                     group.update(lookups, grad, lease or group.acquire(lookups))
                 else:
                     group.step_together(ranks, lookups, grad, ranks.tree(self.shards), lease)
         for group in self.groups:
             group.tick = tick  # also in groups without a gradient: files keep one number
+        if self.averages is not None and tick % (self.averages.ranks.average_every or 1) == 0:
+            self.averages.average()
+
+    @property
+    def _summed(self) -> Ranks | None:
+        """The ranks over which the gradients of a step are summed."""
+        return None if self.averages is not None else self.ranks
+
+    def average(self) -> None:
+        """Average the copies of ranks now (:meth:`stoker.distributed.Ranks.averaging`); all ranks call this."""
+        if self.averages is not None and self.averages.pending:
+            self.averages.average()
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """Return the Euclidean norm of the gradient of all rows."""
         total = 0.0
         for group, lookups, grad, _ in self._sums(gradients, release=False):
-            if self.ranks is None:
+            if (ranks := self._summed) is None:
                 total += group.gradient_norm_squared(lookups, grad)
             else:
-                total += group.norm_squared(group.sums_of(self.ranks, lookups, grad, self.ranks.tree(self.shards)))
+                total += group.norm_squared(group.sums_of(ranks, lookups, grad, ranks.tree(self.shards)))
         return math.sqrt(total)
 
     def _sums(

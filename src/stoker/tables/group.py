@@ -455,6 +455,12 @@ class TableGroup:
         self._note_change(torch.from_numpy(begin + rows))
         storage.scatter(begin + rows, values)
 
+    def replace(self, rows: Tensor, values: Rows) -> None:
+        """Replace the rows at distinct addresses ``rows`` [n] int64, ascending, with their state."""
+        self._squares = None
+        self._note_change(rows)
+        self.storage.scatter(rows.numpy(), values)
+
     def to(self, device: torch.device) -> None:
         """Move to ``device`` and take the back end that fits there."""
         self.backend = get_backend(self.backend_name, device)

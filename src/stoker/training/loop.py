@@ -36,7 +36,7 @@ from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer,
 from stoker.training.ranks.first import is_first, on_first
 from stoker.training.ranks.run import open_run_directory, unshared
 from stoker.training.ranks.share import whole_of
-from stoker.training.ranks.start import find_ranks, together
+from stoker.training.ranks.start import find_ranks, same_ranks, together
 from stoker.training.replica import Replica, open_stream, process_settings
 from stoker.training.scheduled import Feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
@@ -100,7 +100,8 @@ def train(
 def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResult:
     """Train with checked arguments; append the model to ``models``."""
     data, config, choice, line, ranks = start
-    size, first = 1 if ranks is None else ranks.size, is_first(ranks)
+    first, copies = is_first(ranks), config.average_every is not None
+    size = 1 if ranks is None or copies else ranks.size  # among which rows are divided
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
     placement = on_first(ranks, "plan the placement", lambda: place_run(config, data, optimizer, size))
@@ -129,8 +130,10 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     values: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
         values["model_class"] = class_path(type(model))
+    if copies and ranks is not None:
+        values["ranks"] = ranks.size
     if resume is not None:
-        values = {**run.read("config.json"), **values}
+        values = {**same_ranks(run.read("config.json"), values), **values}
     elif choice is not None:
         values["batch_size_chosen"] = vars(choice)
     if resume is None:
@@ -225,6 +228,9 @@ def after_step(state: TrainState) -> None:
     """
     config, step, stop = state.config, state.progress.step, state.stop
     due = step > 0 and (step % (config.eval_every or state.epoch) == 0 or step >= state.total)
+    planned = due or state.feed.swapping or state.finished or bool(config.save_every and step % config.save_every == 0)
+    if not state.replica.average(now=planned):
+        return  # copies of ranks differ: what came by the clock or a signal waits for their next average
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
     if state.feed.swapping and not state.finished and not stop.asked():
         begun = time.perf_counter()  # a test loss is part of this order's cost, so the clock counts it

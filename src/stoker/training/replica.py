@@ -125,6 +125,14 @@ class Replica:
         wait: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
+        if config.average_every is not None:
+            if ranks is None:
+                raise ConfigError(
+                    f"average_every is {config.average_every}, so rows are the means of copies on several ranks: one "
+                    "process cannot train or repeat these steps. Start ranks (--ranks), or leave it out.",
+                    settings=("average_every",),
+                )
+            ranks = ranks.averaging(config.average_every)
         self.config, self.schedule, self.ranks = config, schedule, ranks
         self.model = config.make_model(spec, config.make_row_optimizer(schedule), placement, ranks)
         self.dense = config.make_dense_optimizer(self.model)
@@ -162,6 +170,13 @@ class Replica:
             self.dense.zero_grad()
             self.synchronize()
         return loss.detach()
+
+    def average(self, *, now: bool) -> bool:
+        """Return True if all ranks have the same rows; ``now``: average their copies first."""
+        tables = self.model.embeddings
+        if now:
+            tables.average()
+        return tables.averages is None or not tables.averages.pending
 
     def synchronize(self) -> None:
         """Wait for the GPU, if ``wait`` is set."""

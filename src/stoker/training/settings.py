@@ -93,6 +93,10 @@ class OrderConfig(Settings, panel="Optimization"):
         1, "Logical shards of a batch, a power of two such as 8: results then do not depend on the number of threads. "
         "Changes the numbers.", least=1, most=1024,
     )  # fmt: skip
+    average_every: int | None = setting(
+        None, "On ranks, each has a copy of all rows, and copies are averaged after this many steps, as cDLRM does. "
+        "This changes the model, which then depends on the number of ranks.", least=1, unset="rows are divided",
+    )  # fmt: skip
     shuffle_memory: str = setting("1GiB", "Rows that are shuffled at a time. Changes the order.", parse=parse_size)
     seed: int = setting(0, "Seed of initial weights, rounding and the order of rows.", least=0)
     batch_order: Literal["auto", "shuffled", "hot-cold"] = setting(

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from itertools import accumulate
 from typing import Protocol
 
@@ -96,6 +97,7 @@ class Ranks:
     """
 
     means = False  # whether the loss of a rank is the mean over its own examples
+    average_every: int | None = None  # steps between two averages, if each has a copy of all rows (:meth:`averaging`)
 
     def __init__(self, group: dist.ProcessGroup | Wire | None = None, *, timeout: float = 12.0) -> None:
         if group is None or isinstance(group, dist.ProcessGroup):
@@ -112,6 +114,25 @@ class Ranks:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def averaging(self, every: int) -> Ranks:
+        """Return these ranks for tables of which each has a copy, which are averaged after so many steps (cDLRM).
+
+        ``EmbeddingTables(..., ranks=ranks.averaging(16))`` then depend on the number of ranks: docs/ranks.md.
+
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> stoker.distributed.Ranks().averaging(16).average_every
+        16
+        >>> torch.distributed.destroy_process_group()
+
+        Raises:
+            ConfigError: ``every`` is less than 1.
+        """
+        if every < 1:
+            raise ConfigError(f"average_every is {every} steps; give 1 or more.", settings=("average_every",))
+        made = copy(self)
+        made.average_every = every
+        return made
 
     # ---- shards
 

@@ -75,6 +75,21 @@ def check_run(config: TrainConfig, data: Dataset, ranks: Ranks) -> None:
     })  # fmt: skip
 
 
+def same_ranks(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run to resume.
+
+    Raises:
+        ConfigError: its copies of rows were on another number of ranks.
+    """
+    if "ranks" in now and before.get("ranks", now["ranks"]) != now["ranks"]:
+        raise ConfigError(
+            f"this run averages copies of rows on {before['ranks']} ranks (average_every): on {now['ranks']} it would "
+            f"be another model. Resume it with --ranks {before['ranks']}.",
+            settings=("average_every",),
+        )
+    return before
+
+
 def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
     """Raise ConfigError for what several ranks do not support yet."""
     growing = [table.name for table in config.tables(data.schema) if table.grow is not None]
@@ -83,6 +98,8 @@ def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
         "shards=8 to a new run; a run keeps its shards",
         "model": bool(growing) and f"not with tables that grow yet ({', '.join(growing)})",
         "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
+        "average_every": config.average_every is not None and bool(config.tensor_trains(data.schema))
+        and "not with tensor trains and average_every. Leave one out",
         "epoch_lookahead": config.epoch_lookahead and "without epoch_lookahead. Leave it out",
         "home_path": url_of(config.home_path) is not None and "with rows in memory or in files, not at a URL",
     }  # fmt: skip
