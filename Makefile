@@ -59,6 +59,7 @@ CAMPAIGNS := tests/features/test_learning_in_memory.py \
 
 soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, malformed lookups, and properties (half an hour)
 	@$(PY) tests/soak.py $(SEEDS)
+	@$(PY) tests/live/torn_reads.py 10_000_000
 	@STOKER_EFFORT=5 $(PYTEST) $(CAMPAIGNS)
 	@STOKER_EFFORT=5 $(PYTEST) --dist worksteal --timeout=0 -m hypothesis
 	@STOKER_EFFORT=34 $(PYTEST) tests/training/test_rank_runs.py -k random --timeout=0  # 2,040 runs on ranks

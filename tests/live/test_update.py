@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -545,3 +546,33 @@ def test_a_follower_polls_while_the_run_changes(place: Path) -> None:
     assert all(truth.get(version, model) == model for version, (model,) in seen.items())
     follower.poll()
     assert digest(follower.model) == digest(stoker.load(run).model)
+
+
+def test_logs_that_do_not_fit_are_refused_by_name_and_the_run_is_as_before(place: Path) -> None:
+    run, good = place / "run", day(1)
+    stoker.update(run, logs(place, 1))
+    head, text = contents(run)["head.json"], day(2).write_csv().encode()
+    for name, log, cause in [
+        ("no price", good.drop("price"), "has no column 'price'"),
+        ("no item", good.drop("item"), "has no column 'item'"),
+        ("words", good.with_columns(price=pl.lit("dear")), "'dear' is not a number"),
+        ("lists", good.with_columns(item=pl.concat_list("item")), "column item holds lists"),
+        ("labels", good.with_columns(click=pl.lit(2)), "2 is neither 0 nor 1"),
+        ("clock back", day(0), "before the last such row of"),
+        ("other unit", day(2).with_columns(pl.from_epoch("when")), "in another unit, such as milliseconds"),
+        ("empty.csv", b"", "is empty"),
+        ("cut.csv.gz", gzip.compress(text)[:-30], r"cut.csv.gz breaks off at line \d+, so rows are lost"),
+    ]:
+        given: Any = log
+        if isinstance(log, bytes):
+            given = place / name
+            given.write_bytes(log)
+        with pytest.raises(DataError, match=cause):
+            stoker.update(run, given)
+        assert contents(run)["head.json"] == head, name
+    (place / "cut.csv").write_bytes(text[:-3])
+    found = stoker.update(run, place / "cut.csv")
+    assert (found.number, found.rows) == (2, 300)
+    assert "has no newline at its end" in " ".join(found.notes)
+    (place / "bad.csv").write_bytes(day(3).write_csv().encode() + b"1,2\n")
+    assert "1 line bad and left out" in " ".join(stoker.update(run, place / "bad.csv").notes)

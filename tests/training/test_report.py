@@ -16,7 +16,7 @@ from small_runs import SMALL
 from typer.testing import CliRunner
 
 import stoker
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.cli import app
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
@@ -229,3 +229,18 @@ def test_the_command(made: Path, tmp_path: Path) -> None:
 def test_read_takes_the_best_figures_of_a_finished_run(made: Path) -> None:
     directory = RunDirectory(made / "run")
     assert read(directory)["valid"] == directory.read("report.json")["valid"]
+
+
+def test_files_that_are_not_what_a_run_writes(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    stoker.report(run)
+    analysis = RunDirectory(run).read(FILE)
+    RunDirectory(run).write(FILE, {"checkpoint": analysis["checkpoint"]})  # of another version
+    page_of(run)
+    assert RunDirectory(run).read(FILE).keys() == analysis.keys()
+    for text, kind in (("[]", ConfigError), ("{}", DataError)):
+        (run / "report.json").write_text(text)
+        for ask in (lambda: stoker.report(run), lambda: stoker.compare(run, made / "run")):
+            with pytest.raises(kind, match=r"report\.json"):
+                ask()

@@ -3,7 +3,8 @@
 ::
 
     RUN/head.json                      the checkpoint that counts: that of the last update
-    RUN/updates.jsonl                  a line for each update: its logs, how good the model before was on them
+    RUN/updates.jsonl                  a line for each update: its logs, how good the model before was on them, and
+                                       how many ids got a row or lost theirs
     RUN/updates/000001/                its rows, prepared; the next ones continue from their window features
     RUN/checkpoints/update_000001/     a segment: what it changed
     RUN/update.json                    the update under way; a killed one is continued or discarded by the next
@@ -24,12 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
-from stoker.base.units import plural, quoted
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.units import quoted
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
-from stoker.training.files.rundir import RunDirectory, find_checkpoint, local_run, own_dataset
+from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
+from stoker.training.files.segments import new_and_gone
 
-_LINES = "updates.jsonl"
 _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
 
@@ -95,22 +96,7 @@ class Journal:
             )
         self.checkpoint = find_checkpoint(self.run.path)
         self.number = int((head or {}).get("number", 0))
-        self.lines = self._read()
-
-    def _read(self) -> list[dict[str, Any]]:
-        path = self.run.path / _LINES
-        found: list[dict[str, Any]] = []
-        if path.exists():
-            with errors_as(DataError, f"{path} is garbled", "Put it back from a copy.", (OSError, ValueError)):
-                for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut by a kill
-                    found.append(json.loads(line))
-        known = [each for each in found if each["number"] <= self.number]
-        if [each["number"] for each in known] != list(range(1, self.number + 1)):
-            raise DataError(
-                f"{path} has {plural(len(known), 'line')} up to update {self.number}, of which each should have one: "
-                "logs that were used already would not be recognised. Put it back from a copy."
-            )
-        return known
+        self.lines = self.run.updates()
 
     @property
     def dataset(self) -> Path:
@@ -205,8 +191,11 @@ class Journal:
 
     def publish(self, number: int, segment: Path) -> None:
         """Make ``segment`` the model of the run: append the line of its update, then replace the head."""
-        line = {"number": number, "checkpoint": segment.name, **read_manifest(segment)["extra"]["update"]}
-        path = self.run.path / _LINES
+        line = {
+            "number": number, "checkpoint": segment.name, **read_manifest(segment)["extra"]["update"],
+            "ids": new_and_gone(chain(segment), len(chain(self.checkpoint))),
+        }  # fmt: skip
+        path = self.run.path / UPDATES
         kept = path.read_bytes().splitlines(keepends=True)[: len(self.lines)] if self.lines else []
         with path.open("r+b" if kept else "wb") as file:
             file.seek(sum(map(len, kept)))

@@ -45,6 +45,7 @@ from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import DENSE_LR, MACHINE, MachineConfig
 
 _READ_EVERY = 50  # steps between two looks at the losses, for which a GPU waits
+_OTHER_UNIT = 500  # times that differ by this factor are in another unit: s, ms, us, ns
 
 
 @dataclass(frozen=True)
@@ -189,23 +190,74 @@ def prepare_rows(
     data = Dataset(report.path)
     if not len(data.test):
         raise DataError(f"the new logs have no rows, so {journal.run.path} stays as it is.")
+    _check_whole(data, report, inputs)
     if absent := len(data.test) - data.test.labelled:
         raise DataError(
             f"{plural(absent, 'row')} of {len(data.test):,} have no label, so the run cannot be "
             "trained on them. Wait until their labels are known; stoker predict scores rows without."
         )
-    times = [_times(each) for each in (like, data)]
-    if all(times) and times[1][0] < times[0][1]:
-        report.warnings.append(
-            f"the new rows begin at {times[1][0]}, before the last row that the model has seen, of {times[0][1]}. "
-            "Updates in order of time keep the model up to date, and test it on rows that it could not know"
-        )
+    report.warnings += _late(_times(like), _times(data))
     return data, report
 
 
 def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
     """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
     return open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
+
+
+def _check_whole(data: Dataset, report: PrepareReport, inputs: Inputs) -> None:
+    """Refuse a log that breaks off, and note lines that are left out or may have been cut.
+
+    Raises:
+        DataError: a compressed log breaks off. Its whole file would be refused later, as one that has grown.
+    """
+    for source in data.manifest["sources"]:
+        if "breaks_off" in source:
+            raise DataError(
+                f"{source['file']} breaks off at line {source['breaks_off']:,}, so rows are lost. Get the file whole; "
+                "the run is as before."
+            )
+    if bad := int(data.manifest["quarantined"]):
+        report.warnings.append(f"{plural(bad, 'line')} bad and left out: {report.path / 'quarantine.jsonl'} has each")
+    for path in inputs.files:
+        if _is_text(path) and not _ends_a_line(path):
+            report.warnings.append(
+                f"{path} has no newline at its end: if its last line was still being written, take this update back "
+                "with stoker rollback and give the whole file"
+            )
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        begin = file.read(4)
+    return not begin.startswith((b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"))  # Parquet, gzip, zstd
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() in (b"\n", b"\r", b"\0")
+
+
+def _late(before: list[Any], new: list[Any]) -> list[str]:
+    """Note rows that are older than the last row that the model has seen.
+
+    Raises:
+        DataError: the times are so far from those before that their unit must be another.
+    """
+    if not before or not new:
+        return []
+    if isinstance(new[0], int | float) and 0 < min(before[1], new[1]) * _OTHER_UNIT < max(before[1], new[1]):
+        raise DataError(
+            f"the times of the new rows end at {new[1]}, those that the model has seen at {before[1]}: one of them is "
+            "in another unit, such as milliseconds instead of seconds. Convert the times of the new rows."
+        )
+    if new[0] >= before[1]:
+        return []
+    return [
+        f"the new rows begin at {new[0]}, before the last row that the model has seen, of {before[1]}. "
+        "Updates in order of time keep the model up to date, and test it on rows that it could not know"
+    ]
 
 
 def _times(data: Dataset) -> list[Any]:

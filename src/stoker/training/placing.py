@@ -219,8 +219,14 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer, ranks
     """Return the placement for the settings of a run, of a rank's rows if there are several; None: on the device.
 
     Raises:
-        ConfigError: the budget is too small.
+        ConfigError: the budget is too small, or tables grow, whose rows cannot be known an epoch ahead.
     """
+    if config.epoch_lookahead and data.schema.grow:
+        raise ConfigError(
+            f"epoch_lookahead needs the rows of an epoch before its first step, but tables that grow "
+            f"({', '.join(list(data.schema.grow)[:3])}) give them during the epoch. Leave epoch_lookahead out.",
+            settings=("epoch_lookahead",),
+        )
     if config.device_memory is None:
         return None
     return place(

@@ -423,6 +423,7 @@ def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: obje
     return UnusableInput(
         f"{feature.where}: a new row with {group} has {feature.order} = {moments[row]}, before the last such row of "
         f"{source} ({feature.order} = {moments[last]}). Rows before that one are not stored, so the value cannot be "
-        'right. Prepare only rows that follow those of the dataset, or pass history="ignore" (--history ignore): then '
-        "window features are computed from the new rows alone, as for the same rows once more."
+        "right. Give only rows that follow those of the dataset. An update with later rows is taken back by stoker "
+        'rollback. stoker.prepare with history="ignore" (stoker prepare --history ignore) computes window features '
+        "from the new rows alone."
     )

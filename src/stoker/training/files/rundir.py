@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
 from stoker.base.files import atomic_file, lock_file, sync_folder
-from stoker.base.units import quoted
+from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
 from stoker.training.files import checkpoint as ckpt
@@ -38,7 +38,7 @@ _STEP = re.compile(r"step_(\d{9,})")
 LOST = "Put a checkpoint back from a copy, or train a new run."
 
 Upload: TypeAlias = Callable[[], str | None]  # uploads new files; returns the problem in words, else None
-_HEAD = "head.json"
+_HEAD, UPDATES = "head.json", "updates.jsonl"
 _DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
@@ -132,6 +132,8 @@ class RunDirectory:
         """
         try:
             values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("it holds no object")
             if name == "config.json" and not {"settings", "dataset"} <= set(values):
                 raise ValueError("it lacks the settings and the dataset")
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -165,6 +167,26 @@ class RunDirectory:
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Replace ``head.json`` at once."""
         self.write(_HEAD, values)
+
+    def updates(self) -> list[dict[str, Any]]:
+        """Return the lines of ``updates.jsonl``, one for each update up to the head; none if the run was not updated.
+
+        Raises:
+            DataError: the file is damaged, or lacks an update.
+        """
+        path, last = self.path / UPDATES, int((self.head() or {}).get("number", 0))
+        found: list[dict[str, Any]] = []
+        if path.exists():
+            with errors_as(DataError, f"{path} is garbled", "Put it back from a copy.", (OSError, ValueError)):
+                for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut by a kill
+                    found.append(json.loads(line))
+        known = [each for each in found if each["number"] <= last]
+        if [each["number"] for each in known] != list(range(1, last + 1)):
+            raise DataError(
+                f"{path} has {plural(len(known), 'line')} up to update {last}, of which each should have one: "
+                "logs that were used already would not be recognised. Put it back from a copy."
+            )
+        return known
 
     def rows_of(self, number: int) -> Path:
         """Return the directory of the prepared rows of an update."""
@@ -265,6 +287,20 @@ class RunDirectory:
                 ckpt.discard(self.checkpoint(step))
         for entry in self.checkpoints.glob("step_*.tmp*"):
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def read_report(run: RunDirectory) -> dict[str, Any] | None:
+    """Return ``report.json``, what a run writes at its end; None if it is not there.
+
+    Raises:
+        DataError: it is not what a run writes.
+    """
+    if not (run.path / "report.json").is_file():
+        return None
+    found = run.read("report.json")
+    if not {"step", "best_step", "valid", "test"} <= found.keys():
+        raise DataError(f"{run.path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
+    return found
 
 
 def find_checkpoint(path: str | Path) -> Path:

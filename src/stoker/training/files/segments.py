@@ -175,6 +175,44 @@ class SavedTable:
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
 
+def new_and_gone(links: Sequence[Link], before: int) -> dict[str, dict[str, int]]:
+    """Return what the links from number ``before`` on changed about the ids of each table.
+
+    Ids that have a row after them and had none before; ids that had one and have none; rows that have another id than
+    before; and ids with a row after them. A table that does not grow only gets new ids.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    entries, olds = (
+        {each["name"]: each for each in link.manifest["tables"]} for link in (links[-1], links[before - 1])
+    )
+    found = {}
+    for name in links[-1].manifest["features"]["num_embeddings"]:
+        entry, old = entries.get(name), olds.get(name)
+        if entry is None or old is None:  # a tensor train, whose ids do not change
+            continue
+        size = int(entry["num_embeddings"])
+        counts = {"new": size - int(old["num_embeddings"]), "gone": 0, "reused": 0, "known": size}
+        if "clock" in entry:
+            own, later = _row_ids(links[:before], old), _row_ids(links, entry)
+            counts = {
+                "new": len(np.setdiff1d(later, own)), "gone": len(np.setdiff1d(own, later)),
+                "reused": int(((own != later) & (own != 0) & (later != 0)).sum()), "known": int((later != 0).sum()),
+            }  # fmt: skip
+        found[name] = counts
+    return found
+
+
+def _row_ids(links: Sequence[Link], entry: Mapping[str, Any]) -> Ints:
+    """Return the raw id of each row of a table that grows, 0 for a row without one."""
+    found = np.zeros(int(entry["num_embeddings"]), np.int64)
+    for part in SavedTable(links, entry).raw_ids(waiting=False):
+        rows, ids = part[:, :2].T.numpy()
+        found[rows] = ids
+    return found
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     with (

@@ -28,6 +28,7 @@ from stoker.training.scores.evaluation import finite, scoring
 from stoker.training.scores.metrics import StreamingMetrics
 
 FILE = "analysis.json"  # in a run directory
+KEYS = {"split", "rows", "columns", "tables", "calibration", "slices", "cache", "machine", "work"}  # of the file
 ROWS = 16_384  # of the sample
 SECONDS = 2.0  # for the columns of the sample; those of the largest tables come first
 _BINS = 10  # of calibration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -13,17 +13,18 @@ from typing import Any
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.base.picture import Grid
 from stoker.base.settings import renamed
-from stoker.base.units import format_count, format_size
+from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.loading import load
-from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory, read_report
 from stoker.training.report.advice import advise
-from stoker.training.report.analysis import FILE, analyse
+from stoker.training.report.analysis import FILE, KEYS, analyse
 from stoker.training.report.charts import bars, chart, check_page, grid, section, write_page
 from stoker.training.scores.metrics import metric_grid, metric_names
 
 _LINES = 40  # of a table
+_IDS = {"new": "new ids", "gone": "ids that lost their row", "reused": "reused rows", "known": "ids with a row"}
 
 
 def report(run: str | Path, out: str | Path | None = None, *, again: bool = False) -> Path:
@@ -62,7 +63,7 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     config = directory.read("config.json")
     settings = TrainConfig().to_dict() | renamed(config["settings"])
     lines = directory.records()
-    done = directory.read("report.json") if (directory.path / "report.json").is_file() else {}
+    done = read_report(directory) or {}
     losses = [each for each in lines if each["kind"] == "train"]
     valid = [each for each in lines if each["kind"] == "valid"]
     return {
@@ -72,6 +73,7 @@ def read(directory: RunDirectory) -> dict[str, Any]:
         "valid": done.get("valid") or (valid[-1] if valid else {}),
         "baselines": (done.get("baselines") or {}).get("figures", {}),
         "samples": done.get("samples_per_second") or (losses[-1]["samples_per_second"] if losses else None),
+        "updates": directory.updates(),
         "steps": max((int(each["step"]) for each in lines if each["kind"] != "test"), default=0),
     }  # fmt: skip
 
@@ -84,7 +86,7 @@ def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -
     if not again and (directory.path / FILE).is_file():
         with suppress(ConfigError):
             kept = directory.read(FILE)
-            if kept.get("checkpoint") == best.name:
+            if kept.get("checkpoint") == best.name and kept.keys() >= KEYS:
                 return kept, ""
     try:
         data = Dataset(run["dataset"])
@@ -103,6 +105,8 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
         section("Curves", _curves(run)), section("Figures", _figures(run)),
         section("Time and bytes of a step", _time(run, analysis)),
     ]  # fmt: skip
+    if run["updates"]:
+        parts.append(section("Updates", _updates(run["updates"])))
     if analysis is None:
         parts.append(section("Tables, calibration, slices", f"<p>Not measured: {escape(missing)}</p>"))
     else:
@@ -121,6 +125,8 @@ def _about(run: Mapping[str, Any]) -> str:
     settings, when = run["settings"], next((each["time"] for each in run["losses"][-1:] if "time" in each), None)
     day = "" if when is None else time.strftime(", %Y-%m-%d %H:%M UTC", time.gmtime(when))
     state = "finished" if run["done"] else "not finished"
+    if run["updates"]:
+        state += f", updated {plural(len(run['updates']), 'time')} since"
     return f"{settings['model']} on {run['dataset']}, {run['steps']:,} steps of {settings['batch_size']}, {state}{day}"
 
 
@@ -226,6 +232,37 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
                 bars(rates, f"hit rate of caches of this size, %, over {analysis['cache']['steps']:,} batches")
             )
     return f'<div class="pair">{"".join(shown)}</div>' if shown else "<p>All rows were in fast memory.</p>"
+
+
+def _updates(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return how good the model was on each update's rows before it had seen them, and which ids came and went."""
+    curves = {
+        words: [(float(each["number"]), each["before"][name]) for each in lines if each["before"].get(name) is not None]
+        for name, words in (("auc", "AUC"), ("log_loss", "log loss"))
+    }
+    drawn = [chart({words: points}, f"{words} on new rows, by update") for words, points in curves.items()]
+    total = {number: _sum(each.get("ids", {})) for number, each in enumerate(lines)}
+    came = {
+        words: [(float(each["number"]), float(total[place][key])) for place, each in enumerate(lines) if total[place]]
+        for key, words in (("new", "got a row"), ("gone", "lost theirs"), ("reused", "rows reused"))
+    }
+    drawn.append(chart(came, "ids of all tables, by update", least=0.0))
+    rows = [
+        [f"{each['number']}", f"{each['rows']:,}", _number(each["before"].get("auc")),
+         _number(each["before"].get("log_loss")), table, *(f"{ids[key]:,}" for key in _IDS)]
+        for each in reversed(lines) for table, ids in (each.get("ids") or {"": dict.fromkeys(_IDS, 0)}).items()
+    ]  # fmt: skip
+    headings = ["update", "rows", "AUC before", "log loss before", "table", *_IDS.values()]
+    shown = grid(Grid(headings, rows[:_LINES], left=(4,)))
+    return (
+        "<p>Before an update, the model is tested on the new rows. Everything else on this page is about the model "
+        f'before all updates.</p><div class="pair">{"".join(drawn)}</div>{shown}{_left_out(len(rows))}'
+    )
+
+
+def _sum(tables: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return the counts of all tables together; none if they were not counted."""
+    return {key: sum(each[key] for each in tables.values()) for key in _IDS} if tables else {}
 
 
 def _tables(analysis: Mapping[str, Any]) -> str:

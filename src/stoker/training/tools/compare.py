@@ -24,7 +24,7 @@ from stoker.base.settings import renamed
 from stoker.base.units import format_count, listed, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
-from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory, read_report
 from stoker.training.report.charts import chart, grid, section, write_page
 from stoker.training.scores.evaluation import dataset_identity
 from stoker.training.scores.metrics import DECIDING, merit, metric_names
@@ -233,9 +233,9 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     valid, train = ([record for record in lines if record["kind"] == kind] for kind in ("valid", "train"))
     metric = str(settings["metric"])
     step = max((int(record["step"]) for record in lines if record["kind"] != "test"), default=None)
-    report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
-    if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
-        raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
+    report = read_report(directory)
+    if updates := directory.updates():
+        notes.append(f"{name} was updated {plural(len(updates), 'time')}: its figures are those before all updates")
     if step is None:  # there are no records
         step = 0 if report is None else int(report["step"])
     finished = report is not None and report["step"] >= step
