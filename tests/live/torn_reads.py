@@ -51,8 +51,8 @@ def make(folder: Path, rows: int) -> Path:
     return run
 
 
-def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers: int = 2) -> Found:
-    """Read ``wanted`` rows, and while the model changes at least 20 times, with that many threads."""
+def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers: int = 2, changes: int = 20) -> Found:
+    """Read ``wanted`` rows, and while the model changes at least ``changes`` times, with that many threads."""
     directory, folder = RunDirectory(run), run / "checkpoints"
     newest = folder / "update_000003"
     stoker.rollback(run, 0)
@@ -62,7 +62,7 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     truth = [[model.embeddings.rows(name) for name in names] for model in models]
     least = [len(rows) for rows in truth[0]]
     follower = stoker.Follower(run, placement=placement)
-    ended, changes = threading.Event(), [0]
+    ended, changed = threading.Event(), [0]
     reads, torn = [0] * readers, [0] * readers  # of each thread
     seen, errors, rolled, slow = set[int](), list[BaseException](), [0.0], [0.0]
 
@@ -83,7 +83,7 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     def follow() -> None:
         while not ended.is_set():
             try:
-                changes[0] += follower.poll()
+                changed[0] += follower.poll()
             except CheckpointError as error:
                 errors.append(error)
                 return
@@ -106,7 +106,7 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     threads += [threading.Thread(target=look, args=(seed,)) for seed in range(readers)]
     for thread in threads:
         thread.start()
-    while not errors and (sum(reads) < wanted or changes[0] < 20):
+    while not errors and (sum(reads) < wanted or changed[0] < changes):
         time.sleep(0.01)
     ended.set()
     for thread in threads:
@@ -114,7 +114,7 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     set_head(directory, newest)
     if errors:
         raise errors[0]
-    return Found(sum(reads), sum(torn), len(seen), changes[0], slow[0])
+    return Found(sum(reads), sum(torn), len(seen), changed[0], slow[0])
 
 
 def main() -> None:

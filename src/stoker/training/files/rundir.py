@@ -156,11 +156,13 @@ class RunDirectory:
             CheckpointError: the file is damaged.
         """
         path = self.path / _HEAD
-        if not path.exists():
-            return None
         remedy = "Put it back from a copy, or delete it to go back to the model before all updates."
         with errors_as(CheckpointError, f"{path} is garbled", remedy, (OSError, ValueError, KeyError, TypeError)):
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                text = path.read_text(encoding="utf-8")
+            except FileNotFoundError:  # a roll-back may delete it at any moment
+                return None
+            values: dict[str, Any] = json.loads(text)
             Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
             return values
 
