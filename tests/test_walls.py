@@ -28,15 +28,15 @@ LINES = {
     "tables": 11_995,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_385,
+    "training": 10_480,
     "rewrite": 1_950,
-    "prep": 12_460,
+    "prep": 12_500,
     "synthetic": 1_690,
     "cli": 3_390,
     "live": 990,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 62_170
+ALL_LINES = 62_310
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

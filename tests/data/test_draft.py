@@ -145,7 +145,7 @@ def test_the_name_decides_between_labels_and_other_outcomes_are_left_out(tmp_pat
         "purchased": "left out",
     }  # fmt: skip
     assert "other candidates:" in found.text
-    assert "tell the label" in found.text
+    assert "reveal the label" in found.text
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_columns_that_tell_the_label_are_left_out(tmp_path: Path, found: str) ->
     drawn = draft(tmp_path, **{found: values, "nearly": [values[1], *values[1:]]})
     assert kinds(drawn)[found] == "left out"
     assert kinds(drawn)["nearly"] != "left out"
-    assert "in no others: it tells the label" in drawn.text
+    assert "in no others: it reveals the label" in drawn.text
 
 
 def test_columns_without_a_value_of_both_labels_are_left_out(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_columns_without_a_value_of_both_labels_are_left_out(tmp_path: Path) -> 
     assert kinds(drawn) == {
         "clicked": "label", "shop": "categorical", "outcome": "left out", "nearly": "categorical", "few": "categorical",
     }  # fmt: skip
-    assert "left out: outcome: no value is in rows of both labels: it tells the label" in drawn.notes
+    assert "left out: outcome: no value is in rows of both labels: it reveals the label" in drawn.notes
     alone = draft_log(write(tmp_path / "alone.csv", {"clicked": clicked, "outcome": outcome}))
     with pytest.raises(SchemaError, match=r"like a feature: clicked, outcome \(no value is in rows of both labels: it"):
         alone.schema()

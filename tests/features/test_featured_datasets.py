@@ -392,7 +392,7 @@ def test_lines_whose_rows_are_bad_only_when_made(tmp_path: Path) -> None:
         (
             '[[dense]]\nname = "z"\n[[feature]]\nkind = "count"\nby = ["y"]\nname = "yy"\n'
             '[[feature]]\nkind = "difference"\nby = ["user"]\norder = "item"\ncolumn = "yy"\nname = "z"\n',
-            r"'z' tells the label 'y', from which feature 'z' \(difference\) makes it",
+            r"'z' reveals the label 'y', from which feature 'z' \(difference\) makes it",
         ),
         ('[[dense]]\nname = "has_*"\n[[feature]]\nkind = "count"\nby = ["user"]\n', r"'has_\*': name is a pattern"),
     ],

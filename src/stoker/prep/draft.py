@@ -197,11 +197,11 @@ def _leave_out_others(columns: Sequence[Guess], label: Guess | None, time: Guess
             column.kind, column.reason = "left out", f"{why}; docs/features.md makes features of times"
         elif column.outcome is not None and column.outcome.order <= _STRONG:
             column.kind = "left out"
-            column.reason = "another outcome? As a feature it could tell the label"
+            column.reason = "another outcome? As a feature it could reveal the label"
 
 
 def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame) -> None:
-    """Leave out columns that tell the label.
+    """Leave out columns that reveal the label.
 
     They have one value, or none, in all rows of a class and in no others, or values that are each in one class only.
     """
@@ -216,10 +216,10 @@ def _leave_out_tells(columns: Sequence[Guess], label: Guess, frame: pl.DataFrame
         for name, one, other in (("0", no, yes), ("1", yes, no)):
             if min(len(one), len(other)) >= _CLASS_ROWS and one.n_unique() == 1 and not other.eq_missing(one[:1]).any():
                 what = "empty" if one[0] is None else f"{str(one[0])[:30]!r}"
-                column.leave_out(f"{what} in all rows with label {name} and in no others: it tells the label")
+                column.leave_out(f"{what} in all rows with label {name} and in no others: it reveals the label")
         enough = max(_CLASS_ROWS, _VALUE_ROWS * column.distinct)
         if column.kind in COLUMNS and min(yes.count(), no.count()) >= enough and set(yes).isdisjoint(no.drop_nulls()):
-            column.leave_out("no value is in rows of both labels: it tells the label")
+            column.leave_out("no value is in rows of both labels: it reveals the label")
 
 
 def _comment(text: str) -> str:

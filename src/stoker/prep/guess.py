@@ -266,7 +266,10 @@ NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None"
 _PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # mean a missing value also among texts
 _CODES = 20  # whole numbers with up to 20 different values are codes, unless their name says otherwise
 _NUMERIC = 0.95  # from this share of numbers on, other texts count as damage
-_TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
+_TIME_NAME = re.compile(
+    r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated|start|started|begin|end|ended|expires)($|_)|"
+    r"(?-i:[a-z](At|Start|End)$)", re.I,
+)  # fmt: skip
 _DIGITS = {  # times written as digits -> their format; None: ISO 8601
     r"^(19|20)\d{6}$": None, r"^(19|20)\d{10}$": "%Y%m%d%H%M", r"^(19|20)\d{12}$": "%Y%m%d%H%M%S",
 }  # fmt: skip
@@ -552,17 +555,27 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
     iso = read_moments(texts, None) != UNKNOWN
     if iso.mean() >= _NUMERIC:
         guess.kind, guess.settings = "time", {"type": "datetime"}
+        _odd_moments(guess, texts, iso)
         return True
-    if len(values[0]) < 6 or not values[0][-1:].strip() or not re.search(r"[-/.: ]", values[0].strip()):
+    others = texts.filter(~pl.Series(iso))  # a few ISO dates among others do not decide
+    if len(others[0]) < 6 or not others[0][-1:].strip() or not re.search(r"[-/.: ]", others[0].strip()):
         return False
-    patterns = [one.split('"')[1] for one in suggestions(texts) if one.startswith("format")]
+    patterns = [one.split('"')[1] for one in suggestions(others) if one.startswith("format")]
     good = [one for one in patterns if (read_moments(texts, one) != UNKNOWN).mean() >= _NUMERIC]
     if not good:
         return False
     guess.kind, guess.settings, guess.formats = "time", {"type": "datetime", "format": good[0]}, good
+    _odd_moments(guess, texts, read_moments(texts, good[0]) != UNKNOWN)
     if len(good) > 1:
         guess.doubts.append(f'the dates could also be written as format = "{good[1]}"')
     return True
+
+
+def _odd_moments(guess: Guess, texts: pl.Series, read: Any) -> None:
+    """Add a doubt if some dates are written in another way."""
+    if not read.all():
+        odd = texts.filter(~pl.Series(read))
+        guess.doubts.append(f"some dates are written in another way, such as {odd[0][:30]!r}: bad lines")
 
 
 def _list_text(guess: Guess, values: pl.Series) -> bool:

@@ -53,7 +53,7 @@ from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import Progress, Task
-from stoker.prep.write.publish import cut_warning, publish
+from stoker.prep.write.publish import cut_warning, publish, split_warnings
 from stoker.rewrite.id_order import Reordering
 
 _ROOM = 3  # bytes of work and shards for each byte of input, roughly; a file may be compressed
@@ -274,7 +274,7 @@ def run_prepare(
     recover(target)
     if not settings.overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        report.warnings += cut_warning(task.schema, there.manifest)
+        report.warnings += [*cut_warning(task.schema, there.manifest), *split_warnings(task.schema, there.manifest)]
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
     else:
@@ -436,7 +436,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     report = _report(target, manifest, started)
     report.reused = task.reused
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest)]
+    report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest), *split_warnings(task.schema, manifest)]
     return report
 
 

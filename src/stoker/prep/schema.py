@@ -497,8 +497,8 @@ class Schema:
             if leaks.get(column.raw):
                 fail(
                     f"column {column.name!r}", "source",
-                    f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read the "
-                    "label from it. Leave the column out",
+                    f"{column.raw!r} reveals the label {self.label.column!r}{leaks[column.raw]}: a model would read "
+                    "the label from it. Leave the column out",
                 )  # fmt: skip
 
     def _check_negatives(self) -> None:

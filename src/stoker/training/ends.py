@@ -30,6 +30,7 @@ from stoker.training.replica import Replica
 from stoker.training.report.analysis import FILE, SECONDS, analyse
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
+from stoker.training.scores.leaks import leak_hint
 from stoker.training.scores.metrics import RANKING, metric_grid
 from stoker.training.settings import RESUMABLE
 from stoker.training.tools.baseline import baseline_line, saved_baselines
@@ -167,7 +168,7 @@ def open_run(
             'Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
             settings=("metric",),
         )
-    _check_classes(data, config)
+    _check_learnable(data, config)
     if resume is not None:
         return _met(Start(data, config, ranks=ranks))
     choice = choose_batch_size(data, config) if auto else None
@@ -177,8 +178,13 @@ def open_run(
     return _met(Start(data, whole, choice, by_rows(config, whole, data), ranks))
 
 
-def _check_classes(data: Dataset, config: TrainConfig) -> None:
-    """Raise :class:`ConfigError` if all training rows have one label, from which the loss learns nothing."""
+def _check_learnable(data: Dataset, config: TrainConfig) -> None:
+    """Raise :class:`ConfigError` if there is no id to embed, or if all training rows have one label."""
+    if not data.schema.features:
+        raise ConfigError(
+            f"{data.path} has dense columns only, so a model would have no embedding table. Add a [[categorical]] "
+            f"column to its schema and prepare it again, or fit simple models: stoker baseline {quoted(str(data.path))}"
+        )
     rows, positives = len(data.train), data.manifest["splits"]["train"].get("positives")
     if positives in (0, rows) and config.loss != "in-batch":
         remedy = "Check the column or the rule of the label."
@@ -300,6 +306,9 @@ def finish(state: TrainState) -> TrainResult:
             model, split, lookahead=config.some_lookahead, k=config.ranking_k, catalogue=state.catalogue
         ))  # fmt: skip
         state.write(kind="test", step=progress.step if best is None else best["step"], **test)
+    metrics, name = (test, "test") if test else ({} if best is None else best["valid"], "valid")
+    if said := leak_hint(state.data, metrics, name):
+        state.shown.note(f"warning: {said}")
     known = saved_baselines(state.data)
     if known is not None and (said := baseline_line(known, "test" if test else "valid")):
         state.shown.note(said)

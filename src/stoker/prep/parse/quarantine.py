@@ -37,6 +37,11 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         'Quotes that are ordinary characters: set quote = "" in [source] of the schema.',
     ),
     (
+        r"(column .+?): '\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}\b.* is not (a number|a whole number)", r"\1: not \2",
+        'Dates in a column of numbers: if it is the time, set type = "datetime" and format in [timestamp] of the '
+        "schema, else leave the column out.",
+    ),
+    (
         r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*)", r"\1: not \2",
         "Texts that stand for a missing value: list them as null_values in [source] of the schema.",
     ),

@@ -36,7 +36,7 @@ from stoker.prep.parse.layout import time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.schema import GrowingRows, Schema
+from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
@@ -44,6 +44,8 @@ from stoker.prep.write.encode import Encoder, Slice
 _FREE = 2**20  # bytes of disk for the manifest and other small files
 _SHARD_BYTES = 2**26  # most bytes of a shard, because each thread has one in memory
 _LEAST_ROWS = 2**12
+_NEW, _JUDGED = 0.9, 200  # held-out ids of a column from which a warning says that this share of them is new
+_FEW = 100  # rows of a log that may well leave a split empty
 
 
 def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
@@ -246,6 +248,30 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
         "keep them together: ranking metrics then see a part of each such list, and training rows tell about the "
         f'others. To keep lists whole, split with rule = "hash" and column = "{groups["column"]}".'
     ]
+
+
+def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
+    """Return a warning for each split that the rule names and that has no rows, and for columns of new ids."""
+    rule, found = schema.split, []
+    named = {"column": rule.values.values(), "files": rule.files.values()}.get(rule.rule)
+    rows = sum(entry["rows"] for entry in manifest["splits"].values())
+    for name in SPLITS[1:] if rows >= _FEW and "like" not in manifest else ():
+        asked = getattr(rule, name) > 0 if "train" in RULE_KEYS[rule.rule] else named is None or name in named
+        if asked and not manifest["splits"][name]["rows"]:
+            without = (
+                "no best checkpoint is chosen and nothing stops training" if name == "valid" else "nothing is tested"
+            )
+            found.append(f"the split rule {rule.rule!r} leaves no {name} rows, so {without}. Change the split.")
+    for name, (zeros, ids) in manifest["unknown"]["train"].items():
+        held = [manifest["unknown"][split][name] for split in SPLITS[1:]]
+        new, count = sum(pair[0] for pair in held), sum(pair[1] for pair in held)
+        if count >= _JUDGED and new >= _NEW * count and ("like" in manifest or zeros <= (1 - _NEW) * ids):
+            found.append(
+                f"{new / count:.1%} of the held-out ids of column {name!r} are not in the training rows. If they are "
+                "used for a short time only, such as ids of sessions, a model learns labels of training rows by them, "
+                "and nothing for new rows: leave the column out. If they should be known, compare how they are written."
+            )
+    return found
 
 
 def _write_kept(fitting: Fitting) -> dict[str, Any]:

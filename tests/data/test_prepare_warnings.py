@@ -1,0 +1,92 @@
+"""Warnings of a preparation that a new user needs: empty splits, columns of new ids; and remedies for dates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import stoker
+from stoker.base.errors import DataError
+from stoker.prep.draft import draft_log
+from stoker.prep.prepare import PrepareReport, run_prepare
+from stoker.prep.schema import Schema
+
+ROWS = 1000
+
+
+def report(tmp_path: Path, columns: dict[str, Any], **values: Any) -> PrepareReport:
+    frame = pl.DataFrame(
+        {"clicked": [i % 2 for i in range(ROWS)], "item": [f"i{i % 10}" for i in range(ROWS)], **columns}
+    )
+    frame.write_csv(tmp_path / "log.csv")
+    schema = Schema.from_dict(
+        {
+            "label": "clicked",
+            "categorical": [{"name": name} for name in ("item", *columns) if name not in ("at", "part")],
+            **values,
+        }
+    )
+    return run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "data")
+
+
+def test_a_column_of_new_ids_is_named(tmp_path: Path) -> None:
+    columns = {"session": [f"s{i // 4}" for i in range(ROWS)], "empty": [None, *["x"] * 30, *[None] * (ROWS - 31)]}
+    found = report(tmp_path, columns, split={"rule": "runs", "runs": 5})
+    (said,) = found.warnings
+    assert said.startswith("100.0% of the held-out ids of column 'session' are not in the training rows.")
+    assert "leave the column out" in said
+    again = run_prepare(
+        Schema.from_dict(stoker.Dataset(found.path).manifest["schema"]), tmp_path / "log.csv", out=found.path
+    )
+    assert again.already
+    assert again.warnings == found.warnings
+
+
+@pytest.mark.parametrize(
+    ("split", "empty"),
+    [
+        ({"rule": "column", "column": "part", "values": {"a": "train", "b": "valid", "c": "test"}}, ["test"]),
+        ({"rule": "column", "column": "part", "values": {"a": "train", "b": "train"}}, []),
+        ({"rule": "leave_last_out", "column": "part", "min_rows": 2000}, ["valid", "test"]),
+    ],
+)
+def test_a_split_without_rows_is_named(tmp_path: Path, split: dict[str, Any], empty: list[str]) -> None:
+    columns = {"part": ["a" if i % 3 else "b" for i in range(ROWS)], "at": [i * (i < 800) for i in range(ROWS)]}
+    found = report(tmp_path, columns, split=split, timestamp={"column": "at"})
+    assert [said.split(" rows,")[0].rsplit(" ", 1)[1] for said in found.warnings] == empty
+
+
+def test_a_few_iso_dates_do_not_hide_the_format_of_the_others(tmp_path: Path) -> None:
+    when = [f"{1 + i % 12:02d}/{13 + i % 15}/2025 10:{i % 60:02d}" for i in range(ROWS)]
+    when[0] = when[500] = "2025-01-14 10:00:00"
+    pl.DataFrame({"clicked": [i % 2 for i in range(ROWS)], "when": when}).write_csv(tmp_path / "log.csv")
+    (found,) = [one for one in draft_log(tmp_path / "log.csv").columns if one.name == "when"]
+    assert found.settings == {"type": "datetime", "format": "%m/%d/%Y %H:%M"}
+    assert found.doubts == ["some dates are written in another way, such as '2025-01-14 10:00:00': bad lines"]
+
+
+def test_dates_among_numbers_get_a_format_as_remedy(tmp_path: Path) -> None:
+    columns = {"when": [str(i) if i < 980 else "3/14/2025" for i in range(ROWS)]}
+    with pytest.raises(DataError, match=r"set type = .datetime. and format in \[timestamp\]") as caught:
+        report(tmp_path, columns, categorical=[{"name": "when", "type": "int"}])
+    assert "null_values" not in str(caught.value)
+
+
+def test_starts_of_sessions_are_times(tmp_path: Path) -> None:
+    start = 1_735_689_600_000
+    pl.DataFrame(
+        {
+            "clicked": [i % 2 for i in range(400)], "user": [i % 7 for i in range(400)],
+            "session_start": [start + 1000 * (i // 5) for i in range(400)],
+            "sessionEnd": [start + 1000 * (i // 5) + 500 for i in range(400)],
+            "session_id": [start + i // 5 for i in range(400)],
+        }
+    ).write_csv(tmp_path / "log.csv")  # fmt: skip
+    found = draft_log(tmp_path / "log.csv")
+    roles = {column.name: found.role(column) for column in found.columns}
+    assert roles["session_start"] == "time"
+    assert roles["sessionEnd"] == "left out"
+    assert roles["session_id"] == "categorical"
