@@ -14,6 +14,7 @@ import torch
 from campaigns import scaled
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
+from workers import fork_workers
 
 from stoker.placement import planner
 from stoker.placement.profile import Profile
@@ -40,6 +41,11 @@ fill_fresh_memory()
 # cores. Kernels are tested with all threads, and tests about threads set their own number.
 ALL_THREADS = torch.get_num_threads()
 KERNELS = Path(__file__).parent / "ops"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    fork_workers(config, len(specs))
 
 
 def pytest_collection_finish() -> None:

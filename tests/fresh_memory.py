@@ -46,6 +46,8 @@ def _numpy_filled(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 def fill_fresh_memory() -> None:
     """Do so from now on."""
+    if hasattr(np.empty, "__wrapped__"):  # a worker is a fork of a process that does (workers.py)
+        return
     from stoker.ops.cpu.arena import Arena
 
     for owner, name in (

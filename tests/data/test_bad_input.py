@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -160,17 +161,17 @@ MOMENTS = [datetime(2024, 1, 3, 10), datetime(2024, 1, 1, 9), datetime(2024, 1, 
 @pytest.mark.parametrize(
     "when",
     [
-        pl.Series(MOMENTS, dtype=pl.Datetime("us")),
-        pl.Series(MOMENTS, dtype=pl.Datetime("ms")),
-        pl.Series(MOMENTS, dtype=pl.Datetime("ns")).dt.replace_time_zone("Asia/Tokyo"),
-        pl.Series([date(moment.year, moment.month, moment.day) for moment in MOMENTS]),
-        pl.Series([f"{moment:%d.%m.%Y %H:%M}" for moment in MOMENTS]),
+        lambda: pl.Series(MOMENTS, dtype=pl.Datetime("us")),
+        lambda: pl.Series(MOMENTS, dtype=pl.Datetime("ms")),
+        lambda: pl.Series(MOMENTS, dtype=pl.Datetime("ns")).dt.replace_time_zone("Asia/Tokyo"),
+        lambda: pl.Series([date(moment.year, moment.month, moment.day) for moment in MOMENTS]),
+        lambda: pl.Series([f"{moment:%d.%m.%Y %H:%M}" for moment in MOMENTS]),
     ],
     ids=["us", "ms", "zoned", "date", "text"],
 )
-def test_typed_moments_need_no_format(tmp_path: Path, when: pl.Series) -> None:
+def test_typed_moments_need_no_format(tmp_path: Path, when: Callable[[], pl.Series]) -> None:
     """The format is for text; a column that is typed already is taken as it is, whatever the schema says."""
-    frame = pl.DataFrame({"label": [0, 1, 0, 1], "price": [0.0, 1, 2, 3], "item": list("abcd"), "when": when})
+    frame = pl.DataFrame({"label": [0, 1, 0, 1], "price": [0.0, 1, 2, 3], "item": list("abcd"), "when": when()})
     frame.write_parquet(tmp_path / "log.parquet")
     schema = shop(
         split=SplitRule(rule="time", train=0.5, valid=0.25, test=0.25),

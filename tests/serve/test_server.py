@@ -155,7 +155,7 @@ def small(shop: tuple[Path, Any]) -> Iterator[Server]:
 
 def _stream(columns: dict[str, Any], **options: Any) -> bytes:
     table, sink = pa.table(columns), pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(use_threads=False, **options)) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
 
