@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -576,3 +578,39 @@ def test_logs_that_do_not_fit_are_refused_by_name_and_the_run_is_as_before(place
     assert "has no newline at its end" in " ".join(found.notes)
     (place / "bad.csv").write_bytes(day(3).write_csv().encode() + b"1,2\n")
     assert "1 line bad and left out" in " ".join(stoker.update(run, place / "bad.csv").notes)
+
+
+def test_a_full_disk_leaves_the_run_as_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sync, left = place / "run", os.fsync, [0]
+    shutil.copytree(run, place / "whole")
+    stoker.update(place / "whole", logs(place, 1))
+
+    def full(number: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, "No room left")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for stop in (1, 3):
+        left[0] = stop
+        with pytest.raises(StokerError, match=r"(?i)no room left"):
+            stoker.update(run, logs(place, 1))
+        assert not (run / "head.json").exists()
+    monkeypatch.setattr(Path, "open", opening(Path.open))
+    with pytest.raises(CheckpointError, match=r"updates.jsonl cannot be written \(No room left\)"):
+        stoker.update(run, logs(place, 1))
+    monkeypatch.undo()
+    stoker.update(run, logs(place, 1))
+    assert contents(run / "checkpoints") == contents(place / "whole/checkpoints")
+
+
+def opening(call: Any) -> Any:
+    """Path.open on a disk that is full for one file."""
+
+    def opened(path: Path, *given: Any, **more: Any) -> Any:
+        if path.name == "updates.jsonl":
+            raise OSError(errno.ENOSPC, "No room left")
+        return call(path, *given, **more)
+
+    return opened

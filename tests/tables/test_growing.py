@@ -6,13 +6,14 @@ import copy
 import json
 import pickle
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import EFFORT, scaled
 from growing import Reference
 from placed import Pairs
 from ranked import on_threads
@@ -126,8 +127,8 @@ def draw(seed: int, folder: Path) -> dict[str, Any]:
 class Trial:
     """A random loop over tables, placed and perhaps staged, and by hand."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
-        self.seed, self.folder, self.case = seed, folder, draw(seed, folder)
+    def __init__(self, seed: int, folder: Path, **change: Any) -> None:
+        self.seed, self.folder, self.case = seed, folder, draw(seed, folder) | change
         self.tables, self.batches = self.case["tables"], self.case["batches"]
         optimizer, lives = self.case["optimizer"], 2 + 2 * sum(len(each.ids) for each in self.batches)
         self.made = EmbeddingTables(self.tables, optimizer=optimizer, placement=self.case["strategy"], seed=seed)
@@ -192,6 +193,42 @@ def test_a_placement_and_a_stage_change_nothing(first: int, tmp_path: Path) -> N
         following = trial.train(0)
         trial.made = again(trial.case["random"], trial.made, tmp_path)
         trial.train(following)
+        trial.check_rows()
+        trial.made.close()
+
+
+COMBINED = (
+    *OPTIMIZERS, optim.Adam(lr=0.05, cow_clip=(0.2, 1e-3)), optim.Adagrad(lr=0.1, clip_value=0.1, weight_decay=0.1),
+    optim.SGD(lr=0.1, clip_norm=0.5), optim.LAMB(lr=0.1),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_each_combination_works_to_the_bit_or_is_refused_before_training(tmp_path: Path) -> None:
+    """Rows by each optimizer under each placement, of each dtype, with padding_idx or not."""
+    places = strategies(np.random.default_rng(0), tmp_path) | {"tensor train": stoker.TensorTrain(rank=2)}
+    works, refused = [], 0
+    for optimizer, place, dtype, padding in product(COMBINED, places, ("float32", "bfloat16"), (None, 0)):
+        wrong = {
+            "bfloat16": dtype == "bfloat16", "padding_idx": padding is not None,
+            "LAMB": isinstance(optimizer, optim.LAMB), "tensor train": place == "tensor train",
+        }  # fmt: skip
+        if not any(wrong.values()):
+            works.append((optimizer, places[place]))
+            continue
+        options: Any = {"num_embeddings": 9, "embedding_dim": 4, "grow": Grow(), "dtype": dtype, "padding_idx": padding}
+        with pytest.raises(ConfigError, match="|".join(word for word, given in wrong.items() if given)):
+            EmbeddingTables(
+                [TableConfig(name=name, **options) for name in ("user", "item")],
+                optimizer=optimizer, placement=places[place],
+            )  # fmt: skip
+        refused += 1
+    assert (len(works), refused) == (90, 350)
+    # A seventh of them, so that each optimizer and each placement is among them; campaigns do more.
+    for seed in range(0, 90, max(1, round(7 * 0.125 / EFFORT))):
+        optimizer, placement = works[seed]
+        trial = Trial(seed, tmp_path, optimizer=optimizer, strategy=placement)
+        trial.train(0)
         trial.check_rows()
         trial.made.close()
 

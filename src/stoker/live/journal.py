@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
 from stoker.base.units import quoted
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
 from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
@@ -197,7 +197,11 @@ class Journal:
         }  # fmt: skip
         path = self.run.path / UPDATES
         kept = path.read_bytes().splitlines(keepends=True)[: len(self.lines)] if self.lines else []
-        with path.open("r+b" if kept else "wb") as file:
+        remedy = "The run is as before, and the same command continues."
+        with (
+            errors_as(CheckpointError, f"{path} cannot be written", remedy),
+            path.open("r+b" if kept else "wb") as file,
+        ):
             file.seek(sum(map(len, kept)))
             file.truncate()  # lines of updates that were taken back, or killed
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
