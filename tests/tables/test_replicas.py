@@ -28,14 +28,14 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def tables(placement: Any, optimizer: Any) -> EmbeddingTables:
+def tables(placement: Any, optimizer: Any, device: str = "cpu") -> EmbeddingTables:
     """Rows of small integers, so that every sum is exact."""
     made = EmbeddingTables(
         [
             TableConfig(name="a", num_embeddings=ROWS[0], embedding_dim=DIM, features=("x", "y")),
             TableConfig(name="b", num_embeddings=ROWS[1], embedding_dim=DIM, features=("z",)),
         ],
-        optimizer=optimizer, placement=placement, backend="reference",
+        optimizer=optimizer, placement=placement, backend="reference", device=device,
     )  # fmt: skip
     for table, rows in (("a", ROWS[0]), ("b", ROWS[1])):
         old = next(iter(made.read(table)))[1]
@@ -221,8 +221,8 @@ def test_a_group_of_gpus_compares_rows_of_the_host(placement: str, monkeypatch: 
 def test_replicas_over_nccl(placement: str, tmp_path: Path) -> None:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        made = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"]).to("cuda")
-        alone = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"]).to("cuda")
+        made = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"], "cuda")
+        alone = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"], "cuda")
         made.replicate(Replicas())
         part = {name: None if t is None else t.cuda() for name, t in share(0, 0, 1, jagged=True, even=True).items()}
         for each in (made, alone):

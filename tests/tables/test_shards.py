@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -275,3 +276,11 @@ def test_copies_and_pickles_keep_their_shards():
 def test_a_number_of_shards_that_is_no_power_of_two_is_refused():
     with pytest.raises(ConfigError, match="shards is 6; it must be a power of two"):
         make(optim.SGD(lr=0.1), shards=6)
+
+
+def test_lookups_keep_their_shards_on_the_way_to_the_host():
+    """Rows that do not fit are trained in blocks, which the host cuts: on a GPU they lost their shards."""
+    ids = torch.tensor([[1], [2]])
+    far = SimpleNamespace(device=SimpleNamespace(type="cuda"), cpu=lambda: ids)
+    found = Bags(far, distinct=True, shards=Shards.of(2, 2)).cpu()  # type: ignore[arg-type]
+    assert found == Bags(ids, distinct=True, shards=Shards.of(2, 2))

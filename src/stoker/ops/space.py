@@ -6,7 +6,7 @@ Tables of equal width are end to end in one address space, so that one kernel ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
@@ -189,7 +189,7 @@ class Bags:
         if self.ids.device.type == "cpu":
             return self
         offsets, weights = (None if part is None else part.cpu() for part in (self.offsets, self.weights))
-        return Bags(self.ids.cpu(), offsets, weights, self.mean)
+        return replace(self, ids=self.ids.cpu(), offsets=offsets, weights=weights)  # with its shards
 
 
 class Part(NamedTuple):
