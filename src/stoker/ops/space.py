@@ -207,10 +207,15 @@ class Parts(tuple[Part, ...]):
     """Parts whose memory does not move, so that a back end can keep what it finds out about them.
 
     In a step, Python takes three times as long as alone: the processor's caches are full of rows and gradients.
+
+    Args:
+        known: what was found out about parts that differ in their memory alone.
     """
 
-    def __init__(self, _: Iterable[Part]) -> None:
-        self._known: dict[Any, Any] = {}
+    def __new__(cls, parts: Iterable[Part], known: dict[Any, Any] | None = None) -> Parts:
+        made = super().__new__(cls, parts)
+        made._known = {} if known is None else known
+        return made
 
     def know(self, key: Any, find: Callable[[], T]) -> T:
         """Return what ``find`` returned for this key."""

@@ -34,7 +34,7 @@ from stoker.tables.group import TableGroup
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.joint import joint_of
-from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
+from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.transport import Ranks
@@ -405,7 +405,7 @@ class EmbeddingTables(CopiedTables):
             mine = lookups.bags.ids
             if given is not None and lease is not None and lease.can_end and _share(mine, given[0]):
                 ids, copy = given
-                lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
+                lease.ids = copy_ids(mine) if copy is None or mine.numel() < ids.numel() else copy
             found.append(self.groups[index].lookup(lookups, lease))
         return found
 
@@ -609,7 +609,7 @@ class EmbeddingTables(CopiedTables):
         ``grown`` is the step of tables that grow.
         """
         if copies is None and ids.is_inference():  # its changes are not counted
-            copies = ids.clone(), None if offsets is None else offsets.clone()
+            copies = copy_ids(ids), None if offsets is None else copy_ids(offsets)
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases), grown)
 
     def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None, Grown | None]:

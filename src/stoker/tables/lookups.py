@@ -33,6 +33,18 @@ def version_of(ids: Tensor) -> int:
     return 0 if ids.is_inference() else ids._version
 
 
+def equal_ids(one: Tensor, other: Tensor) -> bool:
+    """Return True if ids or offsets are equal. ``torch.equal`` takes 20 times as long as NumPy on a CPU."""
+    if one.is_cpu and other.is_cpu:
+        return one.shape == other.shape and bool((one.numpy() == other.numpy()).all())
+    return torch.equal(one, other)
+
+
+def copy_ids(ids: Tensor) -> Tensor:
+    """Copy ids or offsets. On a CPU ``clone()`` takes 40 microseconds between kernels."""
+    return torch.from_numpy(ids.numpy().copy()) if ids.is_cpu else ids.clone()
+
+
 class Lookups(NamedTuple):
     """The lookups of one group in a batch."""
 

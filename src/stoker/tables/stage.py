@@ -44,7 +44,7 @@ from stoker.ops.distinct import Distinct
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import Grown
-from stoker.tables.lookups import Lookups, version_of
+from stoker.tables.lookups import Lookups, copy_ids, equal_ids, version_of
 from stoker.tables.ranks.divided import Asked, DividedGroup
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
@@ -205,7 +205,7 @@ class Stage(Generic[Item]):
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
         """Return the batch on the tables' device, its ids and offsets; raise ConfigError if the stream overwrote it."""
         ids, copies = upcoming.ids, upcoming.copies
-        if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
+        if version_of(ids) != upcoming.version or not (self._private or copies is None or equal_ids(ids, copies[0])):
             raise ConfigError(
                 f"the stream overwrote the ids of batch {self.step} after giving it out: it uses its buffers again, "
                 "but batches wait here while later ones are read. Give batches in tensors of their own "
@@ -532,7 +532,7 @@ def _lookups_of_batch(item: Any) -> Lookup:
 
 def _copied(call: Bags) -> tuple[Tensor, Tensor | None]:
     """Copy ids and offsets."""
-    return call.ids.clone(), None if call.offsets is None else call.offsets.clone()
+    return copy_ids(call.ids), None if call.offsets is None else copy_ids(call.offsets)
 
 
 def _moved(item: Any, device: torch.device) -> Any:

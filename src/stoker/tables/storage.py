@@ -25,7 +25,7 @@ from stoker.base.device import device_memory
 from stoker.base.errors import ConfigError, HomeError, errors_as
 from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags, Rounding
-from stoker.tables.lookups import version_of
+from stoker.tables.lookups import equal_ids, version_of
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -126,7 +126,7 @@ class Lease:
     def serves(self, ids: Tensor) -> bool:
         """Return True if the rows are those of ``ids``, which NumPy can change unnoticed."""
         own = self.ids  # another thread may revoke the lease meanwhile
-        return own is None or torch.equal(ids.reshape(-1), own.reshape(-1))
+        return own is None or equal_ids(ids.reshape(-1), own.reshape(-1))
 
     @property
     def can_end(self) -> bool:
@@ -202,8 +202,8 @@ class Staged(NamedTuple):
             return offsets is self.offsets and version_of(ids) == self.version
         known, where = self.copies
         if offsets is None or where is None:
-            return offsets is where and torch.equal(ids, known)
-        return torch.equal(ids, known) and torch.equal(offsets, where)
+            return offsets is where and equal_ids(ids, known)
+        return equal_ids(ids, known) and equal_ids(offsets, where)
 
 
 class Storage(ABC):

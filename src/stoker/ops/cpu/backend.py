@@ -185,6 +185,24 @@ def _even(count: int, step: int) -> tuple[int, ...]:
     return tuple(number * step for number in range(count))  # the step is 0 in gradients that are one number
 
 
+@lru_cache(maxsize=256)
+def _known(space: AddressSpace, dim: int, stride: int, mean: bool) -> dict[Any, Any]:
+    """Return what was found out about a part alone, wherever its memory is."""
+    return {}
+
+
+def _alone(weight: Tensor, state: dict[str, Tensor], space: AddressSpace, stride: int, mean: bool) -> Parts:
+    """Return one part; ``stride``: between the features of an example."""
+    count, dim = len(space.features), weight.shape[1]
+    part = Part(weight, state, space, _even(count, 1), _even(count, stride), mean)
+    return Parts((part,), _known(space, dim, stride, mean))
+
+
+def _memory(parts: Parts) -> np.ndarray:
+    """Return the rows; those of a part alone may move."""
+    return flat(parts[0].weight) if len(parts) == 1 else parts.know("memory", lambda: flat(parts[0].weight))
+
+
 @lru_cache(maxsize=64)
 def _constants(rule: RowRule, dims: tuple[int, ...]) -> np.ndarray:
     return np.array([rule.constants(dim) for dim in dims], np.float32)
@@ -230,8 +248,8 @@ class CpuBackend(Backend):
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         count, dim = len(space.features), weight.shape[1]
-        alone = Part(weight, {}, space, _even(count, 1), _even(count, dim), bags.mean)
-        return self.lookup_parts(Parts([alone]), space, bags, (bags.batch_size(count), count, dim))
+        alone = _alone(weight, {}, space, dim, bags.mean)
+        return self.lookup_parts(alone, space, bags, (bags.batch_size(count), count, dim))
 
     def lookup_parts(self, parts: Parts, space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
         """Return the pooled rows [B, ...] of all parts; ``space`` has the features of ``bags``."""
@@ -250,7 +268,7 @@ class CpuBackend(Backend):
         )  # fmt: skip
         runs = -(-_block(batch, 1 + 256 // count) // kernels.EXAMPLES)
         given = (
-            parts.know("memory", lambda: flat(parts[0].weight)), *_ids(bags), *layout.features, out.numel() // batch,
+            _memory(parts), *_ids(bags), *layout.features, out.numel() // batch,
             count, out.numpy().reshape(-1), runs * kernels.EXAMPLES, error,
         )  # fmt: skip
         _run(Kernel.entries(lookups, given), _examples(len(parts), batch), runs * len(parts), given)
@@ -268,8 +286,8 @@ class CpuBackend(Backend):
             raise ValueError(f"the gradient has shape {tuple(grad.shape)}; {(batch, count, dim)} is expected.")
         if bags.ids.numel():
             memory, example_stride, feature_stride = _strided(grad.to(torch.float32))
-            alone = Part(weight, state, space, _even(count, 1), _even(count, feature_stride), bags.mean)
-            self._update(Parts([alone]), bags, count, memory, example_stride, rule, rounding)
+            alone = _alone(weight, state, space, feature_stride, bags.mean)
+            self._update(alone, bags, count, memory, example_stride, rule, rounding)
 
     def update_parts(
         self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
@@ -305,7 +323,7 @@ class CpuBackend(Backend):
             occurrences = _bag_occurrences(layout, offsets, features)
         else:
             occurrences = _single_occurrences(layout, len(ids) // features)
-        rows = parts.know("memory", lambda: flat(parts[0].weight))
+        rows = _memory(parts)
         states = [flat(parts[0].state[name]) for name in definition.state]
         with self._busy:  # all threads of the program share the scratch: backward passes take turns
             self._scratch.fit(threads, occurrences.most, max(layout.dims))

@@ -54,6 +54,7 @@ from stoker.tables.growing.state import (
     Pools,
     Work,
 )  # fmt: skip
+from stoker.tables.lookups import equal_ids
 
 Ints = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -421,7 +422,7 @@ def merged(parts: Iterable[Tensor], chunk: int) -> Iterator[Tensor]:
 
 
 def _same(one: Bags, other: Bags) -> bool:
-    return torch.equal(one.ids, other.ids)
+    return equal_ids(one.ids, other.ids)
 
 
 def _numpy(ids: Tensor) -> Ints:
