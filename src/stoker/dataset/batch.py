@@ -67,8 +67,8 @@ class Batch:
     time: int | None = None  # for tables that forget raw ids by time (docs/dynamic_ids.md)
 
     def __post_init__(self) -> None:
-        for name in _TENSORS:
-            value: Any = getattr(self, name)
+        given: tuple[Any, ...] = self.dense, self.ids, self.offsets, self.weights, self.labels, self.groups
+        for name, value in zip(_TENSORS, given, strict=True):
             if value is not None and not isinstance(value, Tensor):
                 object.__setattr__(self, name, as_tensor(value))
 

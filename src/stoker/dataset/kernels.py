@@ -24,7 +24,7 @@ _part: Any = numba.njit
 
 
 def _copy_rows(p):
-    origin, shard, first, sizes, places, sources, widths, targets, at, cursor, block = arguments(p)
+    origin, zero, shard, first, sizes, places, sources, widths, targets, at, cursor, block = arguments(p)
     while True:
         begin = fetch_add(cursor, block)
         if begin >= len(shard):
@@ -32,7 +32,7 @@ def _copy_rows(p):
         stop = min(begin + block, len(shard))
         for kind in range(len(widths)):
             for i in range(begin, stop):
-                at[kind, i] = sources[kind, np.uint64(shard[i])] + first[i] * widths[kind]
+                at[kind, i] = sources[kind, np.uint64(shard[i])] - zero + first[i] * widths[kind]
         for i in range(begin, stop):
             if i + _AHEAD < stop:  # so that the cache misses of random rows overlap
                 for kind in range(len(widths)):
@@ -40,9 +40,8 @@ def _copy_rows(p):
                     prefetch_bytes(size, origin, at[kind, i + _AHEAD])
                     prefetch_bytes(1, origin, at[kind, i + _AHEAD] + size - 1)
             for kind in range(len(widths)):
-                bytes_move(
-                    sizes[i] * widths[kind], origin, targets[kind] + places[i] * widths[kind], origin, at[kind, i]
-                )
+                target = targets[kind] - zero + places[i] * widths[kind]
+                bytes_move(sizes[i] * widths[kind], origin, target, origin, at[kind, i])
 
 
 _kernel = Kernel(_copy_rows)
@@ -62,7 +61,7 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
     """
     threads = max(1, min(threads, len(slices[0]) // _BLOCK))
     at, cursor = np.empty((len(widths), len(slices[0])), np.int64), np.zeros(1, np.int64)
-    _kernel.run(_origin, *slices, sources - _zero, widths, targets - _zero, at, cursor, _BLOCK, threads=threads)
+    _kernel.run(_origin, _zero, *slices, sources, widths, targets, at, cursor, _BLOCK, threads=threads)
 
 
 @_part

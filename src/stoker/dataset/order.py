@@ -16,6 +16,7 @@ same on every machine and with every NumPy.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable
 from copy import copy
 
@@ -150,12 +151,13 @@ class EpochOrder:
             self._blocks[[place, last]] = self._blocks[[last, place]]
             sizes[pool] -= blocks * self.block_rows - rows
         self.pool_starts = np.concatenate(([0], np.cumsum(sizes)))  # [pools + 1] positions
+        self._starts: list[int] = self.pool_starts.tolist()
         self._pool, self._begin = -1, 0  # of the chunk in memory: its pool and first position
         self._table = np.empty(0, np.int64)
 
     def pool_of(self, position: int) -> int:
         """Return the pool that a position belongs to."""
-        return int(np.searchsorted(self.pool_starts, position, side="right")) - 1
+        return bisect_right(self._starts, position) - 1
 
     def blocks_of(self, pool: int) -> Int64:
         """Return the blocks of one pool; block b has the rows from ``b * block_rows`` on."""
