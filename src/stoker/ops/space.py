@@ -212,6 +212,8 @@ class Parts(tuple[Part, ...]):
         known: what was found out about parts that differ in their memory alone.
     """
 
+    _known: dict[Any, Any]
+
     def __new__(cls, parts: Iterable[Part], known: dict[Any, Any] | None = None) -> Parts:
         made = super().__new__(cls, parts)
         made._known = {} if known is None else known
