@@ -503,9 +503,10 @@ class EmbeddingTables(CopiedTables):
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))
         joint, ranks = None if self.ranks else self._joint, self._summed
-        if joint and alone.group < 0 and len(gradients) == 1 and joint.steps_rows(shards is not None):
+        rule = joint.rule(shards is not None) if joint and alone.group < 0 and len(gradients) == 1 else None
+        if joint and rule:
             self._check_unchanged(alone)
-            joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale)
+            joint.update(in_shards(alone.lookups, shards), alone.grad if scale == 1.0 else alone.grad * scale, rule)
         else:
             for group, lookups, grad, lease in self._sums(gradients):
                 grad = grad if scale == 1.0 else grad * scale

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from stoker.base.timeline import spanned
-from stoker.ops import Bags, Part, Parts, Rounding
+from stoker.ops import Bags, Part, Parts, Rounding, RowRule
 from stoker.ops.space import make_space
 from stoker.tables.changes import mark_lookups
 from stoker.tables.group import TableGroup
@@ -52,11 +52,11 @@ class Joint:
             for group, places, mean in zip(self.groups, self._places, self._means, strict=True)
         )
 
-    def steps_rows(self, sharded: bool) -> bool:
-        """Return True if a row's step depends on no other row, and the kernels know it, ``sharded`` or not."""
+    def rule(self, sharded: bool) -> RowRule | None:
+        """Return the rule of a step; None if a row's depends on others, or the kernels do not know it, ``sharded``."""
         first = self.groups[0]
         rule = first.optimizer.rule(first.tick)
-        return rule.definition.scope == "row" and first.backend.steps(rule, sharded=sharded)
+        return rule if rule.definition.scope == "row" and first.backend.steps(rule, sharded=sharded) else None
 
     @staticmethod
     def kept(call: Bags) -> Bags:
@@ -76,11 +76,12 @@ class Joint:
         return self.groups[0].backend.lookup_parts(self._parts, self.space, call, shape)
 
     @spanned("update")
-    def update(self, lookups: Lookups, grad: Tensor) -> None:
+    def update(self, lookups: Lookups, grad: Tensor, rule: RowRule) -> None:
         """Take one optimizer step on every distinct row of a call, given the gradient of :meth:`lookup`'s result."""
         first = self.groups[0]
-        rule = first.optimizer.rule(first.tick)
-        keys = tuple(key for group in self.groups for key in group.rounding_keys())
+        keys = first.rounding_keys()  # (): no group rounds
+        if keys:
+            keys = tuple(key for group in self.groups for key in group.rounding_keys())
         for group in self.groups:
             group.version += 1
         if self.marks is not None:

@@ -348,7 +348,9 @@ class Splitter:
         self._most = tuple(steps.steps.get(name, 2**62) for name in features)  # ids in a bag
         self._dims = [group.tables[0].embedding_dim for group in groups]
         self._runs = self._find_runs()
+        self._shape: tuple[int, ...] = len(self.layout), self._dims[0]  # of the output of an example
         if len(set(self._dims)) > 1:  # columns instead of positions
+            self._shape = (sum(len(group.layout) * dim for group, dim in zip(groups, self._dims, strict=True)),)
             self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
 
     def check(
@@ -449,9 +451,7 @@ class Splitter:
 
     def output_shape(self, batch: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
         """Return the shape of :meth:`join`'s output."""
-        if len(set(self._dims)) == 1:
-            return batch, len(self.layout), self._dims[0]
-        return batch, sum(len(group.layout) * dim for group, dim in zip(self.groups, self._dims, strict=True))
+        return batch, *self._shape
 
     def _find_runs(self) -> list[tuple[int, int, int]]:
         """Return (group, first of its own positions, the one after the last) for each run of the output, in order."""
