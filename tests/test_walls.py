@@ -36,7 +36,7 @@ LINES = {
     "live": 990,
     "serve": 1_200,
 }  # fmt: skip
-ALL_LINES = 62_310
+ALL_LINES = 62_350
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
