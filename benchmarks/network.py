@@ -230,6 +230,7 @@ def _train(rank: int, namespace: str, lookahead: int, pipe: Connection) -> None:
             pipe.send(("slow", "fast")[block % 2])
         begin = time.perf_counter()
     if rank == 0:
-        pipe.send({name: statistics.median(each) for name, each in times.items()})
+        # Others may use the cores: the lower quartile is of steps that they left alone.
+        pipe.send({name: sorted(each)[len(each) // 4] for name, each in times.items()})
     model.embeddings.close()
     dist.destroy_process_group()
