@@ -15,13 +15,13 @@ from benchmarks.harness import Crashed, Outcome, Run, Table
 __all__ = ["measure_averages"]
 
 RANKS = 4
-EVERY = (None, 1, 16, 64)  # None: gradients of rows are summed over ranks in each step
+EVERY = (None, 16, 64)  # None: gradients of rows are summed over ranks in each step
 RULES = {"sgd": 10.0, "rowwise_adagrad": 0.05}  # of the rows, with their learning rate; cDLRM takes SGD
 ROWS, TABLES = 60_000, (20_000, 5_000, 500, 50)
 SETTINGS: dict[str, Any] = {
-    "embedding_dim": 8, "model_options": {"bottom": (32, 8), "top": (64,)}, "batch_size": 256, "epochs": 2,
-    "shards": 4, "tensorboard": False, "display": "quiet", "threads": 1, "patience": None, "keep_last": 1,
-    "checkpoint_minutes": 0, "device": "cpu",
+    "embedding_dim": 8, "model_options": {"bottom": (32, 8), "top": (64,)}, "batch_size": 256, "steps": 384,
+    "shards": 4, "tensorboard": False, "display": "quiet", "threads": 1, "keep_last": 1,
+    "checkpoint_minutes": 0, "device": "cpu", "log_every": 128, "eval_every": 384,
 }  # fmt: skip
 
 
@@ -91,4 +91,5 @@ def _train(rank: int, folder: str, seeds: list[int], quick: bool, pipe: Connecti
             if rank == 0:
                 lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
                 sent = [line["sent_mib_per_step"] for line in lines if line["kind"] == "train"]
-                pipe.send({"auc": result.test["auc"], "log_loss": result.test["log_loss"], "sent": sent[-1]})
+                kept = {name: result.test[name] for name in ("auc", "log_loss")}
+                pipe.send({**kept, "sent": statistics.mean(sent)})

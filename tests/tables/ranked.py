@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.tables import Ranks, RanksError
 
-__all__ = ["Ids", "draw", "gradient_of", "on_threads", "share_of"]
+__all__ = ["Ids", "alone_on_a_thread", "draw", "gradient_of", "on_threads", "share_of"]
 
 Ids = tuple[Tensor, Tensor | None, Tensor | None]  # with offsets and weights
 
@@ -67,6 +67,11 @@ def on_threads(count: int, work: Callable[[Ranks], Any], kind: type[Ranks] = Ran
     ):
         raise each
     return found
+
+
+def alone_on_a_thread() -> Ranks:
+    """A single rank, in the calling thread."""
+    return Ranks(_Thread(0, [None], threading.Barrier(1)))
 
 
 LIMITS = (40, 13, 40)  # rows that the features f, h and g look up

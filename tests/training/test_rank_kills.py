@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from killing import kill_numbers
-from processes import start_process
-from rank_workers import Workers
+from rank_workers import Warm, Workers
 from reductions import join
 from small_runs import FILE, files
 
@@ -26,13 +25,19 @@ RUN: dict[str, Any] = {
     "save_every": 2, "shards": 4, "tensorboard": False, "display": "quiet", "threads": 1, "row_optimizer": "adam",
     "device_memory": "12KiB", "strategy": "cached",
 }  # fmt: skip
-LONGEST = 1.0  # seconds from the first file of a run to the last
+LONGEST = 0.5  # seconds from the first file of a run to the last
 PATIENCE = 30.0
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(3) as started:
+def warm(data: Dataset) -> Iterator[Warm]:
+    with Warm(data.path, [RUN]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def workers(warm: Warm) -> Iterator[Workers]:
+    with Workers(warm, 3) as started:
         yield started
 
 
@@ -61,14 +66,14 @@ def train(rank: int, ranks: int, folder: str, data: str, **more: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", kill_numbers(16))
+@pytest.mark.parametrize("number", kill_numbers(32))
 def test_a_killed_rank_loses_nothing(
-    number: int, workers: Workers, data: Dataset, whole: dict[str, bytes], tmp_path: Path
+    number: int, warm: Warm, workers: Workers, data: Dataset, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     draw = random.Random(number)
     ranks, again = draw.randint(2, 3), draw.randint(1, 3)
     victim, delay = draw.randrange(ranks), draw.uniform(0, LONGEST)
-    running = [start_process(train, rank, ranks, str(tmp_path), str(data.path)) for rank in range(ranks)]
+    running = [warm.start(train, rank, ranks, str(tmp_path), str(data.path)) for rank in range(ranks)]
     while not (tmp_path / "run" / "config.json").exists():
         time.sleep(0.001)
     time.sleep(delay)
@@ -92,8 +97,10 @@ def train_on_a_full_disk(rank: int, ranks: int, folder: str, data: str, full: in
 
 
 @pytest.mark.parametrize("full", [0, 1])  # the first rank has no space for a checkpoint, the second one for its rows
-def test_a_full_disk_of_one_rank_ends_all_with_its_message(full: int, data: Dataset, tmp_path: Path) -> None:
-    running = [start_process(train_on_a_full_disk, rank, 2, str(tmp_path), str(data.path), full) for rank in range(2)]
+def test_a_full_disk_of_one_rank_ends_all_with_its_message(
+    full: int, warm: Warm, data: Dataset, tmp_path: Path
+) -> None:
+    running = [warm.start(train_on_a_full_disk, rank, 2, str(tmp_path), str(data.path), full) for rank in range(2)]
     for each in running:
         each.join(PATIENCE)
         assert each.exitcode is not None, "a rank waits for one that has failed"

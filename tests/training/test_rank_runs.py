@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from campaigns import scaled
-from rank_workers import Workers
+from rank_workers import Warm, Workers
 from small_runs import FILE, assert_same_run, files, records
 
 import stoker
@@ -20,6 +23,7 @@ from stoker.optim import Constant
 from stoker.placement.sent import expect_sent
 from stoker.testing import make_dataset
 from stoker.training.placing import place_run
+from stoker.training.ranks.start import check_settings
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 4, "eval_every": 2, "tensorboard": False, "display": "quiet",
@@ -43,8 +47,12 @@ DENSE = ("sgd", "adagrad", "adam", "lamb")
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(4) as started:
+def workers(data: Dataset) -> Iterator[Workers]:
+    cases = zip(range(len(ROWS)), cycle(MODELS), cycle(PLACES.values()), strict=False)
+    with (
+        Warm(data.path, [settings_of(model, n) | place for n, model, place in cases]) as warm,
+        Workers(warm) as started,
+    ):
         yield started
 
 
@@ -76,7 +84,7 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         result = stoker.train(data, out=out, threads=1, **settings_of(model, number))
         return out, (result.step, result.best_step, result.valid, result.test)
 
-    for seed in range(scaled(60)):
+    for seed in range(scaled(120)):
         draw = random.Random(seed)
         model, number = draw.choice(sorted(MODELS)), draw.randrange(len(ROWS))
         ranks, again = draw.randint(1, 4), draw.randint(1, 4)
@@ -218,3 +226,9 @@ def test_what_does_not_go_is_refused_by_name_on_every_rank(
     found = workers.train(3, data.path, out=tmp_path / "run", **{**settings_of("dlrm", 3), **more})
     assert all("ConfigError" in each and message in each for each in found), found
     assert not (tmp_path / "run").exists()
+
+
+def test_tables_that_grow_are_refused_by_name(data: Dataset) -> None:
+    growing: Any = SimpleNamespace(schema=replace(data.schema, grow={"C1": stoker.Grow()}))
+    with pytest.raises(ConfigError, match=r"2 ranks train together: not with tables that grow yet \(C1\)"):
+        check_settings(stoker.TrainConfig(shards=8, batch_size=10), growing, 2)

@@ -54,7 +54,7 @@ class OwnedGroup(TableGroup):
         ]  # fmt: skip
         if isinstance(strategy, Slotted) and strategy.hot:
             strategy = replace(
-                strategy, hot={name: max(1, self._count(rows)) for name, rows in strategy.hot_rows.items()}
+                strategy, hot={name: max(min(1, rows), self._count(rows)) for name, rows in strategy.hot_rows.items()}
             )
         names = [table.name for table in tables]
         space = make_space(names, [table.num_embeddings for table in own], [[name] for name in names], names)
