@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import stoker
 from stoker.serve.items import ITEMS
 from stoker.testing import make_daily_run
+from stoker.training.scores.catalogue import catalogue_of
 
 TRAIN: dict[str, Any] = {
     "model": "two-tower", "model_options": {"item": ("item", "kind", "price"), "hidden": (16,), "width": 8},
@@ -19,9 +21,9 @@ TRAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def log(rows: int) -> pl.DataFrame:
+def log(rows: int, seed: int = 0) -> pl.DataFrame:
     """Purchases of 300 items, some of which are seldom; one has no name."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     item = rng.integers(0, 300, rows) * rng.integers(1, 3, rows) // 2
     names = [None if one == 7 else f"item {one}" for one in item]
     return pl.DataFrame({
@@ -108,16 +110,61 @@ def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
         retriever.topk(log(3).select("user", "age"), k=0)
 
 
-def test_an_updated_run_has_the_items_of_its_first_dataset(tmp_path: Path) -> None:
-    options = {"model": "two-tower", "model_options": {"item": ("item",)}, "loss": "in-batch"}
-    [day] = make_daily_run(tmp_path / "run", days=1, **options)
-    before = stoker.Retriever(tmp_path / "run")
-    day.with_columns(item=pl.col("item") + 15).write_parquet(tmp_path / "day.parquet")
-    stoker.update(tmp_path / "run", tmp_path / "day.parquet")
-    after = stoker.Retriever(tmp_path / "run")
-    assert after.items.equals(before.items)
-    assert not np.array_equal(after.vectors, before.vectors)
-    served = stoker.Retriever(stoker.export(tmp_path / "run", tmp_path / "out").path)
-    np.testing.assert_allclose(served.vectors, after.vectors, atol=1e-6)
+@pytest.mark.slow
+def test_a_retriever_follows_updates_and_roll_backs(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    run = tmp_path / "run"
+    days = [
+        log(400, seed).with_columns(item=pl.col("item") + f" of {seed // 2}", price=pl.lit(float(seed)))
+        for seed in (2, 3, 4)
+    ]
+    users = log(5).select("user", "age")
+    follower, near = stoker.Retriever(run, follow=True), stoker.Retriever(run, follow=True, approximate=True)
+    states = [(follower.items, follower.vectors)]
+
+    def check(*past: pl.DataFrame) -> None:
+        assert follower.poll() == near.poll()
+        fresh = stoker.Retriever(run)
+        for one in (follower, near):
+            assert one.items.equals(fresh.items)
+            assert np.array_equal(one.vectors, fresh.vectors), "to the bit"
+        assert near._index is not None
+        assert len(near._index) == len(near)
+        bought = pl.concat([log(4000), *past]).filter(pl.col("item").is_in(fresh.items.to_pylist(), nulls_equal=True))
+        last = bought.unique("item", keep="last").select("item", "kind", "price")
+        assert len(last) == len(fresh)
+        scores = np.sort(stoker.Scorer(run).score(last.join(users[0], how="cross")))[::-1]
+        found = follower.topk(users, k=20)
+        np.testing.assert_allclose(found.scores[0], scores[:20], rtol=1e-5)
+        assert found.version["update"] == len(past)
+
+    check()
+    for number, day in enumerate(days[:2], 1):
+        found = stoker.update(run, day)
+        assert found.before["catalogue"] == len(states[-1][0])
+        assert 0 < found.before["recall_rows"] < 400
+        check(*days[:number])
+        assert len(follower) > len(states[-1][0]) or number > 1
+        states.append((follower.items, follower.vectors))
+    loaded, rows = stoker.load(run), stoker.Dataset(run / "updates/000002")
+    catalogue = catalogue_of(loaded.model, rows, loaded.path)
+    assert catalogue is not None
+    assert stoker.evaluate(loaded.model, rows.test, catalogue=catalogue)["catalogue"] == len(follower)
+    served = stoker.Retriever(stoker.export(run, tmp_path / "out").path)
+    np.testing.assert_allclose(served.vectors, follower.vectors, atol=1e-6)
+    assert served.items.equals(follower.items)
+    for number in (1, 0):
+        stoker.rollback(run, number)
+        check(*days[:number])
+        assert np.array_equal(follower.vectors, states[number][1])
+    stoker.update(run, days[2])
+    stoker.update(run, days[1])
+    check(days[2], days[1])
+    stoker.compact(run)
+    assert not follower.poll(), "the same model"
+    check(days[2], days[1])
     with pytest.raises(stoker.ConfigError, match="has no training rows, so no items"):
-        stoker.Retriever(tmp_path / "run", data=tmp_path / "run" / "updates" / "000001")
+        stoker.Retriever(run, data=run / "updates/000001")
+    shutil.rmtree(run / "updates/000001")
+    with pytest.raises(stoker.DataError, match="000001 is missing: the rows of that update were deleted"):
+        stoker.Retriever(run)

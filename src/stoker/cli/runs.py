@@ -84,7 +84,7 @@ def evaluate(
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(
         loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places,
-        catalogue=catalogue_of(loaded.model, dataset),
+        catalogue=catalogue_of(loaded.model, dataset, loaded.path),
     ))  # fmt: skip
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return

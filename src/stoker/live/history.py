@@ -10,6 +10,8 @@ from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.picture import Shown
 from stoker.base.units import format_size, plural
 from stoker.live.journal import opened, set_head
+from stoker.models import MODELS, TwoTower
+from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint
 from stoker.training.files.rundir import RunDirectory, trained
 from stoker.training.files.segments import join
@@ -87,7 +89,8 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
 
     The files of the whole checkpoint are those that :func:`stoker.save` would have written. Later updates continue from
     it, and :func:`rollback` can go back to none of the joined ones, only to the model before all. The checkpoints of
-    the training remain. Memory is that of one file of rows. After a kill the run works, and the next call finishes.
+    the training remain, as do the rows of updates of a two-tower model, which have its items. Memory is that of one
+    file of rows. After a kill the run works, and the next call finishes.
 
     Args:
         run: a run that was updated.
@@ -121,8 +124,9 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
         for path in sorted(journal.run.checkpoints.glob("update_*")):
             if path < target and path not in kept:
                 checkpoint.discard(path)
+        towers = issubclass(MODELS[TrainConfig.from_dict(journal.config["settings"]).model], TwoTower)
         for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):
-            if int(path.name) < number:
+            if int(path.name) < number and not towers:
                 shutil.rmtree(path)
         return Compaction(checkpoint=target, joined=joined, freed=before - _bytes(journal.run.path))
 

@@ -40,6 +40,7 @@ from stoker.training.files.rundir import open_dataset
 from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import Replica, process_settings
 from stoker.training.scheduled import Feed
+from stoker.training.scores.catalogue import catalogue_of
 from stoker.training.scores.evaluation import check_dataset, dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import DENSE_LR, MACHINE, MachineConfig
@@ -295,7 +296,11 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
         if parent is None:
             parent, first = journal.checkpoint, int(begun["step"])
             show("scoring new rows", 0, len(rows))
-            before = finite(evaluate(replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k))
+            own = of_model if asked.data is None else open_dataset(asked.data)
+            before = finite(evaluate(
+                replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k,
+                catalogue=catalogue_of(replica.model, own, parent),
+            ))  # fmt: skip
             note = {**order.to_dict(), "rows": len(rows), "before": before, "first": first, "loss_sum": 0.0}
         else:
             note = dict(begun["extra"]["update"])

@@ -44,13 +44,14 @@ from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like
 from stoker.prep.requests import Fitted, Ids, RowEncoder
 from stoker.prep.schema import Schema
-from stoker.serve.items import ITEMS, item_table, write_items
+from stoker.serve.items import ITEMS, Items, write_items
 from stoker.tables.exported import FORMATS, Exported, quantize, width_of
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
 from stoker.training.files.loading import saved_model
-from stoker.training.files.rundir import find_checkpoint, find_dataset, newest_rows
+from stoker.training.files.rundir import find_checkpoint, newest_rows, trained_rows
 from stoker.training.files.segments import SavedTable
+from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import check_dataset
 
 FORMAT_VERSION = 1
@@ -127,7 +128,7 @@ def export(
         raise ConfigError(
             f"tables {listed(list(spec.grow))} grow, and raw ids are not exported yet. Serve the run: stoker serve RUN."
         )
-    like = Like(Path(newest_rows(path, _REMEDY) if data is None else data))
+    like = Like(Path(newest_rows(path, _REMEDY, data)))
     check_dataset(like.data, spec, manifest["extra"].get("dataset"))
     fitted = Fitted.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
@@ -148,7 +149,7 @@ def export(
         _write_manifest(made, {**description, "files": _files(made)})
         two_tower = issubclass(MODELS[config["model"]], TwoTower)
         if two_tower:
-            _write_items(made, Dataset(find_dataset(path, _REMEDY) if data is None else data))
+            _write_items(made, path, None if data is None else Dataset(data))
         if pt2 or onnx:
             _write_programs(made, pt2=pt2, onnx=onnx)
         if two_tower or pt2 or onnx:
@@ -227,11 +228,12 @@ def _encoded(weight: torch.Tensor, rows: str) -> bytes:
     return plain.tobytes() if rows == "fp32" else quantize(plain, int(rows[3:])).tobytes()
 
 
-def _write_items(out: Path, data: Dataset) -> None:
+def _write_items(out: Path, checkpoint: Path, data: Dataset | None) -> None:
     model, fitted, _ = open_export(out)
     assert isinstance(model, TwoTower)
     if model.spec.features[model.identity].table in fitted.ids:  # else their values are not known
-        write_items(out / ITEMS, item_table(model, fitted, data))
+        items = Items(model, fitted, Catalogue(model, *trained_rows(checkpoint, data, _REMEDY)))
+        write_items(out / ITEMS, items.table(model))
 
 
 def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:

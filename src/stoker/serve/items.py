@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
-from stoker.dataset.dataset import Dataset
 from stoker.models import TwoTower
 from stoker.prep.requests import Fitted
 from stoker.training.scores.catalogue import Catalogue
@@ -22,28 +23,33 @@ from stoker.training.scores.evaluation import scoring
 ITEMS = "items.arrow"
 
 
-def item_table(model: TwoTower, fitted: Fitted, data: Dataset) -> pa.Table:
-    """Return value, id and vector of each item, by rising id.
+class Items:
+    """The items of a catalogue by rising id, with their values.
 
     Raises:
-        ConfigError: the ids of the items are hashes, or there are no training rows.
+        ConfigError: the ids of the items are hashes, or there are none.
     """
-    feature = model.spec.features[model.identity]
-    if feature.table not in fitted.ids:
-        raise ConfigError(f"ids of column {feature.name!r} are hashes of its values, so the values of items are not "
-                          "known. Prepare it without hash_buckets.")  # fmt: skip
-    catalogue = Catalogue(model, data)
-    if not len(catalogue):
-        raise ConfigError(f"{data.path} has no training rows, so no items. Pass the dataset of the first training.")
-    with scoring(model):
-        vectors = catalogue.vectors(model).cpu()
-    ids, order = catalogue.ids.sort()
-    flat = pa.array(vectors[order].numpy().reshape(-1))
-    columns = {
-        "item": fitted.ids[feature.table].values(ids.numpy()), "id": pa.array(ids.numpy()),
-        "vector": pa.FixedSizeListArray.from_arrays(flat, model.width),
-    }  # fmt: skip
-    return pa.table(columns)
+
+    def __init__(self, model: TwoTower, fitted: Fitted, catalogue: Catalogue) -> None:
+        feature = model.spec.features[model.identity]
+        if feature.table not in fitted.ids:
+            raise ConfigError(f"ids of column {feature.name!r} are hashes of its values, so the values of items are "
+                              "not known. Prepare it without hash_buckets.")  # fmt: skip
+        self._catalogue = catalogue
+        ids, self._order = catalogue.ids.sort()
+        self.ids: npt.NDArray[np.int64] = ids.numpy()  # [n]
+        self.values = fitted.ids[feature.table].values(self.ids)
+
+    def vectors(self, model: TwoTower) -> npt.NDArray[np.float32]:
+        """Return the vectors that a model gives them: [n, W]."""
+        with scoring(model):
+            found: npt.NDArray[np.float32] = self._catalogue.vectors(model).cpu()[self._order].numpy()
+        return found
+
+    def table(self, model: TwoTower) -> pa.Table:
+        """Return value, id and vector of each."""
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(self.vectors(model).reshape(-1)), model.width)
+        return pa.table({"item": self.values, "id": pa.array(self.ids), "vector": vectors})
 
 
 def write_items(path: Path, table: pa.Table) -> None:

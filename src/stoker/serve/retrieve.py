@@ -5,6 +5,7 @@ Legend: n items, m users, W columns of a vector.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from stoker.base.picture import Shown
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel, TwoTower
-from stoker.prep.requests import as_frame
-from stoker.serve.items import ITEMS, item_table, read_items
+from stoker.prep.requests import RowEncoder, as_frame
+from stoker.serve.items import ITEMS, Items, read_items
 from stoker.serve.scorer import Scorer
-from stoker.training.files.rundir import find_checkpoint, find_dataset
+from stoker.training.files.checkpoint import chain, reading
+from stoker.training.files.rundir import find_checkpoint, trained_rows
+from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import scoring
 
 _EXACT = 2**22  # items whose products are computed at a time
@@ -37,6 +40,7 @@ class Retrieved(Shown):
 
     items: list[list[Any]]  # [m][k] values of the column that identifies an item
     scores: Vectors  # [m, k] as of the model, within rounding
+    version: Mapping[str, Any]  # update and step of the model; empty of a model in memory
 
     def summary(self) -> str:
         """Return how many items there are."""
@@ -44,17 +48,19 @@ class Retrieved(Shown):
 
 
 class Retriever:
-    """Finds the items with the largest scores among all items of the training rows.
+    """Finds the items with the largest scores among all items of the training rows, and of the rows of updates.
 
     Args:
         source: a run directory, a checkpoint, a directory of :func:`stoker.export`, or a model.
         data: the dataset of the model, if it was moved, or if ``source`` is a model. Not for an export.
         approximate: search a graph of usearch (HNSW), which is built here, instead of computing all products. It may
             miss some of the best items.
+        follow: follow the updates and roll-backs of the run, with :meth:`poll`.
         settings: of :class:`stoker.Scorer`.
 
     Raises:
         ConfigError: the model has no towers, or values of its items are not known.
+        DataError: rows of an update were deleted, which have items.
         DependencyError: ``approximate`` needs a package that is not installed.
 
     >>> from stoker.testing import make_daily_run
@@ -70,36 +76,91 @@ class Retriever:
 
     def __init__(
         self, source: str | Path | RecModel, data: Dataset | str | Path | None = None, *, approximate: bool = False,
-        **settings: Any,
+        follow: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
-        index = require("usearch.index", "approximate retrieval needs", install("usearch")) if approximate else None
-        self.scorer = Scorer(source, data, **settings)
-        model = self.scorer.model
-        if not isinstance(model, TwoTower):
-            raise ConfigError(f"model {model.name!r} has no vectors of items. Train with --model two-tower.")
-        self.model = model
-        exported = None if isinstance(source, RecModel) else Path(source) / ITEMS
-        if exported is not None and exported.is_file():
-            table = read_items(exported)
-        else:
-            if data is None:
-                assert not isinstance(source, RecModel)
-                data = find_dataset(find_checkpoint(source), _REMEDY)
-            table = item_table(model, self.scorer.encoder.fitted, data if isinstance(data, Dataset) else Dataset(data))
-        self.items: pa.Array = table["item"].combine_chunks()  # [n] values
-        self.vectors: Vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, model.width)
+        self._graphs = (
+            require("usearch.index", "approximate retrieval needs", install("usearch")) if approximate else None
+        )
+        self.scorer = Scorer(source, data, follow=follow, **settings)
+        if not isinstance(self.scorer.model, TwoTower):
+            raise ConfigError(f"model {self.model.name!r} has no vectors of items. Train with --model two-tower.")
+        self._data = data if data is None or isinstance(data, Dataset) else Dataset(data)
+        self._known: list[tuple[str, Catalogue]] = []  # sha256 of manifests, and the items then: of the last two
+        self.items: pa.Array = pa.array([])  # [n] values
+        self.vectors: Vectors  # [n, W]
+        self._index: Any = None
         encoder = self.scorer.encoder
-        own = encoder.columns_of(model.item)
+        if isinstance(source, RecModel):
+            assert self._data is not None
+            self._use(Items(self.model, encoder.fitted, Catalogue(self.model, self._data)))
+        elif (Path(source) / ITEMS).is_file():
+            table = read_items(Path(source) / ITEMS)
+            self.items = table["item"].combine_chunks()
+            self.vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, self.model.width)
+        else:
+            path = find_checkpoint(source)
+            self._prepare(path, encoder)()
+            self.scorer.beside = self._prepare
+        self._build()
+        own = encoder.columns_of(self.model.item)
         self._of_item = [name for name in encoder.columns if name in own]
         #: the raw columns that users must have
         self.columns = [name for name in encoder.columns if name not in own]
-        self._index: Any = None
-        if index is not None:
-            self._index = index.Index(ndim=model.width, metric="ip", dtype="f32")
-            self._index.add(np.arange(len(self)), np.ascontiguousarray(self.vectors), threads=1)
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def model(self) -> TwoTower:
+        """The model, which may be another one after :meth:`poll`."""
+        return self.scorer.model  # type: ignore[return-value]
+
+    def poll(self) -> bool:
+        """Take the model that the run has now, and its items; return True if they changed.
+
+        An update changes the dense part, so all vectors are computed anew. From then on all users get the items and
+        scores of the new model; those of a graph are found exactly until the new graph is built.
+
+        Raises:
+            CheckpointError: an update is missing or damaged; model and items are as before.
+            DataError: the rows of one are.
+        """
+        changed = self.scorer.poll()
+        if changed:
+            self._build()
+        return changed
+
+    def _prepare(self, path: Path, encoder: RowEncoder) -> Callable[[], None]:
+        """Read the items of a checkpoint; return what computes their vectors once the model is that one."""
+        with reading(path) as links:
+            catalogue = self._catalogue(path)
+        self._known = [*self._known, (links[-1].digest, catalogue)][-2:]
+        items = Items(self.model, encoder.fitted, catalogue)
+        return lambda: self._use(items)
+
+    def _catalogue(self, path: Path) -> Catalogue:
+        data, updates = trained_rows(path, self._data, _REMEDY)
+        numbers = {digest: int(link.manifest["extra"].get("update", {}).get("number", 0))
+                   for link in chain(path) for digest in link.digests}  # fmt: skip
+        for digest, catalogue in reversed(self._known):
+            if digest in numbers:  # rows before are the same
+                for each in updates[numbers[digest] :]:
+                    catalogue = catalogue.extended(self.model, each)
+                return catalogue
+        return Catalogue(self.model, data, updates)
+
+    def _use(self, items: Items) -> None:
+        self.items, self.vectors, self._index = items.values, items.vectors(self.model), None
+
+    def _build(self) -> None:
+        """Build the graph of the vectors."""
+        if self._graphs is not None:
+            vectors = self.vectors
+            index = self._graphs.Index(ndim=self.model.width, metric="ip", dtype="f32")
+            index.add(np.arange(len(vectors)), np.ascontiguousarray(vectors), threads=1)
+            with self.scorer.lock:
+                if self.vectors is vectors:
+                    self._index = index
 
     def topk(self, users: Any, k: int = 10) -> Retrieved:
         """Return the ``k`` best items for each row.
@@ -115,35 +176,45 @@ class Retriever:
         """
         if k < 1:
             raise ConfigError(f"k is {k} items; give at least 1.", settings=("k",))
-        frame, k = as_frame(users), min(k, len(self))
-        absent = [pl.lit(None).alias(name) for name in self._of_item if name not in frame.columns]
-        batch = self.scorer.encoder.encode(frame.with_columns(absent))
-        with self.scorer.lock, scoring(self.model):
-            inputs = self.model.inputs(batch.to(self.model.device))
-            asked: Vectors = self.model._logits(self.model.users, inputs).cpu().numpy()
+        with self.scorer.lock:  # users, items and vectors are of one model
+            model, encoder, version = self.model, self.scorer.encoder, dict(self.scorer.version)
+            items, vectors, index = self.items, self.vectors, self._index
+            if isinstance(users, list):
+                batch = encoder.from_objects([{**dict.fromkeys(self._of_item), **user} for user in users])
+            else:
+                frame = as_frame(users)
+                absent = [pl.lit(None).alias(name) for name in self._of_item if name not in frame.columns]
+                batch = encoder.encode(frame.with_columns(absent))
+            with scoring(model):
+                inputs = model.inputs(batch.to(model.device))
+                asked: Vectors = model._logits(model.users, inputs).cpu().numpy()
+            bias = float(model.bias.detach())
+        k = min(k, len(items))
         places = np.empty((len(asked), k), np.int64)
         for row, user in enumerate(asked):
-            places[row] = self._nearest(user, k) if self._index is None else self._near(user, k)
-        products = np.einsum("mkw,mw->mk", self.vectors[places], asked)
-        bias = float(self.model.bias.detach())
-        scores = torch.from_numpy(products / np.float32(self.model.temperature) + np.float32(bias)).sigmoid().numpy()
-        return Retrieved(items=[self.items.take(pa.array(each)).to_pylist() for each in places], scores=scores)
+            places[row] = _nearest(vectors, user, k) if index is None else _near(index, vectors, user, k)
+        products = np.einsum("mkw,mw->mk", vectors[places], asked)
+        scores = torch.from_numpy(products / np.float32(model.temperature) + np.float32(bias)).sigmoid().numpy()
+        values = [items.take(pa.array(each)).to_pylist() for each in places]
+        return Retrieved(items=values, scores=scores, version=version)
 
-    def _nearest(self, user: Vectors, k: int) -> npt.NDArray[np.int64]:
-        """Return the places of the k largest products, block by block; among equal ones the first items."""
-        best, found = np.empty(0, np.int64), np.empty(0, np.float32)
-        for start in range(0, len(self), _EXACT):
-            products = self.vectors[start : start + _EXACT] @ user
-            most = min(k, len(products))
-            least = np.partition(products, len(products) - most)[len(products) - most]
-            places = np.flatnonzero(products >= least)
-            best, found = np.append(best, places + start), np.append(found, products[places])
-            order = np.lexsort((best, -found))[:k]
-            best, found = best[order], found[order]
-        return best
 
-    def _near(self, user: Vectors, k: int) -> npt.NDArray[np.int64]:
-        places = np.sort(self._index.search(user, k).keys.astype(np.int64))
-        rest = np.setdiff1d(np.arange(min(2 * k, len(self))), places)[: k - len(places)]  # if it finds fewer
-        places = np.append(places, rest)
-        return places[np.argsort(-(self.vectors[places] @ user), kind="stable")]
+def _nearest(vectors: Vectors, user: Vectors, k: int) -> npt.NDArray[np.int64]:
+    """Return the places of the k largest products, block by block; among equal ones the first items."""
+    best, found = np.empty(0, np.int64), np.empty(0, np.float32)
+    for start in range(0, len(vectors), _EXACT):
+        products = vectors[start : start + _EXACT] @ user
+        most = min(k, len(products))
+        least = np.partition(products, len(products) - most)[len(products) - most]
+        places = np.flatnonzero(products >= least)
+        best, found = np.append(best, places + start), np.append(found, products[places])
+        order = np.lexsort((best, -found))[:k]
+        best, found = best[order], found[order]
+    return best
+
+
+def _near(index: Any, vectors: Vectors, user: Vectors, k: int) -> npt.NDArray[np.int64]:
+    places = np.sort(index.search(user, k).keys.astype(np.int64))
+    rest = np.setdiff1d(np.arange(min(2 * k, len(vectors))), places)[: k - len(places)]  # if it finds fewer
+    places = np.append(places, rest)
+    return places[np.argsort(-(vectors[places] @ user), kind="stable")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Scorer:
     ) -> None:  # fmt: skip
         self.version: Mapping[str, Any] = {}
         self.lock = threading.RLock()  # held while rows are encoded and scored
+        #: called with a new checkpoint, before the lock is taken; what it returns is called when the model is new
+        self.beside: Callable[[Path, RowEncoder], Callable[[], None]] | None = None
         self._follower: _Followed | None = None
         known = None
         if not isinstance(source, RecModel) and is_export(source):
@@ -84,11 +86,11 @@ class Scorer:
         else:
             path = find_checkpoint(source)
             manifest = read_manifest(path)
-            data, known = newest_rows(path, _REMEDY) if data is None else data, manifest["extra"].get("dataset")
             if follow:
-                self._follower = _Followed(self, source, lock=self.lock, **settings)
+                self._follower = _Followed(self, source, data, lock=self.lock, **settings)
                 self._follower.after_change(self._follower.before_change(self._follower.path))
                 return
+            data, known = newest_rows(path, _REMEDY, data), manifest["extra"].get("dataset")
             self.model = load(path, **settings).model
             self.version = version_of(manifest)
         self.encoder = _encoder(data, self.model.spec, known)
@@ -165,8 +167,8 @@ class Scorer:
 class _Followed(Follower):
     """The model of a run, with the encoder of its rows; both change at once."""
 
-    def __init__(self, scorer: Scorer, run: str | Path, **settings: Any) -> None:
-        self._scorer = scorer
+    def __init__(self, scorer: Scorer, run: str | Path, data: Dataset | str | Path | None, **settings: Any) -> None:
+        self._scorer, self._data = scorer, data
         self._last: dict[str, Any] = {}  # of the last two models: a roll-back is quick
         super().__init__(run, **settings)
 
@@ -175,10 +177,13 @@ class _Followed(Follower):
         if key not in self._last:
             manifest = read_manifest(path)
             spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
-            self._last[key] = _encoder(newest_rows(path, _REMEDY), spec, known), version_of(manifest)
+            self._last[key] = _encoder(newest_rows(path, _REMEDY, self._data), spec, known), version_of(manifest)
         self._last = {each: self._last[each] for each in [*self._last][-2:] if each != key} | {key: self._last[key]}
-        return self._last[key]
+        beside = self._scorer.beside
+        return (*self._last[key], None if beside is None else beside(path, self._last[key][0]))
 
     def after_change(self, made: Any) -> None:
-        self._scorer.encoder, self._scorer.version = made
+        self._scorer.encoder, self._scorer.version, then = made
         self._scorer.model = self.model
+        if then is not None:
+            then()

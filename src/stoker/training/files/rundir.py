@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
@@ -42,6 +42,7 @@ _HEAD, UPDATES = "head.json", "updates.jsonl"
 _DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
+T = TypeVar("T")
 
 
 class RunDirectory:
@@ -363,7 +364,7 @@ def unknown_model(place: Path, name: str) -> str:
     """Return the remedy for an unknown model ``name`` of a run or checkpoint, for the end of a message."""
     run, path = RunDirectory(place), None
     if not (place / "config.json").is_file():
-        run = _run_around(place) or run
+        run = run_of(place) or run
     with suppress(ConfigError):
         path = run.read("config.json").get("model_class")
     if path is None:
@@ -397,26 +398,53 @@ def find_dataset(checkpoint: Path, remedy: str = "Name it with --data DATASET.")
         ConfigError: the checkpoint is not in a run directory.
         DataError: the dataset was moved.
     """
-    run = _run_around(checkpoint)
+    run = run_of(checkpoint)
     if run is None:
         raise ConfigError(f"{checkpoint} is not in a run directory, so its dataset is unknown. Give --data DATASET.")
     return Path(own_dataset(run.read("config.json"), remedy))
 
 
-def newest_rows(checkpoint: Path, remedy: str) -> Path:
+def newest_rows(checkpoint: Path, remedy: str, data: T | None = None) -> Path | T:
     """Return the dataset of the rows that a checkpoint was trained on last: new rows are prepared like those.
+
+    Args:
+        checkpoint: of a run, or elsewhere if ``data`` is given.
+        remedy: last words of an error.
+        data: the dataset that the run was trained on first, if it was moved.
 
     Raises:
         ConfigError: the checkpoint is not in a run directory.
         DataError: the dataset was moved, or was deleted when updates were joined.
     """
-    run, update = _run_around(checkpoint), ckpt.read_manifest(checkpoint)["extra"].get("update")
-    if run is None or update is None:
-        return find_dataset(checkpoint, remedy)
-    path = run.rows_of(int(update["number"]))
-    if not path.is_dir():
-        raise DataError(f"{path} is missing: the rows of that update were deleted. {remedy}")
-    return path
+    path = next(reversed(_updated_rows(checkpoint)), None)
+    if path is None or (data is not None and not path.is_dir()):
+        return find_dataset(checkpoint, remedy) if data is None else data
+    return _existing(path, remedy)
+
+
+def trained_rows(
+    checkpoint: Path, data: Dataset | None = None, remedy: str = "Name it with --data DATASET."
+) -> tuple[Dataset, list[Dataset]]:
+    """Return the dataset on which a checkpoint was trained first, and the rows of its updates.
+
+    Raises:
+        ConfigError: the checkpoint is not in a run directory.
+        DataError: the dataset was moved, or rows of an update were deleted.
+    """
+    first = Dataset(find_dataset(checkpoint, remedy)) if data is None else data
+    return first, [Dataset(_existing(path, "Put them back from a copy.")) for path in _updated_rows(checkpoint)]
+
+
+def _updated_rows(checkpoint: Path) -> list[Path]:
+    """Return the directories of the rows of the updates of a checkpoint, in their order."""
+    run, update = run_of(checkpoint), ckpt.read_manifest(checkpoint)["extra"].get("update")
+    return [] if run is None or update is None else [run.rows_of(one + 1) for one in range(int(update["number"]))]
+
+
+def _existing(rows: Path, remedy: str) -> Path:
+    if not rows.is_dir():
+        raise DataError(f"{rows} is missing: the rows of that update were deleted. {remedy}")
+    return rows
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:
@@ -425,11 +453,12 @@ def settings_around(checkpoint: Path) -> dict[str, Any]:
     Raises:
         ConfigError: config.json is damaged.
     """
-    run = _run_around(checkpoint)
+    run = run_of(checkpoint)
     return {} if run is None else dict(run.read("config.json")["settings"])
 
 
-def _run_around(checkpoint: Path) -> RunDirectory | None:
+def run_of(checkpoint: Path) -> RunDirectory | None:
+    """Return the run that a checkpoint is of; None if it is in no run directory."""
     run = checkpoint.resolve().parent.parent
     return RunDirectory(run) if (run / "config.json").is_file() else None
 

@@ -6,7 +6,9 @@ Legend: n items, m users, W columns of a vector, B rows of a batch, F features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
 from stoker.models.base import RecModel
 from stoker.models.two_tower import TwoTower
+from stoker.training.files.rundir import run_of, trained_rows
 from stoker.training.scores.metrics import RECALL
 
 if TYPE_CHECKING:
-    from stoker.dataset.dataset import Dataset
     from stoker.dataset.split import Split
 
 _ROWS = 2**16  # of the log that are read at a time
@@ -42,32 +45,51 @@ class Catalogue:
     Args:
         model: says which columns are of the item.
         data: a dataset; its training rows are read twice.
+        updates: those of the rows of updates, in their order. All rows of these count as training rows.
 
     Raises:
-        ConfigError: the model has no towers.
+        ConfigError: the model has no towers, or the dataset no training rows.
         DataError: ids are raw, or rows are damaged.
     """
 
-    def __init__(self, model: RecModel, data: Dataset) -> None:
+    def __init__(self, model: RecModel, data: Dataset, updates: Sequence[Dataset] = ()) -> None:
         if not isinstance(model, TwoTower):
             raise ConfigError(f"model {model.name!r} has no vectors of items. {_REMEDY}")
-        spec, split = data.schema, data.train
-        spec.check_ids("a catalogue of items cannot be listed")
-        table = spec.features[model.identity].table
-        last = torch.full((spec.num_embeddings[table],), -1)
+        data.schema.check_ids("a catalogue of items cannot be listed")
+        if not len(data.train):
+            raise ConfigError(f"{data.path} has no training rows, so no items. Pass the dataset of the first training.")
+        self.ids, self._items = torch.empty(0, dtype=torch.int64), list[Batch]()
+        self._add(model, data, data.train)
+        for each in updates:
+            self._add(model, each, each.test)
+
+    def extended(self, model: RecModel, update: Dataset) -> Catalogue:
+        """Return the catalogue with the rows of one more update."""
+        assert isinstance(model, TwoTower)
+        made = copy(self)
+        made._add(model, update, update.test)
+        return made
+
+    def _add(self, model: TwoTower, data: Dataset, split: Split) -> None:
+        """Add the items of rows. Those that are known get the columns that they have here."""
+        last = torch.full((data.schema.num_embeddings[data.schema.features[model.identity].table],), -1)
         for start, batch in _numbered(split):
             ids = model.item_ids(batch).long()
             last.scatter_reduce_(0, ids, torch.arange(start, start + len(batch)), "amax")
         last[0] = -1  # values outside the vocabulary are no item
-        self.ids = last.ge(0).nonzero().flatten()  # [n]
-        rows = last[self.ids].sort()
+        ids = last.ge(0).nonzero().flatten()
+        rows = last[ids].sort()
         taken, done = [], 0
         for start, batch in _numbered(split):
             end = int(torch.searchsorted(rows.values, start + len(batch)))
             taken.append(_without_user(batch, rows.values[done:end] - start, model))
             done = end
-        self.ids = self.ids[rows.indices]
-        self._items = taken
+        others = last[self.ids] < 0
+        parts = others.split([len(batch) for batch in self._items])
+        kept = [_without_user(batch, part.nonzero().flatten(), model)
+                for batch, part in zip(self._items, parts, strict=True)]  # fmt: skip
+        self._items = [batch for batch in (*kept, *taken) if len(batch)]
+        self.ids = torch.cat([self.ids[others], ids[rows.indices]])  # [n]
         self._place = torch.full_like(last, -1)
         self._place[self.ids] = torch.arange(len(self.ids))
 
@@ -78,7 +100,7 @@ class Catalogue:
         """Return the vectors of all items in the order of :attr:`ids`: [n, W], on the model's device."""
         assert isinstance(model, TwoTower)
         with torch.no_grad():
-            made = [_vectors(model, model.items, batch) for batch in self._items if len(batch)]
+            made = [_vectors(model, model.items, batch) for batch in self._items]
         return torch.cat(made) if made else torch.empty(0, model.width, device=model.device)
 
     def recall(
@@ -106,7 +128,9 @@ class Catalogue:
             with torch.no_grad():
                 users = _vectors(model, model.users, batch)[chosen.to(model.device)]
             finite &= bool(users.isfinite().all())
-            ranks = self._ranks(users, items, self._place[model.item_ids(batch)[chosen].long()].to(users.device))
+            ids = model.item_ids(batch)[chosen].long()
+            places = self._place[ids.clamp(max=len(self._place) - 1)].where(ids < len(self._place), -1)
+            ranks = self._ranks(users, items, places.to(users.device))
             found = [so_far + int((ranks < k).sum()) for so_far, k in zip(found, RECALL.values(), strict=True)]
             asked += len(users)
         shares = [hits / asked if asked and finite else math.nan for hits in found]
@@ -125,10 +149,20 @@ class Catalogue:
         return ranks.masked_fill(missing, len(items) + max(RECALL.values()))
 
 
-def catalogue_of(model: RecModel, data: Dataset) -> Catalogue | None:
-    """Return the catalogue of a model with towers whose rows are in this process, else None."""
-    towers = isinstance(model, TwoTower) and not model.embeddings.divided and not data.schema.grow
-    return Catalogue(model, data) if towers and "train" in data.splits else None
+def catalogue_of(model: RecModel, data: Dataset, checkpoint: Path | None = None) -> Catalogue | None:
+    """Return the catalogue of a model with towers whose rows are in this process, else None.
+
+    Args:
+        model: any model.
+        data: the dataset of its run; or other rows that were prepared like it, if ``checkpoint`` is in the run.
+        checkpoint: of the model, whose run may have updates.
+    """
+    if not isinstance(model, TwoTower) or model.embeddings.divided or data.schema.grow:
+        return None
+    own = data if "train" in data.splits and len(data.train) else None
+    if checkpoint is not None and run_of(checkpoint) is not None:
+        return Catalogue(model, *trained_rows(checkpoint, own))
+    return None if own is None else Catalogue(model, own)
 
 
 def _numbered(split: Split) -> Iterator[tuple[int, Batch]]:
