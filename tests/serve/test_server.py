@@ -32,7 +32,7 @@ from tests.campaigns import scaled
 
 
 @contextmanager
-def served(scorer: stoker.Scorer, **settings: Any) -> Iterator[Server]:
+def served(scorer: stoker.Scorer, retriever: stoker.Retriever | None = None, **settings: Any) -> Iterator[Server]:
     """Serve in a thread."""
     began = threading.Event()
     found: list[Any] = []
@@ -40,7 +40,7 @@ def served(scorer: stoker.Scorer, **settings: Any) -> Iterator[Server]:
 
     async def work() -> None:
         ended = asyncio.Event()
-        async with Server(scorer, chosen).running() as server:
+        async with Server(scorer, chosen, retriever).running() as server:
             found.extend([server, ended, asyncio.get_running_loop()])
             began.set()
             await ended.wait()
@@ -373,3 +373,51 @@ def test_scores_are_not_torn_while_a_model_is_followed_in_another_thread(tmp_pat
 def wait_for(client: stoker.Client, rows: Any, number: int) -> None:
     while client.score(rows) is not None and client.version["update"] != number:
         pass
+
+
+def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
+    options = {"model": "two-tower", "model_options": {"item": ("item",)}, "loss": "in-batch"}
+    [day] = make_daily_run(tmp_path / "run", days=1, **options)
+    retriever = stoker.Retriever(tmp_path / "run", follow=True)
+    with served(retriever.scorer, retriever, batch_rows=4) as server:
+        client = stoker.Client(f"http://127.0.0.1:{server.port}")
+
+        def check(update: int) -> None:
+            wanted = stoker.Retriever(tmp_path / "run").topk(day.head(2).select("user"), k=5)
+            found = client.retrieve(day.head(2).select("user").to_dicts(), k=5)
+            assert [[item for item, _ in each] for each in found] == wanted.items
+            np.testing.assert_allclose([[score for _, score in each] for each in found], wanted.scores, rtol=1e-6)
+            assert client.version["update"] == update
+
+        def wait(update: int) -> None:
+            for _ in range(1000):
+                if client.retrieve([{"user": 1}], k=1) and client.version["update"] == update:
+                    return
+                threading.Event().wait(0.02)
+
+        check(0)
+        stoker.update(tmp_path / "run", day.with_columns(item=day["item"] + 15))
+        wait(1)
+        check(1)
+        stoker.rollback(tmp_path / "run")
+        wait(0)
+        check(0)
+        for body, status, cause in (
+            ({"users": [{"user": 1}]}, 400, "expected an object with users, k"),
+            ({"users": [], "k": 1}, 400, "users is not a list of one or more objects"),
+            ({"users": [{"user": 1}], "k": "9" * 999}, 400, "a whole number above 0"),
+            ({"users": [{"user": 1}] * 5, "k": 1}, 413, "4 users and 131,072 items are allowed"),
+            ({"users": [{"age": 1}], "k": 1}, 422, "the rows lack 'user'"),
+            ({"users": [{"user": "x"}], "k": 1}, 422, "'x' is not a whole"),
+        ):
+            found, answer = ask(server, "/retrieve", body)
+            assert (found, cause in answer["error"]) == (status, True), answer
+        server._searching += server.settings.max_waiting
+        with pytest.raises(stoker.StokerError, match="256 requests wait already"):
+            client.retrieve([{"user": 1}])
+        server._searching -= server.settings.max_waiting
+        text = ask(server, "/metrics")[1]
+        assert f"stoker_items {len(retriever)}.0" in text
+        assert 'stoker_requests_total{path="/retrieve",status="422"} 2.0' in text
+    with served(retriever.scorer) as server:
+        assert ask(server, "/retrieve", {"users": [{"user": 1}], "k": 1})[0] == 404

@@ -52,25 +52,34 @@ def serve(
     """Score rows over HTTP until Ctrl-C.
 
     POST /score takes {"rows": [{"item": 7, ...}, ...]} or an Arrow stream, POST
-    /topk {"user": {...}, "candidates": [{...}, ...], "k": 10}. GET /healthz,
-    GET /metrics. Scores of a run equal those of stoker predict to the bit. The
+    /topk {"user": {...}, "candidates": [{...}, ...], "k": 10}. With --retrieve,
+    POST /retrieve takes {"users": [{...}, ...], "k": 10} and finds items among
+    all. GET /healthz, GET /metrics. Scores of a run equal those of stoker predict to the bit. The
     server follows updates and roll-backs of the run.
 
     \b
     stoker serve runs/a
     stoker serve served --host 0.0.0.0 --port 80
+    stoker serve runs/two_tower --retrieve exact
     """
     import asyncio
 
     for module in ("aiohttp", "prometheus_client"):
         require(module, "stoker serve needs", install("prometheus_client"))
     from stoker.serve.export import is_export
+    from stoker.serve.retrieve import Retriever
     from stoker.serve.scorer import Scorer
+    from stoker.serve.server import Server
     from stoker.serve.server import serve as run_server
 
-    scorer = Scorer(source) if is_export(source) else Scorer(source, data, follow=True)
-    scorer.warm_up()
     chosen = ServeSettings.from_dict(settings)
+    given: Any = (source,) if is_export(source) else (source, data)
+    more = {"follow": not is_export(source)}
+    retriever = None
+    if chosen.retrieve != "off":
+        retriever = Retriever(*given, approximate=chosen.retrieve == "approximate", **more)
+    scorer = Scorer(*given, **more) if retriever is None else retriever.scorer
+    scorer.warm_up()
 
     def started(server: Server) -> None:
         say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
@@ -80,6 +89,6 @@ def serve(
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        asyncio.run(run_server(scorer, chosen, started))
+        asyncio.run(run_server(Server(scorer, chosen, retriever), started))
     except KeyboardInterrupt:
         say("stopped")

@@ -65,6 +65,22 @@ class Client:
         self.version = {key: answer[key] for key in ("update", "step") if key in answer}
         return list(zip(answer["best"], answer["scores"], strict=True))
 
+    def retrieve(self, users: Sequence[Mapping[str, Any]], k: int = 10) -> list[list[tuple[Any, float]]]:
+        """Return the ``k`` best items of the catalogue for each user, best first, with their scores.
+
+        Args:
+            users: the columns of a user, an object for each.
+            k: how many items.
+
+        Raises:
+            DataError: the users do not fit, or the server was started without ``--retrieve``.
+            StokerError: there is no answer, or the server has too much to do.
+        """
+        body = {"users": [dict(each) for each in users], "k": k}
+        answer = json.loads(self._ask("/retrieve", json.dumps(body, allow_nan=False).encode(), "application/json"))
+        self.version = {key: answer[key] for key in ("update", "step") if key in answer}
+        return [list(zip(*each, strict=True)) for each in zip(answer["items"], answer["scores"], strict=True)]
+
     def _ask(self, path: str, body: Any, kind: str) -> bytes:
         headers = {"Content-Type": kind, "Accept": kind}
         try:

@@ -26,11 +26,13 @@ from aiohttp import web
 from stoker.base.errors import StokerError, require
 from stoker.prep.parse.json_lines import parsed
 from stoker.serve.bodies import RequestError, arrow_rows
+from stoker.serve.retrieve import Retrieved, Retriever
 from stoker.serve.scorer import Scorer, Scores
 from stoker.serve.settings import ServeSettings
 
 ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
+_ITEMS = 2**17  # that a request may ask for, of all its users
 _SWEEP = 1.0  # seconds between two looks at idle connections
 Rows: TypeAlias = Any  # a list of objects, or an Arrow table
 
@@ -54,6 +56,8 @@ class _Figures:
         counter, gauge, histogram = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
         self.requests = counter("stoker_requests", "Requests, by path and status.", ["path", "status"], **own)
         self.rows = counter("stoker_rows", "Rows that were scored.", **own)
+        self.users = counter("stoker_users", "Users for whom items were found.", **own)
+        self.items = gauge("stoker_items", "Items of the catalogue.", **own)
         self.seconds = histogram(
             "stoker_seconds", "Time from a whole request to its scores.", **own,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
@@ -69,15 +73,20 @@ class Server:
     Args:
         scorer: of a run or an export.
         settings: limits and times.
+        retriever: of the same scorer, for ``/retrieve``; None: there is no such path.
     """
 
-    def __init__(self, scorer: Scorer, settings: ServeSettings | None = None) -> None:
-        self.scorer, self.settings = scorer, settings or ServeSettings()
+    def __init__(
+        self, scorer: Scorer, settings: ServeSettings | None = None, retriever: Retriever | None = None
+    ) -> None:  # fmt: skip
+        self.scorer, self.settings, self.retriever = scorer, settings or ServeSettings(), retriever
         self.figures = _Figures()
         self.problem = ""  # why updates cannot be followed at the moment
         self.port = self.settings.port  # after :meth:`running` began, the one that the system chose for 0
         self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()  # None: the end
         self._connections: Callable[[], int] = lambda: 0  # how many clients there are
+        self._searching = 0  # requests whose items are being found, or wait for it
+        self._searcher = ThreadPoolExecutor(1, thread_name_prefix="stoker-retrieve")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-read")
         self._follower = ThreadPoolExecutor(1, thread_name_prefix="stoker-follow")
 
@@ -86,6 +95,7 @@ class Server:
         app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._answered])
         app.router.add_post("/score", self._score)
         app.router.add_post("/topk", self._topk)
+        app.router.add_post("/retrieve", self._retrieve)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
         return app
@@ -118,6 +128,7 @@ class Server:
             await runner.cleanup()
             self._waiting.put(None)
             await asyncio.to_thread(worker.join)
+            self._searcher.shutdown()
             self._reader.shutdown()
             self._follower.shutdown()
 
@@ -189,14 +200,31 @@ class Server:
     async def _topk(self, request: web.Request) -> web.Response:
         found = await self._json(request, ["user", "candidates", "k"])
         candidates, [user] = _objects(found["candidates"], "candidates"), _objects([found["user"]], "user")
-        text = str(found["k"])
-        if not text.isdigit() or not 0 < int(text) <= 2**31:
-            raise RequestError(400, f"k is {text[:20]!r}, and it is a whole number above 0.")
+        k = _count(found["k"])
         if both := sorted(set(user).intersection(*[set().union(*candidates)])):
             raise RequestError(400, f"user and candidates both have {both}. Give each column once.")
         scores, version = await self._scores([{**user, **each} for each in candidates])
-        best = np.argsort(-scores, kind="stable")[: int(text)]
+        best = np.argsort(-scores, kind="stable")[:k]
         return web.json_response({"best": best.tolist(), "scores": scores[best].tolist(), **version})
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        if self.retriever is None:
+            raise RequestError(404, "this server finds no items. Start it with --retrieve exact; it takes two towers.")
+        found = await self._json(request, ["users", "k"])
+        users, k = _objects(found["users"], "users"), min(_count(found["k"]), len(self.retriever))
+        if len(users) > self.settings.batch_rows or len(users) * k > _ITEMS:
+            raise RequestError(413, f"{len(users):,} users with {k:,} items each, and {self.settings.batch_rows:,} "
+                               f"users and {_ITEMS:,} items are allowed.")  # fmt: skip
+        self._admit()
+        since, loop = time.perf_counter(), asyncio.get_running_loop()
+        self._searching += 1
+        try:
+            best = await loop.run_in_executor(self._searcher, _search, self.retriever, users, k)
+        finally:
+            self._searching -= 1
+        self.figures.seconds.observe(time.perf_counter() - since)
+        self.figures.users.inc(len(users))
+        return web.json_response({"items": best.items, "scores": best.scores.tolist(), **best.version})
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
@@ -204,18 +232,22 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request
-        self.figures.waiting.set(self._waiting.qsize())
+        self.figures.waiting.set(self._waiting.qsize() + self._searching)
+        self.figures.items.set(0 if self.retriever is None else len(self.retriever))
         self.figures.update.set(self.scorer.version.get("update", 0))
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
     async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
-        if (before := self._waiting.qsize()) >= self.settings.max_waiting:
-            raise RequestError(503, f"{before} requests wait already. Try again in a second.", retry=1)
+        self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
         self._waiting.put(waiting)
         found = await waiting.scores
         self.figures.seconds.observe(time.perf_counter() - waiting.since)
         return found
+
+    def _admit(self) -> None:
+        if (before := self._waiting.qsize() + self._searching) >= self.settings.max_waiting:
+            raise RequestError(503, f"{before} requests wait already. Try again in a second.", retry=1)
 
     # Batches.
 
@@ -278,10 +310,11 @@ class Server:
     async def _poll(self) -> None:
         """Follow the updates of a run."""
         loop = asyncio.get_running_loop()
+        poll = self.scorer.poll if self.retriever is None else self.retriever.poll
         while self.scorer.follows:
             await asyncio.sleep(self.settings.poll)
             try:
-                await loop.run_in_executor(self._follower, self.scorer.poll)
+                await loop.run_in_executor(self._follower, poll)
                 self.problem = ""
             except StokerError as error:  # the model is as before; the next look may find it whole
                 self.problem = str(error)
@@ -316,8 +349,22 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
     return found
 
 
-async def serve(scorer: Scorer, settings: ServeSettings, started: Callable[[Server], None]) -> None:
+def _count(found: Any) -> int:
+    text = str(found)
+    if not (text.isascii() and text.isdigit()) or len(text) > 10 or not 0 < int(text) <= 2**31:
+        raise RequestError(400, f"k is {text[:20]!r}, and it is a whole number above 0.")
+    return int(text)
+
+
+def _search(retriever: Retriever, users: list[dict[str, Any]], k: int) -> Retrieved:
+    try:
+        return retriever.topk(users, k)
+    except BaseException as error:  # a panic of Polars is no Exception
+        raise _failed(error) from None
+
+
+async def serve(server: Server, started: Callable[[Server], None]) -> None:
     """Serve until the task is cancelled; call ``started`` when requests are answered."""
-    async with Server(scorer, settings).running() as server:
+    async with server.running():
         started(server)
         await asyncio.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stoker.base.settings import Settings, setting
 from stoker.base.units import parse_size
@@ -16,6 +17,9 @@ class ServeSettings(Settings, panel="Server"):
     port: int = setting(8000, "Port; 0 lets the system choose one.", least=0, most=65535)
     wait: float = setting(2.0, "Milliseconds that a request waits under load for others to share its batch.", least=0)
     batch_rows: int = setting(1024, "Rows of a batch; a larger request is a batch of its own.", least=1)
+    retrieve: Literal["off", "exact", "approximate"] = setting(
+        "off", "How POST /retrieve finds the best items, of a two-tower model."
+    )
     max_waiting: int = setting(256, "Requests that may wait; others get 503 with Retry-After.", least=1)
     max_body: int = setting(16 * 2**20, "Bytes of a request, such as 16MiB; larger ones get 413.", parse=parse_size)
     read_timeout: float = setting(10.0, "Seconds in which a request must arrive; slower ones get 408.")
