@@ -57,7 +57,7 @@ class Recorder:
 
 
 def test_extras_are_those_of_the_project() -> None:
-    names = {"yaml": "pyyaml"}
+    names = {"confluent_kafka": "confluent-kafka", "yaml": "pyyaml"}
     for module, extra in EXTRAS.items():
         listed = [re.split("[<>=]", each)[0] for each in PROJECT["optional-dependencies"][extra]]
         assert names.get(module, module) in listed

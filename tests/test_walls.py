@@ -28,15 +28,15 @@ LINES = {
     "tables": 12_003,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_480,
+    "training": 10_525,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
     "cli": 3_390,
-    "live": 990,
-    "serve": 1_200,
+    "live": 1_175,
+    "serve": 1_345,
 }  # fmt: skip
-ALL_LINES = 62_350
+ALL_LINES = 62_750
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

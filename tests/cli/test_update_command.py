@@ -49,7 +49,7 @@ def test_mistakes(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
     for wrong in (["update", run], ["update", run, logs[0], "--watch", tmp_path]):
         code, _, err = output(capsys, *wrong)
         assert code == 2
-        assert "either logs, or a directory with --watch" in err
+        assert "either logs, a directory with --watch, or a topic" in err
     code, _, err = output(capsys, "update", run, logs[0], "--rate", "-1")
     assert code == 2
     assert "--rate" in err

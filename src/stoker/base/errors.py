@@ -97,8 +97,8 @@ def errors_as(
 
 #: module -> the extra of this package that installs it
 EXTRAS = {
-    "fsspec": "remote", "matplotlib": "plot", "networkit": "communities", "prometheus_client": "serve",
-    "tensorboard": "tensorboard",
+    "confluent_kafka": "stream", "fsspec": "remote", "matplotlib": "plot", "networkit": "communities",
+    "prometheus_client": "serve", "tensorboard": "tensorboard",
     "usearch": "retrieval", "yaml": "yaml", "zstandard": "zstd",
 }  # fmt: skip
 

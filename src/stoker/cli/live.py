@@ -26,7 +26,8 @@ def update(
     run: Annotated[Path, typer.Argument(help="Run directory, whose training has ended.")],
     logs: Annotated[list[str] | None, typer.Argument(help="New rows, in order of time: files or patterns.")] = None,
     watch: Path | None = typer.Option(None, help="Take each new file of this directory, until Ctrl-C."),
-    poll: float = typer.Option(10.0, help="Seconds between two checks of that directory."),
+    stream: str | None = typer.Option(None, help="Take the messages of a topic: kafka://HOST:PORT/TOPIC."),
+    poll: float = typer.Option(10.0, help="Seconds between two checks of that directory, or of messages of an update."),
     data: Data = None,
     *,
     settings: dict[str, Any],
@@ -45,19 +46,22 @@ def update(
     stoker update runs/a day_02.csv
     stoker update runs/a 'logs/day_*.csv.gz' --rate 0.5
     stoker update runs/a --watch logs --json
+    stoker update runs/a --stream kafka://localhost:9092/clicks
     """
-    if bool(logs) == (watch is not None):
-        raise ConfigError("give either logs, or a directory with --watch.")
-    if watch is None:
+    if bool(logs) + (watch is not None) + (stream is not None) != 1:
+        raise ConfigError("give either logs, a directory with --watch, or a topic with --stream.")
+    if logs:
         from stoker.live.update import update as run_update
 
         with Bars(quiet=as_json) as bars:
             found = run_update(run, logs, data=data, progress=bars, **settings)
         _show(found, as_json)
         return
+    from stoker.live.stream import stream as read_topic
     from stoker.live.watch import watch as watch_folder
 
-    for found in watch_folder(run, watch, poll=poll, data=data, **settings):
+    more: Any = {"poll": poll, "data": data, **settings}
+    for found in read_topic(run, stream, **more) if stream else watch_folder(run, watch or "", **more):
         _show(found, as_json)
 
 

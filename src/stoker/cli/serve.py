@@ -73,12 +73,11 @@ def serve(
     from stoker.serve.server import serve as run_server
 
     chosen = ServeSettings.from_dict(settings)
-    given: Any = (source,) if is_export(source) else (source, data)
-    more = {"follow": not is_export(source)}
-    retriever = None
+    of_run = not is_export(source)
+    data, retriever = data if of_run else None, None
     if chosen.retrieve != "off":
-        retriever = Retriever(*given, approximate=chosen.retrieve == "approximate", **more)
-    scorer = Scorer(*given, **more) if retriever is None else retriever.scorer
+        retriever = Retriever(source, data, approximate=chosen.retrieve == "approximate", follow=of_run)
+    scorer = Scorer(source, data, follow=of_run) if retriever is None else retriever.scorer
     scorer.warm_up()
 
     def started(server: Server) -> None:
