@@ -50,6 +50,9 @@ def test_a_tensor_train_keeps_its_cores(run: Path, tmp_path: Path) -> None:
     assert stoker.Scorer(tmp_path / "out").score(rows).tobytes() == stoker.Scorer(model, data).score(rows).tobytes()
     [group] = json.loads((tmp_path / "out/manifest.json").read_text())["groups"]
     assert "item" not in group["tables"]
+    with pytest.raises(stoker.ConfigError, match=r"rows='bf16' does not work with tensor trains \(item\)"):
+        stoker.export(tmp_path / "step", tmp_path / "small", data=data.path, rows="bf16")
+    assert not (tmp_path / "small").exists()
 
 
 def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:

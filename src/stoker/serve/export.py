@@ -128,6 +128,11 @@ def export(
         raise ConfigError(
             f"tables {listed(list(spec.grow))} grow, and raw ids are not exported yet. Serve the run: stoker serve RUN."
         )
+    if rows == "bf16" and (trains := manifest["model"].get("tensor_train")):
+        raise ConfigError(
+            f"rows='bf16' does not work with tensor trains ({listed(list(trains))}), whose cores are float32. Choose "
+            "fp32, int8 or int4.", settings=("rows",),
+        )  # fmt: skip
     like = Like(Path(newest_rows(path, _REMEDY, data)))
     check_dataset(like.data, spec, manifest["extra"].get("dataset"))
     fitted = Fitted.of(like)
