@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import socket
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 import stoker
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("prometheus_client")
 
+from stoker.cli import app
 from stoker.prep.requests import as_frame
 from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.server import Server
@@ -421,3 +424,18 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
         assert 'stoker_requests_total{path="/retrieve",status="422"} 2.0' in text
     with served(retriever.scorer) as server:
         assert ask(server, "/retrieve", {"users": [{"user": 1}], "k": 1})[0] == 404
+
+
+def test_the_collector_skips_what_a_server_has_loaded(shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    async def run_server(*_: object) -> None:
+        found.append((gc.isenabled(), gc.get_freeze_count() > 10_000))
+
+    monkeypatch.setattr("stoker.serve.server.serve", run_server)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    try:
+        ran = CliRunner().invoke(app, ["serve", str(shop[0])])
+    finally:
+        gc.unfreeze()
+    assert (ran.exit_code, found) == (0, [(True, True)]), ran.output

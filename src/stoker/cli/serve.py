@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +45,17 @@ def export(
         say(found.summary())
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep what the block makes, without looking through it for garbage, then or later."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 @takes(ServeSettings)
 def serve(
     source: Annotated[Path, typer.Argument(help="Run directory or export.")],
@@ -66,19 +80,20 @@ def serve(
 
     for module in ("aiohttp", "prometheus_client"):
         require(module, "stoker serve needs", install("prometheus_client"))
-    from stoker.serve.export import is_export
-    from stoker.serve.retrieve import Retriever
-    from stoker.serve.scorer import Scorer
-    from stoker.serve.server import Server
-    from stoker.serve.server import serve as run_server
-
     chosen = ServeSettings.from_dict(settings)
-    of_run = not is_export(source)
-    data, retriever = data if of_run else None, None
-    if chosen.retrieve != "off":
-        retriever = Retriever(source, data, approximate=chosen.retrieve == "approximate", follow=of_run)
-    scorer = Scorer(source, data, follow=of_run) if retriever is None else retriever.scorer
-    scorer.warm_up()
+    with _no_collections():
+        from stoker.serve.export import is_export
+        from stoker.serve.retrieve import Retriever
+        from stoker.serve.scorer import Scorer
+        from stoker.serve.server import Server
+        from stoker.serve.server import serve as run_server
+
+        of_run = not is_export(source)
+        data, retriever = data if of_run else None, None
+        if chosen.retrieve != "off":
+            retriever = Retriever(source, data, approximate=chosen.retrieve == "approximate", follow=of_run)
+        scorer = Scorer(source, data, follow=of_run) if retriever is None else retriever.scorer
+        scorer.warm_up()
 
     def started(server: Server) -> None:
         say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
