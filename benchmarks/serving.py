@@ -159,11 +159,11 @@ def load(
     return time.perf_counter() - began, taken
 
 
-def _same(version: int, scores: Any, wanted: Any) -> bool:
+def same(version: int, scores: Any, wanted: Any) -> bool:
     return version == 0 and scores.tobytes() == wanted.tobytes()
 
 
-def _cut(all_rows: Shop, size: int) -> list[tuple[bytes, Any]]:
+def cut(all_rows: Shop, size: int) -> list[tuple[bytes, Any]]:
     starts = range(0, len(all_rows.rows), size)
     return [(_arrow(all_rows.rows[at : at + size]), all_rows.offline[at : at + size]) for at in starts]
 
@@ -174,8 +174,8 @@ def throughput(run: Run) -> Outcome:
     offline = len(found.rows) / found.seconds
     with served(found.run) as at:
         for size in (64, 256, 512):
-            load(at, _cut(found, size)[:20], _same)
-            seconds, taken = load(at, _cut(found, size), _same)
+            load(at, cut(found, size)[:20], same)
+            seconds, taken = load(at, cut(found, size), same)
             rate, p99 = len(found.rows) / seconds, float(np.percentile(taken, 99))
             best = max(best, rate / offline) if p99 <= 20 else best
             lines.append([str(size), f"{rate:,.0f}", f"{rate / offline:.2f}x", f"{statistics.median(taken):.1f}",
@@ -188,7 +188,7 @@ def throughput(run: Run) -> Outcome:
 def candidates(run: Run) -> Outcome:
     """Time of a request of 256 rows, of its products alone."""
     found = shop(run.quick)
-    requests = _cut(found, CANDIDATES)[: 40 if run.quick else 300]
+    requests = cut(found, CANDIDATES)[: 40 if run.quick else 300]
     model = stoker.load(found.run).model.eval()
     with torch.no_grad():
         inputs = model.inputs(stoker.Scorer(found.run).encoder.encode(found.rows.head(TILE)))
@@ -199,7 +199,7 @@ def candidates(run: Run) -> Outcome:
             began = time.perf_counter()
             version, scores = ask(connection, body)
             taken.append(1000 * (time.perf_counter() - began))
-            if not _same(version, scores, wanted):
+            if not same(version, scores, wanted):
                 raise WrongResult("a served score is not that of predict")
             began = time.perf_counter()
             with torch.no_grad():
@@ -281,7 +281,7 @@ def updates(run: Run) -> Outcome:
     day = log.read(data_files(*log.files)).filter(pl.col("day") == log.first)
     day = day.with_columns(pl.col(names).cast(pl.String)).select("label", *names).head(20_000)
     truth, back = {}, list[float]()
-    requests, size = _cut(found, 256)[: 100 if run.quick else 600], 256
+    requests, size = cut(found, 256)[: 100 if run.quick else 600], 256
     asked = found.rows.head(size * len(requests))
     truth[0] = found.offline[: asked.height]
     wanted = [(body, place) for place, (body, _) in enumerate(requests)]

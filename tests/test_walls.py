@@ -22,21 +22,21 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_195,
-    "ops": 7_080,
+    "ops": 7_100,
     "dataset": 3_075,
     "optim": 610,
-    "tables": 12_003,
+    "tables": 12_010,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_525,
+    "training": 10_540,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
-    "cli": 3_390,
+    "cli": 3_410,
     "live": 1_175,
-    "serve": 1_345,
+    "serve": 1_350,
 }  # fmt: skip
-ALL_LINES = 62_750
+ALL_LINES = 62_800
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

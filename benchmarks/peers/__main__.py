@@ -68,6 +68,12 @@ ENVIRONMENTS = (
         smoke="import polars, duckdb; print(polars.__version__, duckdb.__version__)",
     ),
     Environment(
+        name="serving",
+        oldest=(3, 11),
+        newest=(3, 13),
+        smoke="import fastapi, uvicorn, onnxruntime, onnxscript, torch; print(fastapi.__version__)",
+    ),
+    Environment(
         name="tltorch",
         oldest=(3, 11),
         newest=(3, 13),

@@ -513,6 +513,7 @@ def test_oov_policies(tmp_path: Path) -> None:
         policy("error")
 
 
+@pytest.mark.filterwarnings("ignore:the split rule")
 def test_hash_buckets_and_modulo(tmp_path: Path) -> None:
     columns = (
         CategoricalColumn(name="item", hash_buckets=5),

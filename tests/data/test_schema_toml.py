@@ -82,7 +82,7 @@ splits = (
     | st.builds(
         SplitRule, rule=st.just("column"), column=names, values=st.dictionaries(texts, st.just("drop"), min_size=1)
     )
-    | st.builds(SplitRule, rule=st.just("leave_last_out"), column=names, min_rows=st.integers(0, 9))
+    | st.builds(SplitRule, rule=st.just("leave_last_out"), column=names, min_rows=st.integers(1, 9))
 )
 sources = st.builds(
     SourceFormat,

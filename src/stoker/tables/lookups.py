@@ -42,7 +42,7 @@ def equal_ids(one: Tensor, other: Tensor) -> bool:
 
 def copy_ids(ids: Tensor) -> Tensor:
     """Copy ids or offsets. On a CPU ``clone()`` takes 40 microseconds between kernels."""
-    return torch.from_numpy(ids.numpy().copy()) if ids.is_cpu else ids.clone()
+    return torch.from_numpy(ids.numpy().copy()) if ids.device.type == "cpu" else ids.clone()
 
 
 class Lookups(NamedTuple):

@@ -216,8 +216,7 @@ def count_step(state: TrainState, examples: int, loss: Tensor) -> None:
         with clock.paused():
             _record(state, regular=regular)
     if clock.total["steps"] == _WARM:
-        with clock.paused():
-            clock.mark("warm", "rate")
+        clock.mark_now("warm", "rate")
 
 
 def after_step(state: TrainState) -> None:
@@ -228,9 +227,8 @@ def after_step(state: TrainState) -> None:
     """
     config, step, stop = state.config, state.progress.step, state.stop
     due = step > 0 and (step % (config.eval_every or state.epoch) == 0 or step >= state.total)
-    planned = due or state.feed.swapping or state.finished or bool(config.save_every and step % config.save_every == 0)
-    if not state.replica.average(now=planned):
-        return  # copies of ranks differ: what came by the clock or a signal waits for their next average
+    if _apart(state, due=due):
+        return
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
     if state.feed.swapping and not state.finished and not stop.asked():
         begun = time.perf_counter()  # a test loss is part of this order's cost, so the clock counts it
@@ -246,8 +244,7 @@ def after_step(state: TrainState) -> None:
         with state.clock.paused():
             _save(state, interim=not wanted)
     if stop.number is not None:
-        newest = state.saved[0]
-        raise Interrupted(stop.number, state.run.checkpoint(newest) if newest else None, state.run.path)
+        raise Interrupted(stop.number, state.newest, state.run.path)
 
 
 def _record(state: TrainState, *, regular: bool) -> None:
@@ -264,6 +261,13 @@ def _record(state: TrainState, *, regular: bool) -> None:
     if regular:
         progress.loss_sum, progress.loss_count = 0.0, 0
         clock.mark("record", "rate")
+
+
+def _apart(state: TrainState, *, due: bool) -> bool:
+    """Return True while copies of ranks differ: what comes by the clock or a signal waits for their next average."""
+    config, step = state.config, state.progress.step
+    saves = config.save_every is not None and step % config.save_every == 0
+    return not state.replica.average(now=due or state.feed.swapping or state.finished or saves)
 
 
 def _evaluate(state: TrainState) -> bool:

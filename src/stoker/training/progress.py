@@ -123,6 +123,11 @@ class Clock:
         """Set these marks, from which :meth:`since` counts."""
         self._marks |= {name: dict(self.total) for name in names}
 
+    def mark_now(self, *names: str) -> None:
+        """Set these marks, with the time up to now."""
+        with self.paused():
+            self.mark(*names)
+
     def since(self, name: str) -> dict[str, float]:
         """Return what was counted since a mark; everything if the mark was never set."""
         mark = self._marks.get(name, {})
@@ -280,6 +285,11 @@ class TrainState:
         """True if all steps are done, or patience has ended."""
         patience = self.config.patience
         return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
+
+    @property
+    def newest(self) -> Path | None:
+        """The last checkpoint; None before the first."""
+        return self.run.checkpoint(self.saved[0]) if self.saved[0] else None
 
     @property
     def save_due(self) -> bool:

@@ -117,6 +117,8 @@ class Heartbeat:
             time.sleep(_BEAT / 20)
 
     def _error(self) -> RanksError:
+        if self._rank == 0:
+            time.sleep(2 * _BEAT)  # it may keep the store, where the others look for the reason every beat
         reporter, _, why = self._why.partition(" ")
         error = RanksError(why)
         error.told, error.lost = int(reporter) != self._rank, True
