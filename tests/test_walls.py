@@ -32,11 +32,11 @@ LINES = {
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
-    "cli": 3_410,
+    "cli": 3_450,
     "live": 1_175,
-    "serve": 1_350,
+    "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 62_800
+ALL_LINES = 62_960
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -439,3 +443,31 @@ def test_the_collector_skips_what_a_server_has_loaded(shop: tuple[Path, Any], mo
     finally:
         gc.unfreeze()
     assert (ran.exit_code, found) == (0, [(True, True)]), ran.output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forks")
+def test_workers_answer_on_one_socket_and_end_together(shop: tuple[Path, Any]) -> None:
+    run, [log, _] = shop
+    rows = log.select("item", "user").head(40)
+    command = [sys.executable, "-u", "-m", "stoker", "serve", str(run), "--workers", "2", "--port", "0"]
+    for how in ("SIGTERM", "a worker is killed"):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            line = next(each for each in process.stdout if "http://" in each)
+            wanted = stoker.Scorer(run).score(rows)
+            for _ in range(8):
+                assert np.array_equal(stoker.Client(line.split()[-1]).score(rows), wanted)
+            found = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            forks = [int(each) for each in found.read_text().split()] if found.exists() else []
+            connection = HTTPConnection("127.0.0.1", int(line.rsplit(":", 1)[1]))
+            connection.request("GET", "/metrics")
+            assert "stoker_rows_total 320.0" in connection.getresponse().read().decode()
+            connection.close()
+            if how == "SIGTERM" or not forks:
+                process.terminate()
+            else:
+                os.kill(forks[0], signal.SIGKILL)
+            assert process.wait(60) == (2 if how == "a worker is killed" and forks else 0)
+            assert ("a worker process ended" in process.stdout.read()) == (process.returncode == 2)
+            assert not [each for each in forks if Path(f"/proc/{each}").exists()]

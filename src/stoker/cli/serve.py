@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,12 +78,46 @@ def serve(
     stoker serve runs/a
     stoker serve served --host 0.0.0.0 --port 80
     stoker serve runs/two_tower --retrieve exact
+    stoker serve served --workers 4
     """
-    import asyncio
+    chosen = ServeSettings.from_dict(settings)
+    if chosen.workers == 1:
+        _serve(source, data, chosen)
+        return
+    from stoker.serve.workers import listen, processes
 
+    with TemporaryDirectory(prefix="stoker-serve-") as folder, listen(chosen.host, chosen.port) as listening:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
+        _load_modules()
+        with processes(chosen.workers) as number:
+            _serve(source, data, chosen, listening, speaks=number == 0)
+
+
+def _load_modules() -> None:
     for module in ("aiohttp", "prometheus_client"):
         require(module, "stoker serve needs", install("prometheus_client"))
-    chosen = ServeSettings.from_dict(settings)
+    with _no_collections():
+        import torch  # noqa: F401
+
+        import stoker.serve.retrieve
+        import stoker.serve.server  # noqa: F401
+
+
+def _serve(
+    source: Path, data: Path | None, chosen: ServeSettings, listening: socket.socket | None = None, *,
+    speaks: bool = True,
+) -> None:  # fmt: skip
+    """Serve in this process until Ctrl-C or SIGTERM."""
+    _load_modules()
+    import asyncio
+
+    import torch
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    torch.set_num_threads(max(1, torch.get_num_threads() // chosen.workers))
     with _no_collections():
         from stoker.serve.export import is_export
         from stoker.serve.retrieve import Retriever
@@ -96,13 +133,11 @@ def serve(
         scorer.warm_up()
 
     def started(server: Server) -> None:
-        say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
+        if speaks:
+            say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     try:
-        asyncio.run(run_server(Server(scorer, chosen, retriever), started))
+        asyncio.run(run_server(Server(scorer, chosen, retriever, listening), started))
     except KeyboardInterrupt:
-        say("stopped")
+        if speaks:
+            say("stopped")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -53,18 +55,23 @@ class _Figures:
         prometheus = require("prometheus_client", "stoker serve needs")
         self.generate, self.registry = prometheus.generate_latest, prometheus.CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # the processes of --workers keep their numbers there
+            from prometheus_client.multiprocess import MultiProcessCollector
+
+            MultiProcessCollector(self.registry)  # type: ignore[no-untyped-call]
+            own = {"registry": None}
         counter, gauge, histogram = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
         self.requests = counter("stoker_requests", "Requests, by path and status.", ["path", "status"], **own)
         self.rows = counter("stoker_rows", "Rows that were scored.", **own)
         self.users = counter("stoker_users", "Users for whom items were found.", **own)
-        self.items = gauge("stoker_items", "Items of the catalogue.", **own)
+        self.items = gauge("stoker_items", "Items of the catalogue.", multiprocess_mode="livemin", **own)
         self.seconds = histogram(
             "stoker_seconds", "Time from a whole request to its scores.", **own,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
         )  # fmt: skip
         self.batch = histogram("stoker_batch_rows", "Rows of a batch.", buckets=[4.0**n for n in range(8)], **own)
-        self.waiting = gauge("stoker_waiting", "Requests that wait.", **own)
-        self.update = gauge("stoker_update", "Number of the update that is served.", **own)
+        self.waiting = gauge("stoker_waiting", "Requests that wait.", multiprocess_mode="livesum", **own)
+        self.update = gauge("stoker_update", "Number of the update that is served.", multiprocess_mode="livemin", **own)
 
 
 class Server:
@@ -74,11 +81,14 @@ class Server:
         scorer: of a run or an export.
         settings: limits and times.
         retriever: of the same scorer, for ``/retrieve``; None: there is no such path.
+        listening: a socket to share with other processes; None: one at the address of the settings.
     """
 
     def __init__(
-        self, scorer: Scorer, settings: ServeSettings | None = None, retriever: Retriever | None = None
+        self, scorer: Scorer, settings: ServeSettings | None = None, retriever: Retriever | None = None,
+        listening: socket.socket | None = None,
     ) -> None:  # fmt: skip
+        self.listening = listening
         self.scorer, self.settings, self.retriever = scorer, settings or ServeSettings(), retriever
         self.figures = _Figures()
         self.problem = ""  # why updates cannot be followed at the moment
@@ -113,9 +123,13 @@ class Server:
         worker.start()
         tasks = [asyncio.create_task(each) for each in (self._sweep(runner), self._poll())]
         try:
-            site = web.TCPSite(runner, self.settings.host, self.settings.port)
+            site: web.BaseSite = web.TCPSite(runner, self.settings.host, self.settings.port)
+            if self.listening is not None:  # takes one connection at a time, so that others get some
+                site = web.SockSite(runner, self.listening, backlog=1)
             try:
                 await site.start()
+                if self.listening is not None:
+                    self.listening.listen(128)
             except OSError as error:
                 where = f"{self.settings.host}:{self.settings.port}"
                 raise StokerError(f"{where} cannot be served: {error.strerror}. Choose another port.") from error

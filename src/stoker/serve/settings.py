@@ -15,6 +15,9 @@ class ServeSettings(Settings, panel="Server"):
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0: all addresses of the machine.")
     port: int = setting(8000, "Port; 0 lets the system choose one.", least=0, most=65535)
+    workers: int = setting(
+        1, "Processes that answer. Each loads the rows of a run; those of an export are shared.", least=1, most=256
+    )
     wait: float = setting(2.0, "Milliseconds that a request waits under load for others to share its batch.", least=0)
     batch_rows: int = setting(1024, "Rows of a batch; a larger request is a batch of its own.", least=1)
     retrieve: Literal["off", "exact", "approximate"] = setting(
