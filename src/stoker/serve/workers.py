@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, Thread
 
-from stoker.base.errors import ConfigError, StokerError
+from stoker.base.errors import ConfigError, StokerError, errors_as
 
 __all__ = ["listen", "processes"]
 
@@ -25,10 +25,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StokerError: the address cannot be had.
     """
-    try:
+    with errors_as(StokerError, f"{host}:{port} cannot be served", "Choose another port."):
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise StokerError(f"{host}:{port} cannot be served: {error.strerror}. Choose another port.") from error
 
 
 @contextmanager
