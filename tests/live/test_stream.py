@@ -119,7 +119,9 @@ def test_each_message_is_trained_on_once(
 
 
 def test_a_broker_of_librdkafka(tmp_path: Path) -> None:
-    package = pytest.importorskip("confluent_kafka")
+    package = pytest.importorskip(
+        "confluent_kafka", reason="the test talks to the broker that confluent-kafka simulates"
+    )
     producer = package.Producer({"bootstrap.servers": "unused", "test.mock.num.brokers": 1})
     [broker] = producer.list_topics(timeout=10).brokers.values()
     day = make_daily_run(tmp_path / "run", days=1)[0].to_dicts()

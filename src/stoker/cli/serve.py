@@ -71,8 +71,8 @@ def serve(
     POST /score takes {"rows": [{"item": 7, ...}, ...]} or an Arrow stream, POST
     /topk {"user": {...}, "candidates": [{...}, ...], "k": 10}. With --retrieve,
     POST /retrieve takes {"users": [{...}, ...], "k": 10} and finds items among
-    all. GET /healthz, GET /metrics. Scores of a run equal those of stoker predict to the bit. The
-    server follows updates and roll-backs of the run.
+    all. GET /healthz, GET /metrics. Scores of a run equal those of stoker
+    predict to the bit. The server follows updates and roll-backs of the run.
 
     \b
     stoker serve runs/a
@@ -94,6 +94,11 @@ def serve(
 
 
 def _load_modules() -> None:
+    """Import what serves, so that forked processes share it.
+
+    Raises:
+        DependencyError: a package is missing.
+    """
     for module in ("aiohttp", "prometheus_client"):
         require(module, "stoker serve needs", install("prometheus_client"))
     with _no_collections():
