@@ -38,7 +38,7 @@ env: $(VENV)/.runtime  ## The environment alone, in .venv
 demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real purchases, in minutes
 	@$(PY) examples/demo.py
 
-test: $(VENV)/.dev  ## Run the tests; those that take long only with STOKER_EFFORT, as CI does
+test: $(VENV)/.dev  ## Run the tests; those that take long only with STOKER_EFFORT (0.25: a quarter of each campaign)
 	@$(PYTEST) --dist worksteal $(if $(STOKER_EFFORT),,-m "not slow")
 
 test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a minute

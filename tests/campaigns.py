@@ -1,18 +1,26 @@
 """How much of a campaign the tests do: random programs, kills, examples of a property.
 
 Tests give the numbers of a whole campaign. `make test` does an eighth of each and leaves out tests marked `slow`, so
-that it stays short; CI does a quarter (``STOKER_EFFORT=0.25``) and all tests; `make soak` and `make kills` do more.
+that it stays short; with ``STOKER_EFFORT=0.25`` it does a quarter, and all tests; `make soak` and `make kills` do more.
+CI does a quarter, and a third of the slow tests in turn (``STOKER_TURN=0/3``): the commit decides which.
 """
 
 from __future__ import annotations
 
 import os
+from zlib import crc32
 
-__all__ = ["EFFORT", "scaled"]
+__all__ = ["EFFORT", "in_turn", "scaled"]
 
+TURN, TURNS = map(int, os.environ.get("STOKER_TURN", "0/1").split("/"))
 EFFORT = float(os.environ.get("STOKER_EFFORT", "0.125"))
 
 
 def scaled(number: int) -> int:
     """Return the number of trials to do where a whole campaign has ``number``; at least one."""
     return max(1, round(number * EFFORT))
+
+
+def in_turn(name: str) -> bool:
+    """Return True if this is the turn of a slow test, by its name."""
+    return crc32(name.encode()) % TURNS == TURN

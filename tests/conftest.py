@@ -11,7 +11,7 @@ from typing import Any
 import all_processes  # noqa: F401
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import in_turn, scaled
 from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 from workers import fork_workers
@@ -46,6 +46,13 @@ KERNELS = Path(__file__).parent / "ops"
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     fork_workers(config, len(specs))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    later = [item for item in items if item.get_closest_marker("slow") and not in_turn(item.nodeid)]
+    if later:
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in set(later)]
 
 
 def pytest_collection_finish() -> None:

@@ -53,7 +53,10 @@ elif EFFORT == 1:  # half of them, with each pair of a schema, threads and a lim
     CUTS = [cut for number, cut in enumerate(CUTS) if (number // 6 + number // 3 + number % 3) % 2 == 0]
 
 
-@pytest.mark.parametrize(("name", "threads", "few"), CUTS)
+@pytest.mark.parametrize(
+    ("name", "threads", "few"),
+    [pytest.param(*cut, marks=pytest.mark.slow if number % 2 else ()) for number, cut in enumerate(CUTS)],
+)
 def test_the_same_bytes_by_partitions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, threads: int, few: int
 ) -> None:

@@ -74,11 +74,19 @@ MUTATIONS = {
 }
 
 
+# Cases that noticed once come first.
+NOTICED = {
+    "rows come before the old ones are read": (3, 20, 40),
+    "a buffer is used again before it was stored": (25, 32, 51),
+    "a fetch overtakes a writeback": (20, 24, 45),
+}
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_cases_notice_a_missing_wait(mutation):
     """The proof that the cases above can fail: each safeguard is removed in turn."""
     wrong = 0
-    for seed in range(400):
+    for seed in dict.fromkeys([*NOTICED.get(mutation, ()), *range(400)]):
         try:
             wrong += not compare(seed, **MUTATIONS[mutation])
         except (AssertionError, IndexError, RuntimeError, KeyError):

@@ -135,7 +135,7 @@ TABLES = [
 @pytest.mark.parametrize("mutation", [*STORAGE, *TABLES])
 def test_the_suite_notices_a_safeguard_that_is_missing(mutation):
     """The proof that the programs above can fail: each safeguard is removed in turn, from the placed run."""
-    for seed in range(800):
+    for seed in dict.fromkeys([1, 3, 11, 17, 23, 42, *range(800)]):  # the first have noticed something once
         case = draw(seed, backend="reference")
         expected, found = resident_run(case), None
         with pytest.MonkeyPatch.context() as patch, suppress(Exception):

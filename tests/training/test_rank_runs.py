@@ -130,6 +130,7 @@ def test_every_rank_has_the_cores_of_tensor_trains(workers: Workers, data: Datas
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_run_sends_what_the_plan_says(workers: Workers, data: Dataset, tmp_path: Path) -> None:
     given = {**settings_of("dlrm", 3), "batch_size": 80, "steps": 16, "eval_every": 16, "log_every": 100}
     kept = {name: value for name, value in given.items() if name != "display"}
@@ -143,6 +144,7 @@ def test_a_run_sends_what_the_plan_says(workers: Workers, data: Dataset, tmp_pat
     assert sent == pytest.approx(expected.total, rel=0.02), expected
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset, tmp_path: Path) -> None:
     given = settings_of("tabular", 4)
     stoker.train(data, out=tmp_path / "alone", **given)
@@ -156,6 +158,7 @@ def test_one_process_goes_on_where_ranks_stopped(workers: Workers, data: Dataset
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "alone" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_copies_that_are_averaged_go_on_with_the_same_number_of_ranks(
     workers: Workers, data: Dataset, tmp_path: Path
 ) -> None:
