@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from bags import Bags
-from programs import Round, Run, Turn, draw_rounds
+from programs import LONGEST, Round, Run, Turn, draw_rounds
 
 from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, Mapped, TableConfig, optim
 from stoker.tables.links.transfer import QueuedLink
-from stoker.tables.slots.residency import LANDED
+from stoker.tables.slots.fast_residency import FastResidency
+from stoker.tables.slots.residency import LANDED, Residency
+from stoker.tables.slots.sharded import ShardedResidency
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
 from stoker.tables.stores.block_home import BlockHome
@@ -348,6 +350,18 @@ def slots_of(tables: EmbeddingTables) -> list[SlottedRows]:
     return [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
 
 
+def divide(storage: SlottedRows, case: Case) -> None:
+    """Plan in shards, if each has the slots that an example needs at most."""
+    least = 2 + LONGEST * sum(len(table.features) for table in case.tables)
+    shards = next((shards for shards in (4, 2) if case.transit >= shards * least), 1)
+    if shards > 1 and storage.num_slots < storage.num_rows:
+        storage.residency = ShardedResidency(
+            storage.space.first_row, len(storage.transit.weight), transient=storage.residency.transient,
+            kind=FastResidency if case.seed % 2 else Residency, shards=shards,
+        )  # fmt: skip
+        storage.move_by(storage._link)
+
+
 def placed_run(case: Case, alter: Callable[[SlottedRows], None] | None = None, watch: Watch | None = None) -> Found:
     """The same run behind slots. ``alter`` may exchange or break parts of a storage."""
     mapped = case.seed % 16 == 7 and alter is None and case.device == "cpu"
@@ -362,6 +376,8 @@ def placed_run(case: Case, alter: Callable[[SlottedRows], None] | None = None, w
         if case.slow:
             link = SlowLink(storage.home, storage.transit, storage.stats, random=random)
             storage.move_by(link)
+        if case.seed % 5 == 2:
+            divide(storage, case)
         if alter is not None:
             alter(storage)
     found = carry_out(case, tables, watch, background=case.background and not case.slow)

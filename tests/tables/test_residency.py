@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
+from stoker.tables.slots import sharded_kernels
 from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
+from stoker.tables.slots.sharded import ShardedResidency, count_shards, divide, join
 from stoker.tables.slots.slotted import make_residency
 
 
@@ -111,7 +114,8 @@ class Model:
             assert residency.wanted == 0
             return
         assert residency.wanted == len({row for _, rows, _ in self.window for row in rows})
-        assert isinstance(residency, FastResidency)
+        if not isinstance(residency, FastResidency):  # shards count blocks of rows
+            return
         for row, step in residency._slots[residency.row_in_slot >= 0, :2].tolist():
             said = NEVER if step < 0 or step < self.first else step
             assert said == self.next_use(row)
@@ -120,11 +124,27 @@ class Model:
 @settings(max_examples=scaled(300), deadline=None)
 @given(scripts())
 def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
-    tables, slots, transient, landing, steps, hints = script
+    check(*script, make_residency)
+
+
+@settings(max_examples=scaled(300), deadline=None)
+@given(scripts(), st.sampled_from([2, 4, 8]))
+def test_shards_of_either_kind_make_the_same_plans_and_keep_the_rules(script, shards):
+    def make(first, slots, *, transient, fast):
+        return ShardedResidency(
+            first, slots, transient=transient, kind=FastResidency if fast else Residency, shards=shards
+        )
+
+    check(*script, make)
+
+
+def check(tables, slots, transient, landing, steps, hints, make):
+    """Carry out a script with both residencies that ``make`` returns."""
     left_hints = iter(hints)
     first = np.concatenate([[0], np.cumsum(tables)])
-    plain, fast = (make_residency(first, slots, transient=transient, fast=f) for f in (False, True))
-    plain.landing = fast.landing = landing
+    plain, fast = (make(first, slots, transient=transient, fast=f) for f in (False, True))
+    for residency in (plain, fast):
+        residency.set_up(landing)
     held: list[tuple[np.ndarray, np.ndarray]] = []  # slots and rows of batches in flight
     content: dict[int, int] = {}  # slot -> row, as the plans say
     left: dict[int, int] = {}  # row -> plan that wrote it home
@@ -138,7 +158,7 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
         elif kind in ("plan", "now"):
             if kind == "plan" and not plain.announced:
                 continue
-            wanted = rows if kind == "now" else np.array(plain._window[0][2], np.int64)
+            wanted = rows if kind == "now" else np.array(model.window[0][1], np.int64)
             a = plain.plan() if kind == "plan" else plain.plan_now(rows)
             planned = fast.plan() if kind == "plan" else fast.plan_now(rows)
             assert same_plans(a, planned)
@@ -331,3 +351,79 @@ def test_windows_wider_than_the_slots_keep_the_order(seed, hints):
 def test_more_rows_than_keys_of_the_heap_can_tell_apart_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 68,719,476,736"):
         make_residency([0, 2**36 + 1], 10, fast=True)
+
+
+@settings(max_examples=scaled(100), deadline=None)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=4), st.sampled_from([2, 4, 8]))
+def test_every_row_is_a_block_of_one_shard(tables, shards):
+    first = np.concatenate([[0], np.cumsum(tables)])
+    if not first[-1]:
+        return
+    rows = np.random.default_rng(len(tables)).permutation(first[-1])
+    parts, fast = divide(rows, shards), sharded_kernels.divide(rows, shards)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, fast, strict=True))
+    made = ShardedResidency(first, max(1, first[-1] // 2), transient=False, kind=Residency, shards=shards)
+    for shard in range(shards):
+        own = slice(*parts.begins[shard : shard + 2])
+        assert np.array_equal(join(parts.blocks[own], shard, shards), rows[parts.order[own]])
+        # The blocks of a shard are 0 to one below their number, table by table as in all.
+        blocks, table = np.sort(parts.blocks[own]), np.searchsorted(first, rows[parts.order[own]], side="right")
+        assert np.array_equal(blocks, np.arange(made.shards[shard].first_row[-1]))
+        inside = np.searchsorted(made.shards[shard].first_row, parts.blocks[own], side="right")
+        assert np.array_equal(inside, table)
+
+
+def test_the_slots_alone_decide_how_many_shards_there_are():
+    assert [count_shards(slots, 2**40) for slots in (1, 2**17 - 1, 2**17, 2**18, 2**19, 2**30)] == [1, 1, 2, 4, 8, 8]
+    assert count_shards(95 * 10**5, 10**7) == 1  # hardly any row is evicted
+    assert isinstance(make_residency([0, 2**20], 2**18), ShardedResidency)
+
+
+@pytest.mark.parametrize("step", [1, 2, 8, 64, 1000, 2**20])
+def test_regular_ids_are_spread_over_all_shards(step):
+    parts = divide(np.arange(8000, dtype=np.int64) * step + 3, 8)
+    sizes = np.diff(parts.begins)
+    assert sizes.min() > 800
+    assert sizes.max() < 1200
+
+
+def test_shards_miss_hardly_more_than_one_residency():
+    random = np.random.default_rng(3)
+    batches = [np.unique(random.zipf(1.2, 3000) % 200_000) for _ in range(60)]
+    first = np.array([0, 120_000, 200_000])
+    one = drive(FastResidency(first, 16_000, transient=False), batches, 8)
+    eight = drive(ShardedResidency(first, 16_000, transient=False, kind=FastResidency, shards=8), batches, 8)
+    assert one < 0.8 * sum(map(len, batches))
+    assert abs(eight / one - 1) < 0.003
+
+
+def test_a_batch_that_fits_in_all_shards_but_one_changes_nothing():
+    made = ShardedResidency(np.array([0, 800]), 160, transient=False, kind=FastResidency, shards=8)
+    alone = join(np.arange(30), 5, 8)  # all in one shard of 20 slots
+    before = made.plan_now(np.arange(40, 100))
+    assert made.plan_now(alone) is None
+    made.release(before.slots, changed=True)
+    assert made.plan_now(np.arange(40, 100)).hits == 60
+    assert made.plan_now(alone[:3]) is not None
+
+
+def test_threads_make_the_plans_of_one():
+    random = np.random.default_rng(4)
+    batches = [np.unique(random.zipf(1.2, 2000) % 50_000) for _ in range(20)]
+    found = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            made = ShardedResidency(np.array([0, 50_000]), 8000, transient=False, kind=FastResidency, shards=8)
+            plans = []
+            for rows in batches:
+                made.announce(rows)
+                plans.append(made.plan())
+                made.release(plans[-1].slots, changed=True)
+        finally:
+            torch.set_num_threads(before)
+        found.append(plans)
+    for one, three in zip(*found, strict=True):
+        assert same_plans(one, three)
+        assert np.array_equal(one.evict_rows, three.evict_rows)

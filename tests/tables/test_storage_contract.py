@@ -16,6 +16,8 @@ from stoker.base.errors import ConfigError, HomeError
 from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.links.transfer import DirectLink, QueuedLink
+from stoker.tables.slots.fast_residency import FastResidency
+from stoker.tables.slots.sharded import ShardedResidency
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, MappedRows, Rows, Storage
 from stoker.tables.stores.file_home import FileHome
@@ -27,15 +29,22 @@ STATE = {"exp_avg": "row", "sum": "scalar"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def slotted(kind, link, *, transient=False, hot=0.0):
+def slotted(kind, link, *, transient=False, hot=0.0, shards=1):
     def build(rows, dim, dtype):
         table = TableConfig(name="t", num_embeddings=rows, embedding_dim=dim, dtype=NAMES[dtype])
         home = kind(Initial.of([table], 0), STATE)
         space = make_space(["t"], [rows], [["t"]], ["t"])
-        return SlottedRows(
+        made = SlottedRows(
             home, space, slots=max(1, rows // 3), device=torch.device("cpu"), transient=transient, link=link,
             hot=[int(hot * rows)],
         )  # fmt: skip
+        if shards > 1 and rows > 40:
+            slots = len(made.transit.weight)
+            made.residency = ShardedResidency(
+                space.first_row, slots, transient=transient, kind=FastResidency, shards=shards
+            )
+            made.move_by(made._link)
+        return made
 
     return build
 
@@ -51,6 +60,7 @@ STORAGES = {
     "SlottedRows, RAM tier, blocks": slotted(lambda *of: RamTier(Pairs(*of), memory=2500), QueuedLink),
     "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
     "SlottedRows, hot and cold": slotted(MemoryHome, QueuedLink, transient=True, hot=0.15),
+    "SlottedRows, in shards": slotted(MemoryHome, QueuedLink, hot=0.05, shards=4),
     "SlottedRows, hot, file": slotted(FileHome, DirectLink, hot=0.1),
 }
 

@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stoker.ops.codegen.threads import kernel_threads, team
 from stoker.ops.reference import addresses
 from stoker.ops.select import offsets_fit
 from stoker.ops.space import HAVE_NUMBA, AddressSpace, Bags
 
+_PART = 2**15  # ids that are worth a thread
 Int64 = npt.NDArray[np.int64]
 
 
@@ -147,7 +149,9 @@ def to_slots(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor
     if HAVE_NUMBA:
         from stoker.ops.cpu import kernels
 
-        kernels.take_slots(which.view(-1).numpy(), slots, pinned)
+        all_ids = which.view(-1).numpy()
+        size = min(kernel_threads(), 1 + len(all_ids) // _PART)
+        team(size).run(kernels.take_slots, [(part, slots, pinned) for part in np.array_split(all_ids, size)])
         return which
     places = torch.from_numpy((slots + pinned).astype(np.int32))
     return which.copy_(torch.where(which < 0, -1 - which, places[which.clamp(min=0).long()]))

@@ -6,8 +6,8 @@ Legend: N rows of the tables, C slots, U distinct rows of a batch, W batches who
   rows than there are slots, or with an epoch lookahead. A hash of 32 bytes per record, with a power of two of records
   that is at most 3/4 full (half with a GPU), for rows that are in slots, announced or being written back. One bit per
   row for idle rows.
-* The window: for batches that wait (``slotted``), 8 bytes per distinct row and 12 bytes per lookup (its id, and its
-  row); and 8 bytes per announced use, in a ring of a power of two, so at most 16.
+* The window: for batches that wait (``slotted``), 8 bytes per distinct row (20 where a residency in shards plans) and
+  12 bytes per lookup (its id, and its row); and 8 bytes per announced use, in a ring of a power of two, so at most 16.
 * In flight: the writebacks of two plans that are not complete (``transfer``). If a disk is slow, there are more, but
   at most those of :data:`stoker.tables.slots.residency.LANDED` plans. A plan writes about as many rows as a batch has
   beyond the C most frequent ones.
@@ -35,6 +35,7 @@ from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import FULL, ROOMY, known_bytes
+from stoker.tables.slots.sharded import PART_BYTES, count_shards
 from stoker.tables.slots.window import IN_MEMORY, SHARE, default_memory
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: record and entry in the list of empty slots; and two keys in a heap
@@ -139,7 +140,11 @@ class Footprint:
 
     def window(self, slots: int) -> int:
         """Return the bytes of those batches, which :func:`stoker.stage` may take."""
-        return math.ceil(self.known(slots) * self._window.batch_bytes)
+        return math.ceil(self.known(slots) * self._batch_bytes(slots))
+
+    def _batch_bytes(self, slots: int) -> float:
+        parts = count_shards(slots, self.rows) > 1
+        return self._window.batch_bytes + (PART_BYTES * self.distinct if parts else 0)
 
     def beside(self, slots: int) -> Beside:
         """Return the memory of C slots besides their rows."""
@@ -152,7 +157,7 @@ class Footprint:
         slot = _ORDERED_SLOT if self.epoch_lookahead or wanted > slots else _SLOT
         return Beside(
             page_table=slot * slots + _RECORD * directory + self.rows // 8,
-            window=self.window(slots) + math.ceil(self._window.batch_bytes),
+            window=self.window(slots) + math.ceil(self._batch_bytes(slots)),
             in_flight=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
             staging=0 if self.on_cpu else self._staging(slots),
             index=self.rows // 8,

@@ -35,7 +35,7 @@ from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.budget import ReplaySettings
 from stoker.tables import tables_for
 from stoker.tables.config import DTYPES, Cached, bytes_of_row
-from stoker.tables.slots.residency import FARTHEST, Hints, known_bytes
+from stoker.tables.slots.residency import FARTHEST, Hints
 from stoker.tables.slots.slotted import make_residency
 from stoker.tables.slots.window import Ahead, default_memory
 
@@ -544,7 +544,7 @@ def _replayed(
     """Replay a trace once; the rows ``hot`` [K] are pinned and take none of the ``slots``."""
     passing, adapts = strategy.kind in ("hot-cold", "host-pipelined"), strategy.kind in _ADAPTIVE
     residency = make_residency([0, trace.num_rows], min(slots, trace.num_rows + 1), transient=passing)
-    residency.landing = 0
+    residency.set_up(landing=0)
     ahead, hints = Ahead(None if adapts else strategy.window), _hints(trace, strategy.kind)
     waiting: deque[tuple[Int64, Int32, float]] = deque()  # known batches: rows, occurrences, bytes
     flying: deque[Int64] = deque()  # slots of batches in flight
@@ -556,11 +556,11 @@ def _replayed(
         nonlocal misses, missed, size
         part = slice(*trace.offsets[step : step + 2])
         rows, counts, until = trace.rows[part].astype(np.int64), trace.counts[part], trace.until[part]
-        own = known_bytes(len(rows), int(counts.sum()))
+        own = residency.batch_bytes(len(rows), int(counts.sum()))
         if hot is not None:
             new, cold = fresh[rows], ~hot[rows]
             misses, missed, fresh[rows] = misses + int(new.sum()), missed + int(counts[new].sum()), False
-            own = known_bytes(int(cold.sum()), int(counts.sum()))
+            own = residency.batch_bytes(int(cold.sum()), int(counts.sum()))
             rows, counts, until = rows[cold], counts[cold], until[cold]
         residency.announce(rows, hints(step, rows, until))
         waiting.append((rows, counts, own))

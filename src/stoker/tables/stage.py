@@ -56,6 +56,7 @@ _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
 _NO_STALL = 0.002  # if it is less for some time, one batch less
 _JUDGED = 16  # batches between two checks of the stalls
+_MOST_FINDERS = 4
 _PATIENCE = 8  # checks without stalls before the first shrink; twice as many before each later one
 
 Item = TypeVar("Item")
@@ -247,11 +248,11 @@ class _Run:
         self.stage, self.tables = stage, stage.tables
         self._source = iter(stage.stream)
         self._failure: Exception | None = None  # of the stream, raised after the batches before it
-        # The distinct rows of a batch depend on nothing else, so where torch has threads one of ours finds them while
+        # The distinct rows of a batch depend on nothing else, so where torch has threads some of ours find them while
         # the batch before is announced and planned.
-        several = torch.get_num_threads() > 1
-        self._finder = ThreadPoolExecutor(1, "stoker-distinct") if several else None
-        self._read: _Read | Exception | None = None  # the batch to announce next
+        self._finders = _finders(torch.get_num_threads())
+        self._finder = ThreadPoolExecutor(self._finders, "stoker-distinct") if self._finders else None
+        self._reads: deque[_Read | Exception] = deque()  # the batches to announce next
         self._queues = [storage.queue() for _, storage in stage._groups]
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
@@ -319,17 +320,20 @@ class _Run:
 
     def _announce_next(self) -> bool:
         """Announce another batch; False if there is none."""
-        coming = self._read or self._read_next(wait=not self._waiting)
-        self._read = None
+        coming = self._reads.popleft() if self._reads else self._read_next(wait=not self._waiting)
         if coming is None:
             return False
         if isinstance(coming, Exception):
             raise coming
-        if self._finder is not None and self.stage.ahead.batches:
+        while self.stage.ahead.batches and len(self._reads) < self._finders:
+            if self._reads and isinstance(self._reads[-1], Exception):
+                break
             try:
-                self._read = self._read_next(wait=False)
-            except Exception as error:  # this batch comes first
-                self._read = error
+                if (further := self._read_next(wait=False)) is None:
+                    break
+                self._reads.append(further)
+            except Exception as error:  # the batches before it come first
+                self._reads.append(error)
         item = coming.upcoming.item
         groups = zip(self._queues, self.stage._groups, self._upcoming(item), coming.wanted, strict=True)
         for queue, (index, _), upcoming, wanted in groups:
@@ -518,6 +522,11 @@ class _Run:
 _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
+def _finders(threads: int) -> int:
+    """Return how many of our threads find distinct rows where torch has ``threads``."""
+    return 0 if threads == 1 else max(1, min(_MOST_FINDERS, threads // 4))
+
+
 def _lookups_of_batch(item: Any) -> Lookup:
     """Return ids, offsets and weights of a :class:`Batch`, or of an object with these attributes."""
     if not hasattr(item, "ids"):
@@ -584,7 +593,7 @@ def stage(
         lookahead: batches whose ids are known beyond those in flight. None adapts: it grows while evictions are
             guesses, and shrinks while they are not, up to 64 if all rows are in memory. Either way there are fewer if
             they take more memory than the strategies of the tables allow (``window``). If torch may use several
-            threads, one more batch is read, whose rows a thread finds meanwhile.
+            threads, one to four more batches are read, whose rows threads find meanwhile.
         in_flight: batches whose rows are in fast memory at a time, with the one in training; it may exceed
             ``lookahead``. If the slots hold fewer, batches wait until others are done, and more rows than necessary are
             fetched: the slots hold only rows in flight. None adapts: it grows while training waits for rows, and

@@ -519,6 +519,20 @@ def _plan(
 
 
 @jit(**PLAIN)
+def _missing(rows, directory, slots):
+    """Return how many of the rows need another slot, and how many have one that may be given up."""
+    missing = parked = 0
+    for i in range(rows.size):
+        if i + _AHEAD < rows.size:
+            _prefetch_record(directory, rows[i + _AHEAD])
+        at = _find(directory, rows[i])
+        slot = directory[at, SLOT] if directory[at, ADDRESS] != 0 else np.int64(-1)
+        missing += slot < 0
+        parked += slot >= 0 and (slots[slot, FLAGS] & PARKED_FLAG) != 0
+    return missing, parked
+
+
+@jit(**PLAIN)
 def _release(given, mark, slots, order, counters):
     """Release the slots of a batch; those of no other batch in flight may be given up."""
     for i in range(given.size):
@@ -686,6 +700,10 @@ class FastResidency(Residency):
             self._leaving.append((self.plans, made.evict_rows))
         self.plans += 1
         return made
+
+    def fits(self, rows: Ints) -> bool:
+        missing, parked = _missing(np.ascontiguousarray(rows, np.int64), self._directory, self._slots)
+        return bool(missing <= self.free - parked)
 
     def release(self, slots: Ints, *, changed: bool) -> None:
         _release(np.ascontiguousarray(slots, np.int64), changed, *self._structures)

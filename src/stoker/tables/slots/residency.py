@@ -38,6 +38,15 @@ def known_bytes(distinct: float, lookups: float) -> float:
     return 24 * distinct + 12 * lookups
 
 
+def check_hints(rows: Ints, upcoming: Hints | None) -> None:
+    """Raise ConfigError if there are not as many hints as rows."""
+    if upcoming is not None and len(upcoming) != len(rows):
+        raise ConfigError(
+            f"next uses of {len(upcoming):,} rows are known for a batch that has {len(rows):,}: the stream did not "
+            "give the same batches twice. Leave epoch_lookahead out, or give a stream that repeats itself."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotPlan:
     """The moves that make one batch resident. Evictions come before fetches; each row occurs once."""
@@ -111,6 +120,12 @@ class Residency:
         self._changed: set[int] = set()
         self._parked: dict[int, None] = {}  # slots that may be given up, in order of their release
 
+    def set_up(self, landing: int, *, roomy: bool = False) -> None:
+        """Set after how many plans writebacks have landed, and whether memory is roomy, before the first plan."""
+        self.landing = landing
+        if roomy:
+            self.load = ROOMY
+
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
         """Record that another batch will use the distinct addresses ``rows`` [U].
 
@@ -123,13 +138,8 @@ class Residency:
         Raises:
             ConfigError: the number of hints is not that of rows.
         """
-        if upcoming is not None:
-            if len(upcoming) != len(rows):
-                raise ConfigError(
-                    f"next uses of {len(upcoming):,} rows are known for a batch that has {len(rows):,}: the stream did "
-                    "not give the same batches twice. Leave epoch_lookahead out, or give a stream that repeats itself."
-                )
-            self._hinted = True
+        check_hints(rows, upcoming)
+        self._hinted = self._hinted or upcoming is not None
         if self._hinted:
             # A scan of all slots is cheap next to entering as many rows.
             self._rows_since += len(rows)
@@ -156,6 +166,15 @@ class Residency:
         """Give slots to a batch that was not announced, before those that were."""
         return self._plan(np.ascontiguousarray(rows, np.int64), -1)
 
+    def batch_bytes(self, distinct: float, lookups: float) -> float:
+        """Return the bytes that an announced batch takes until its plan, with its lookups."""
+        return known_bytes(distinct, lookups)
+
+    def fits(self, rows: Ints) -> bool:
+        """Return True if a plan for ``rows`` would find enough slots now."""
+        slots = [item.slot for row in rows.tolist() if (item := self._rows.get(row)) is not None and item.slot >= 0]
+        return len(rows) - len(slots) <= self.free - sum(slot in self._parked for slot in slots)
+
     def skip(self) -> None:
         """Drop the first announced batch without a plan, but not its hints."""
         _, begin, rows = self._window.popleft()
@@ -173,9 +192,9 @@ class Residency:
         """Announced batches without a plan."""
         return len(self._window)
 
-    def resident(self, start: int, stop: int) -> Ints:
-        """Return the slots with an address in ``start..stop``."""
-        return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
+    def rows_in(self, slots: Ints) -> Ints:
+        """Return the address in each slot; -1 in an empty one."""
+        return self.row_in_slot[slots]
 
     def _local(self, row: int) -> tuple[int, int]:
         table = int(np.searchsorted(self.first_row, row, side="right")) - 1

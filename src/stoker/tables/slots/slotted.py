@@ -30,7 +30,8 @@ from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
-from stoker.tables.slots.residency import ROOMY, Hints, Ints, Residency, SlotPlan, known_bytes
+from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan
+from stoker.tables.slots.sharded import ShardedResidency, count_shards
 from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
@@ -123,9 +124,8 @@ class SlottedRows(Storage):
 
     def move_by(self, link: DirectLink) -> None:
         """Run plans by ``link`` from now on, before the first one."""
-        self._link, self.residency.landing = link, link.landing
-        if link.roomy:
-            self.residency.load = ROOMY
+        self._link = link
+        self.residency.set_up(link.landing, roomy=link.roomy)
 
     def _fill_hot(self) -> None:
         """Fetch the hot rows into their slots."""
@@ -267,7 +267,7 @@ class SlottedRows(Storage):
             for begin in range(0, len(slots), _STORED):  # sorting takes memory
                 some = slots[begin : begin + _STORED]
                 try:
-                    self._link.store(self.residency.row_in_slot[some], some)
+                    self._link.store(self.residency.rows_in(some), some)
                 except BaseException:
                     self.residency.mark_changed(slots[begin:])
                     raise
@@ -323,13 +323,14 @@ class SlottedRows(Storage):
                     self.home.write(begin, part)
                 else:
                     self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
-            self._refresh(self.residency.resident(start, start + len(rows.weight)))
+            held = self.residency.row_in_slot
+            self._refresh(np.flatnonzero((held >= start) & (held < start + len(rows.weight))))
 
     def _refresh(self, slots: Ints) -> None:
         """Fetch the rows in some slots again."""
         if len(slots):
             self._link.released(self._link.mark())  # also rows under a lease, as if it had ended
-            self._link.fetch(self.residency.row_in_slot[slots], slots)
+            self._link.fetch(self.residency.rows_in(slots), slots)
             self._link.ready()
 
     def scatter(self, rows: Ints, values: Rows) -> None:
@@ -405,7 +406,7 @@ class Queue:
         wanted = wanted or storage.distinct(bags, space)
         with storage._lock:
             self._waiting.append(_Request(bags, space, wanted, upcoming))
-            self.bytes += known_bytes(len(wanted.rows), wanted.which.numel())
+            self.bytes += storage.residency.batch_bytes(len(wanted.rows), wanted.which.numel())
             self._tell()
             storage.stats.plan_seconds += time.perf_counter() - begin
 
@@ -445,7 +446,7 @@ class Queue:
 
     def _drop_first(self) -> None:
         wanted = self._waiting.popleft().wanted
-        self.bytes -= known_bytes(len(wanted.rows), wanted.which.numel())
+        self.bytes -= self._storage.residency.batch_bytes(len(wanted.rows), wanted.which.numel())
 
     def close(self) -> None:
         """Drop the waiting batches. Further calls do nothing."""
@@ -461,14 +462,17 @@ class Queue:
 
 def make_residency(
     first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
-) -> Residency:
+) -> Residency | ShardedResidency:
     """Return the fastest residency that is installed; ``fast``: True for Numba, False for plain Python."""
-    kind = Residency
+    kind, first_row = Residency, np.ascontiguousarray(first_row, np.int64)
     if importlib.util.find_spec("numba") is not None if fast is None else fast:
         from stoker.tables.slots.fast_residency import FastResidency
 
         kind = FastResidency
-    return kind(np.ascontiguousarray(first_row, np.int64), slots, transient=transient)
+    shards = count_shards(slots, int(first_row[-1]))
+    if shards == 1:
+        return kind(first_row, slots, transient=transient)
+    return ShardedResidency(first_row, slots, transient=transient, kind=kind, shards=shards)
 
 
 def make_slotted(

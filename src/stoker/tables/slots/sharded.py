@@ -1,0 +1,243 @@
+"""A residency in shards, which several threads plan at once: each shard has its share of the rows and its own slots.
+
+S consecutive addresses are a block, and each of them is in another shard; a hash of the block decides in which, so that
+no regular pattern of ids meets one shard only. A shard is a residency over blocks. It evicts by the same rule among its
+own rows: with many slots a shard, the misses are those of one residency within a thousandth. The slots alone decide how
+many shards there are, so plans are the same whatever the number of threads.
+
+A batch fits if it does in every shard, and shards get unequal parts of it, by about the square root of their rows. So a
+batch that nearly fills the slots may have to wait where it would fit one residency.
+
+Legend: N rows, C slots, S shards, U distinct rows of a batch, T tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.ops.codegen.threads import kernel_threads, team
+from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan, check_hints, known_bytes
+
+PART_BYTES = 12  # of a row of a batch that waits: its block, and its place
+_MOST = 8  # shards
+_LEAST_SLOTS = 2**16  # of a shard, so that the parts of a batch differ by a few percent, and are worth a thread
+_NEARLY_ALL = 0.9  # of the rows: with more slots, hardly any row is evicted
+
+
+def count_shards(slots: int, rows: int) -> int:
+    """Return S for C slots and N rows: a power of two.
+
+    >>> count_shards(1000, 10**6), count_shards(100_000, 10**6), count_shards(10**6, 10**7)
+    (1, 1, 8)
+    """
+    most = _MOST if slots < _NEARLY_ALL * rows else 1
+    return 1 << (min(most, max(1, slots // _LEAST_SLOTS)).bit_length() - 1)
+
+
+Places = npt.NDArray[np.int32]
+
+
+class Parts(NamedTuple):
+    """The rows of a batch, shard by shard."""
+
+    blocks: Ints  # [U] their blocks
+    order: Places  # [U] their places in the batch
+    begins: Ints  # [S + 1] of each shard
+
+
+def join(blocks: Ints, shard: int, shards: int) -> Ints:
+    """Return the addresses of rows of a shard, given their blocks."""
+    rows: Ints = (blocks * shards) | ((shard ^ _turn(blocks, shards)) & (shards - 1))
+    return rows
+
+
+def divide(rows: Ints, shards: int) -> Parts:
+    """Divide a batch: the definition of the kernel."""
+    blocks = rows // shards
+    shard = (rows ^ _turn(blocks, shards)) & (shards - 1)
+    order = np.argsort(shard, kind="stable")
+    return Parts(blocks[order], order.astype(np.int32), np.searchsorted(shard[order], np.arange(shards + 1)))
+
+
+def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, slots: Ints) -> list[Ints]:
+    """Write the slots of a shard's plan to their places in the batch, and return what moves.
+
+    Args:
+        made: its plan.
+        order: places of its rows in the batch.
+        shard: its number.
+        shards: S.
+        first: its first slot.
+        slots: [U] of the batch.
+
+    Returns:
+        Addresses and slots of the fetched rows, and of those to write back.
+    """
+    slots[order] = made.slots + first
+    fetched, gone = join(made.fetch_rows, shard, shards), join(made.evict_rows, shard, shards)
+    return [fetched, made.fetch_slots + first, gone, made.evict_slots + first]
+
+
+def pick(slots: Ints, start: int, stop: int) -> Ints:
+    """Return the slots in ``start..stop``, less ``start``."""
+    return slots[(slots >= start) & (slots < stop)] - start
+
+
+def _turn(blocks: Ints, shards: int) -> Ints:
+    """Return how the rows of each block are turned among the shards."""
+    hashed = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (hashed >> np.uint64(61)).astype(np.int64) & (shards - 1)
+
+
+class ShardedResidency:
+    """S residencies that plan each batch together, behind the methods of one :class:`Residency`.
+
+    Args:
+        first_row: [T + 1] first address of each table; the last is N.
+        slots: C.
+        transient: as for :class:`Residency`.
+        kind: of each shard.
+        shards: S, a power of two of at most 8.
+    """
+
+    def __init__(self, first_row: Ints, slots: int, *, transient: bool, kind: type[Residency], shards: int) -> None:
+        self.first_row, self.slots, self.transient = first_row, slots, transient
+        if kind is Residency:
+            self._divide, self._merge, self._pick = divide, merge, pick
+        else:
+            from stoker.tables.slots import sharded_kernels as kernels
+
+            self._divide, self._merge, self._pick = kernels.divide, kernels.merge, kernels.pick
+        edge = first_row // shards
+        firsts = [edge + (join(edge, shard, shards) < first_row) for shard in range(shards)]
+        rows = np.cumsum([0, *(first[-1] for first in firsts)])
+        self._first_slot: Ints = slots * rows // rows[-1]  # [S + 1]
+        self.shards = [
+            kind(first, int(count), transient=transient)
+            for first, count in zip(firsts, np.diff(self._first_slot), strict=True)
+        ]
+        self._window: deque[Parts] = deque()
+
+    def _each(self, work: Callable[[int, Residency], Any]) -> list[Any]:
+        """Return what ``work`` returns for each shard, on as many threads as kernels use."""
+        found: list[Any] = [None] * len(self.shards)
+        left = iter(range(len(self.shards)))
+
+        def some() -> None:
+            for number in left:
+                found[number] = work(number, self.shards[number])
+
+        team(size := min(kernel_threads(), len(self.shards))).run(some, [()] * size)
+        return found
+
+    def set_up(self, landing: int, *, roomy: bool = False) -> None:
+        for shard in self.shards:
+            shard.set_up(landing, roomy=roomy)
+
+    def batch_bytes(self, distinct: float, lookups: float) -> float:
+        return known_bytes(distinct, lookups) + PART_BYTES * distinct
+
+    def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
+        check_hints(rows, upcoming)
+        parts = self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards))
+        hints = None if upcoming is None else np.ascontiguousarray(upcoming)[parts.order]
+
+        def enter(number: int, shard: Residency) -> None:
+            own = slice(*parts.begins[number : number + 2])
+            shard.announce(parts.blocks[own], None if hints is None else hints[own])
+
+        self._each(enter)
+        self._window.append(parts)
+
+    def plan(self) -> SlotPlan | None:
+        made = self._plan(self._window[0], lambda shard, _: shard.plan())
+        if made is not None:
+            self._window.popleft()
+        return made
+
+    def plan_now(self, rows: Ints) -> SlotPlan | None:
+        parts = self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards))
+        return self._plan(parts, Residency.plan_now)
+
+    def _plan(self, parts: Parts, of: Callable[[Residency, Ints], SlotPlan | None]) -> SlotPlan | None:
+        total, begins = len(self.shards), parts.begins.tolist()
+        own = [parts.blocks[begin:end] for begin, end in pairwise(begins)]
+        sure = all(len(blocks) <= shard.free for blocks, shard in zip(own, self.shards, strict=True))
+        if not sure and not all(self._each(lambda number, shard: shard.fits(own[number]))):
+            return None
+        slots = np.empty(len(parts.blocks), np.int64)
+
+        def make(number: int, shard: Residency) -> tuple[SlotPlan, list[Ints]]:
+            made = of(shard, own[number])
+            assert made is not None
+            order = parts.order[begins[number] : begins[number + 1]]
+            return made, self._merge(made, order, number, total, int(self._first_slot[number]), slots)
+
+        made = self._each(make)
+        moved = [np.concatenate(each) for each in zip(*(moved for _, moved in made), strict=True)]
+        return SlotPlan(
+            number=made[0][0].number, slots=slots, fetch_rows=moved[0], fetch_slots=moved[1], evict_rows=moved[2],
+            evict_slots=moved[3], fence=max(each.fence for each, _ in made),
+        )  # fmt: skip
+
+    def release(self, slots: Ints, *, changed: bool) -> None:
+        slots = np.ascontiguousarray(slots, np.int64)
+        self._each(lambda number, shard: shard.release(self._own(slots, number), changed=changed))
+
+    def _own(self, slots: Ints, number: int) -> Ints:
+        """Return those of ``slots`` that are a shard's, counted within it, in the same order."""
+        return self._pick(slots, int(self._first_slot[number]), int(self._first_slot[number + 1]))
+
+    def skip(self) -> None:
+        self._window.popleft()
+        self._each(lambda _, shard: shard.skip())
+
+    def cancel(self) -> None:
+        self._window.clear()
+        self._each(lambda _, shard: shard.cancel())
+
+    @property
+    def announced(self) -> int:
+        return len(self._window)
+
+    @property
+    def row_in_slot(self) -> Ints:
+        return self.rows_in(np.arange(self.slots))
+
+    def rows_in(self, slots: Ints) -> Ints:
+        found = np.empty(len(slots), np.int64)
+        shard = np.searchsorted(self._first_slot, slots, side="right") - 1
+        for number, each in enumerate(self.shards):
+            own = shard == number
+            held = each.rows_in(slots[own] - self._first_slot[number])
+            found[own] = np.where(held < 0, -1, join(held, number, len(self.shards)))
+        return found
+
+    def take_changed(self) -> Ints:
+        firsts = self._first_slot[:-1]
+        return np.concatenate([shard.take_changed() + at for shard, at in zip(self.shards, firsts, strict=True)])
+
+    def mark_changed(self, slots: Ints) -> None:
+        for number, shard in enumerate(self.shards):
+            shard.mark_changed(self._own(slots, number))
+
+    @property
+    def free(self) -> int:
+        """Rows that would find slots now: the part of no shard is larger than the mean by four deviations."""
+        least = min(shard.free for shard in self.shards)
+        return len(self.shards) * max(0, least - 4 * math.isqrt(least))
+
+    @property
+    def guesses(self) -> bool:
+        return any(shard.guesses for shard in self.shards)
+
+    @property
+    def wanted(self) -> int:
+        return sum(shard.wanted for shard in self.shards)
