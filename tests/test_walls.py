@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_100,
     "dataset": 3_075,
     "optim": 610,
-    "tables": 12_010,
+    "tables": 12_340,
     "models": 1_985,
     "placement": 2_890,
     "training": 10_540,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 62_960
+ALL_LINES = 63_290
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
