@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
+from stoker.ops.distinct import to_slots
 from stoker.tables.slots import sharded_kernels
 from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
@@ -427,3 +428,17 @@ def test_threads_make_the_plans_of_one():
     for one, three in zip(*found, strict=True):
         assert same_plans(one, three)
         assert np.array_equal(one.evict_rows, three.evict_rows)
+
+
+def test_threads_replace_rows_by_slots_as_one_does():
+    random = np.random.default_rng(5)
+    slots = random.permutation(5000)
+    which = random.integers(-30, 5000, (40_000, 4)).astype(np.int32)
+    expected = np.where(which < 0, -1 - which, slots[np.maximum(which, 0)] + 30)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = to_slots(torch.from_numpy(which.copy()), slots, 30)
+    finally:
+        torch.set_num_threads(before)
+    assert np.array_equal(found.numpy(), expected)

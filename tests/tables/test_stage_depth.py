@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.slots.window import FARTHER, IN_MEMORY, LEAST, Ahead
 
 ROWS, EACH, COUNT = 400, 8, 30
+stage_module: Any = sys.modules["stoker.tables.stage"]  # the package has the function of this name
 
 
 def tables_with(placement: Any = None) -> EmbeddingTables:
@@ -186,3 +188,30 @@ def test_a_thread_that_finds_rows_ahead_changes_nothing() -> None:
     assert steps == same_steps == list(range(6))
     assert fetched == same_fetched
     assert torch.equal(rows, same_rows)
+
+
+def test_one_to_four_threads_find_distinct_rows() -> None:
+    assert [stage_module._finders(threads) for threads in (1, 2, 4, 8, 16, 64)] == [0, 1, 1, 2, 4, 4]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_find_the_rows_of_the_next_batches_and_errors_come_after_the_batches_before(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(stage_module, "_finders", lambda threads: count)
+    read: list[int] = []
+
+    def stream() -> Iterator[torch.Tensor]:
+        for number in range(10):
+            read.append(number)
+            yield torch.arange(4).view(4, 1) + number
+        raise ValueError("the log ends here")
+
+    table = TableConfig(name="t", num_embeddings=40, embedding_dim=2)
+    tables = EmbeddingTables([table], optimizer=stoker.SGD(lr=1.0), placement=Cached(slots=20))
+    batches = iter(stoker.stage(stream(), tables, lookahead=1, in_flight=1, lookups=lambda ids: ids))
+    assert int(next(batches)[0]) == 0
+    assert len(read) == 2 + count
+    assert [int(ids[0]) for ids in islice(batches, 9)] == list(range(1, 10))
+    with pytest.raises(ValueError, match="the log ends here"):
+        next(batches)
