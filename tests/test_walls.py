@@ -22,10 +22,10 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_195,
-    "ops": 7_100,
+    "ops": 7_105,
     "dataset": 3_075,
     "optim": 610,
-    "tables": 12_340,
+    "tables": 12_390,
     "models": 1_985,
     "placement": 2_890,
     "training": 10_540,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_290
+ALL_LINES = 63_340
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -14,7 +14,7 @@ from stoker.ops.distinct import to_slots
 from stoker.tables.slots import sharded_kernels
 from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
-from stoker.tables.slots.sharded import ShardedResidency, count_shards, divide, join
+from stoker.tables.slots.sharded import Parts, ShardedResidency, count_shards, divide, join
 from stoker.tables.slots.slotted import make_residency
 
 
@@ -361,7 +361,7 @@ def test_every_row_is_a_block_of_one_shard(tables, shards):
     if not first[-1]:
         return
     rows = np.random.default_rng(len(tables)).permutation(first[-1])
-    parts, fast = divide(rows, shards), sharded_kernels.divide(rows, shards)
+    parts, fast = Parts(*divide(rows, shards)), sharded_kernels.divide(rows, shards)
     assert all(np.array_equal(a, b) for a, b in zip(parts, fast, strict=True))
     made = ShardedResidency(first, max(1, first[-1] // 2), transient=False, kind=Residency, shards=shards)
     for shard in range(shards):
@@ -382,7 +382,7 @@ def test_the_slots_alone_decide_how_many_shards_there_are():
 
 @pytest.mark.parametrize("step", [1, 2, 8, 64, 1000, 2**20])
 def test_regular_ids_are_spread_over_all_shards(step):
-    parts = divide(np.arange(8000, dtype=np.int64) * step + 3, 8)
+    parts = Parts(*divide(np.arange(8000, dtype=np.int64) * step + 3, 8))
     sizes = np.diff(parts.begins)
     assert sizes.min() > 800
     assert sizes.max() < 1200

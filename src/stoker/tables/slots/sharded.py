@@ -58,12 +58,12 @@ def join(blocks: Ints, shard: int, shards: int) -> Ints:
     return rows
 
 
-def divide(rows: Ints, shards: int) -> Parts:
-    """Divide a batch: the definition of the kernel."""
+def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
+    """Divide a batch (:class:`Parts`): the definition of the kernel."""
     blocks = rows // shards
     shard = (rows ^ _turn(blocks, shards)) & (shards - 1)
     order = np.argsort(shard, kind="stable")
-    return Parts(blocks[order], order.astype(np.int32), np.searchsorted(shard[order], np.arange(shards + 1)))
+    return blocks[order], order.astype(np.int32), np.searchsorted(shard[order], np.arange(shards + 1))
 
 
 def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, slots: Ints) -> list[Ints]:
@@ -146,7 +146,7 @@ class ShardedResidency:
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
         check_hints(rows, upcoming)
-        parts = self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards))
+        parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         hints = None if upcoming is None else np.ascontiguousarray(upcoming)[parts.order]
 
         def enter(number: int, shard: Residency) -> None:
@@ -163,7 +163,7 @@ class ShardedResidency:
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
-        parts = self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards))
+        parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         return self._plan(parts, Residency.plan_now)
 
     def _plan(self, parts: Parts, of: Callable[[Residency, Ints], SlotPlan | None]) -> SlotPlan | None:

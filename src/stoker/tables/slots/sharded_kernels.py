@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.tables.slots.residency import Ints, SlotPlan
-from stoker.tables.slots.sharded import Parts, Places
+
+Places = npt.NDArray[np.int32]
 
 
 @jit(**PLAIN)
@@ -64,12 +66,12 @@ def _pick(slots, start, stop, found):
     return count
 
 
-def divide(rows: Ints, shards: int) -> Parts:
+def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
     """Do as :func:`stoker.tables.slots.sharded.divide`."""
     blocks, order = np.empty_like(rows), np.empty(len(rows), np.int32)
     begins = np.zeros(shards + 1, np.int64)
     _divide(rows, shards.bit_length() - 1, blocks, order, begins)
-    return Parts(blocks, order, begins)
+    return blocks, order, begins
 
 
 def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, slots: Ints) -> list[Ints]:
