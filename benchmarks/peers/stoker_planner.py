@@ -108,7 +108,7 @@ def run(batch, warm_up, timed):
         for part in (plan.slots, plan.fetch_rows, plan.fetch_slots, plan.evict_rows, plan.evict_slots):
             plans.update(part)
         plans.update(lease.bags.ids.numpy())
-    free = int(storage.residency.free) - slots + storage.num_hot
+    free = int(np.count_nonzero(storage.residency.row_in_slot < 0))
     digests = {"fetched": fetched.hexdigest(), "plans": plans.hexdigest()}
     say("checked", case=f"{batch}", misses=misses, hot=storage.num_hot, slots=slots, free=free, **digests)
     whole = np.sum(seconds, axis=1)

@@ -1045,3 +1045,34 @@ def test_compiled_saliency_in_eval_mode_is_no_clipping() -> None:
     compiled(batches(1)[0]).sum().backward()
     assert tables.tick == 2
     torch._dynamo.reset()
+
+
+def test_messages_of_first_hours_say_what_to_write_instead() -> None:
+    """What people try who know nn.EmbeddingBag."""
+
+    def make(optimizer: stoker.RowOptimizer) -> stoker.EmbeddingTables:
+        names = ["user", "item"]
+        return stoker.EmbeddingTables(
+            [stoker.TableConfig(name=name, num_embeddings=10, embedding_dim=4) for name in names], optimizer=optimizer
+        )
+
+    tables, ids = make(stoker.SGD(lr=0.1)), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"tables\(batch\.ids, batch\.offsets, batch\.weights\)"):
+        tables(stoker.Batch(dense=torch.zeros(2, 1), ids=ids))
+    with pytest.raises(TypeError, match="a column for each feature"):
+        tables({"user": ids[:, 0], "item": ids[:, 1]})
+    with pytest.raises(TypeError, match=r"Give torch\.tensor\(\.\.\.\) of it"):
+        tables(ids.tolist())
+    assert not hasattr(tables, "weight")
+    with pytest.raises(AttributeError, match=r"tables\.rows\('user'\)"):
+        _ = tables.weight
+    other = make(stoker.Adam(lr=0.1)).state_dict()
+    with pytest.raises(RuntimeError, match=r"keeps exp_avg, exp_avg_sq, and SGD keeps nothing.*tables\.write\('user'"):
+        tables.load_state_dict(other)
+    tables.write("user", 0, other["user.weight"])
+    bag = torch.nn.EmbeddingBag(10, 4)
+    with pytest.raises(RuntimeError, match=r"tables\.write\('user', 0, state\['weight'\]\)"):
+        tables.load_state_dict(bag.state_dict())
+    nested = torch.nn.Sequential(tables)
+    with pytest.raises(RuntimeError, match=r"state\['0\.user\.weight'\]"):
+        nested.load_state_dict({f"0.{key}": value for key, value in other.items()})

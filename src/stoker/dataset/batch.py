@@ -28,7 +28,9 @@ def as_tensor(array: Any, *, copy: bool = False) -> Tensor:
     if isinstance(array, Tensor):
         return array
     if not hasattr(array, "__dlpack__"):
-        raise TypeError(f"{type(array).__name__} is neither a tensor nor an array with __dlpack__.")
+        raise TypeError(
+            f"{type(array).__name__} is neither a tensor nor an array with __dlpack__. {_instead_of(array)}"
+        )
     if any(step < 0 for step in getattr(array, "strides", None) or ()):
         array = array.copy()  # torch 2.13 aborts the process
     try:
@@ -36,6 +38,14 @@ def as_tensor(array: Any, *, copy: bool = False) -> Tensor:
     except BufferError:
         tensor = from_dlpack(array.copy())
     return tensor.clone() if copy else tensor
+
+
+def _instead_of(given: Any) -> str:
+    if hasattr(given, "ids"):
+        return "Give its parts: tables(batch.ids, batch.offsets, batch.weights)."
+    if isinstance(given, dict):
+        return "Give one tensor [B, F], with a column for each feature in the order of the tables."
+    return "Give torch.tensor(...) of it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,44 @@ class CopiedTables(nn.Module):
                     self.raw.load(state_dict[clock].tolist(), {of: iter(t.split(2**20)) for of, t in found.items()})
                 except CheckpointError as error:
                     error_msgs.append(str(error))
-        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+        unexpected = [key for key in state_dict if key.startswith(prefix) and key not in known]
+        unexpected_keys.extend(unexpected)
+        if (unexpected or missing_keys) and (remedy := self._remedy(state_dict, prefix)):
+            error_msgs.append(remedy)
+
+    def _remedy(self, state_dict: dict[str, Any], prefix: str) -> str:
+        """Return what to do with a state that is not of these tables with their optimizer; "" if nothing is known."""
+        names = [table.name for table in self.stored]
+        weights = [key for key in state_dict if key.startswith(prefix) and key.endswith("weight")]
+        found = {
+            key.removeprefix(f"{prefix}{name}.")
+            for name in names
+            for key in state_dict
+            if key.startswith(f"{prefix}{name}.")
+        }
+        saved, own = found - {"weight", *_ENTRIES}, set(self.optimizer.state)
+        if "weight" in found and saved != own:
+            of = ", ".join(sorted(saved)) or "nothing"
+            return (
+                f"the rows were saved by an optimizer that keeps {of}, and {type(self.optimizer).__name__} keeps "
+                f"{', '.join(sorted(own)) or 'nothing'}. Make the tables with that optimizer, or take the weights "
+                f"alone: tables.write({names[0]!r}, 0, state[{prefix + names[0] + '.weight'!r}])."
+            )
+        if weights and "weight" not in found:
+            return (
+                f"none of the weights ({', '.join(weights[:3])}) is of a table here ({', '.join(names[:3])}). Write "
+                f"those of an nn.EmbeddingBag: tables.write({names[0]!r}, 0, state[{weights[0]!r}])."
+            )
+        return ""
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        if name == "weight":
+            first = self.stored[0].name
+            raise AttributeError(
+                f"{type(self).__name__} has no 'weight': rows of several tables are no parameter. Read them with "
+                f"tables.rows({first!r}), and write them with tables.write({first!r}, 0, rows)."
+            )
+        return super().__getattr__(name)
 
     def _kept(self) -> dict[str, Any]:
         """Return the state of the module without its rows: hooks, train mode, attributes of subclasses."""
