@@ -16,9 +16,10 @@ __all__ = ["RESULTS", "figures", "page"]
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# Results
 
-Written by `python -m benchmarks.index` from the files of this folder; a test fails where it is not up to date. No
-result is from a GPU. Results are append-only: a rerun adds files and names those it supersedes. Files whose
-names end in a date are the oldest; some were overwritten by reruns of their day, and Git has what they held.
+Written by `python -m benchmarks.index` from the files of this folder; a test fails where it is not up to date. The
+bars `gpu-...` were measured on a GPU, all others without one. Results are append-only: a rerun adds files and names
+those it supersedes. Files whose names end in a date are the oldest; some were overwritten by reruns of their day, and
+Git has what they held.
 [What changed in bars, workloads and tolerances](../CHANGES.md).
 
 Bars whose names end in `-vs-fbgemm`, `-vs-torch` and the `dlrm-step` group are history: one workload, weaker peers. The

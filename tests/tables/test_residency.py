@@ -436,7 +436,7 @@ def test_threads_replace_rows_by_slots_as_one_does():
     which = random.integers(-30, 5000, (40_000, 4)).astype(np.int32)
     expected = np.where(which < 0, -1 - which, slots[np.maximum(which, 0)] + 30)
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
+    torch.set_num_threads(12)
     try:
         found = to_slots(torch.from_numpy(which.copy()), slots, 30)
     finally:

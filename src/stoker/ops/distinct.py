@@ -150,7 +150,7 @@ def to_slots(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor
         from stoker.ops.cpu import kernels
 
         all_ids = which.view(-1).numpy()
-        size = min(kernel_threads(), 1 + len(all_ids) // _PART)
+        size = min(max(1, kernel_threads() // 4), 1 + len(all_ids) // _PART)  # training uses cores, too
         team(size).run(kernels.take_slots, [(part, slots, pinned) for part in np.array_split(all_ids, size)])
         return which
     places = torch.from_numpy((slots + pinned).astype(np.int32))
