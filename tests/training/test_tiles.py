@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
+from stoker.training.scores import tiles
 from stoker.training.scores.tiles import TILE, tiled_scores
 from tests.campaigns import scaled
 
@@ -45,9 +48,12 @@ def examples(spec: stoker.FeatureSpec, start: int, stop: int) -> stoker.Batch:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_of_any_batches_are_those_of_one(name: str) -> None:
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+def test_scores_of_any_batches_are_those_of_the_definition(name: str, threads: int) -> None:
     model = MODELS[name]().eval()
-    whole = tiled_scores(model, examples(model.spec, 0, _ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles._Blocks, "_are_same", lambda *of: False)  # blocks of TILE rows, on one thread
+        whole = tiled_scores(model, examples(model.spec, 0, _ROWS))
 
     @settings(max_examples=scaled(12), deadline=None)
     @given(cuts=st.lists(st.integers(0, _ROWS), max_size=4))
@@ -60,16 +66,68 @@ def test_scores_of_any_batches_are_those_of_one(name: str) -> None:
     torch.testing.assert_close(whole, model.predict(examples(model.spec, 0, _ROWS)), rtol=1e-2, atol=1e-3)
 
 
-def test_a_tile_is_what_the_dense_part_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["dlrm"]().eval()
-    seen = []
-    inner = model.dense_part
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+Seen = list[tuple[int, int, int, int]]
+
+
+def watch(model: stoker.RecModel, monkeypatch: pytest.MonkeyPatch, slip: float = 0.0) -> Seen:
+    """Note what the dense part sees: rows, alignment of its inputs, threads. ``slip``: for other blocks."""
+    seen: Seen = []
+    inner: Any = model.dense_part
 
     def watched(dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         seen.append((len(dense), dense.data_ptr() % 64, embedded.data_ptr() % 64, torch.get_num_threads()))
-        return inner(dense, embedded)
+        return inner(dense, embedded) + slip * (len(dense) != TILE or torch.get_num_threads() > 1)
 
     monkeypatch.setattr(model, "dense_part", watched)
-    tiled_scores(model, examples(_SPEC, 1, _ROWS))
-    assert set(seen) == {(TILE, 0, 0, 1)}
+    own = tiles._Blocks()
+    monkeypatch.setattr(tiles, "_blocks_of", lambda model: own)
+    return seen
+
+
+def test_the_dense_part_sees_aligned_blocks_of_a_few_sizes(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    model = MODELS["dlrm"]().eval()
+    seen = watch(model, monkeypatch)
+    batch = examples(_SPEC, 1, _ROWS)  # 552 rows
+    tiled_scores(model, batch)  # trials
+    seen.clear()
+    tiled_scores(model, batch)
+    blocks = [(TILE, 0, 0, 1)] * 3 if threads != 2 else [(512, 0, 0, 2), (64, 0, 0, 1)]
+    assert sorted(seen, reverse=True) == blocks
     assert len(tiled_scores(model, examples(_SPEC, 0, 0))) == 0
+
+
+def test_blocks_whose_scores_have_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    whole = tiled_scores(MODELS["dlrm"]().eval(), examples(_SPEC, 0, _ROWS))
+    model = MODELS["dlrm"]().eval()
+    seen = watch(model, monkeypatch, slip=1e-6)
+    batches = [examples(_SPEC, start, stop) for start, stop in ((0, 5), (5, 105), (105, _ROWS))]
+    found = [tiled_scores(model, batch) for batch in batches]
+    assert torch.equal(torch.cat(found), whole)
+    seen.clear()
+    assert all(torch.equal(tiled_scores(model, batch), part) for batch, part in zip(batches, found, strict=True))
+    assert set(seen) == {(TILE, 0, 0, 1)}
+
+
+def test_trials_can_be_made_before(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    model = MODELS["dlrm"]().eval()
+    seen = watch(model, monkeypatch)
+    tiles.try_blocks(model, examples(_SPEC, 0, 1))
+    assert {rows for rows, *_ in seen} == ({64, 128, TILE} if threads != 2 else {64, 128, TILE, 512, 1024, 2048})
+    seen.clear()
+    for rows in (1, 64, 65, 129, TILE, 600):
+        tiled_scores(model, examples(_SPEC, 0, min(rows, _ROWS)))
+    assert max(rows for rows, *_ in seen) <= 512
+
+
+def test_models_that_differ_in_weights_only_share_trials() -> None:
+    one, two, other = (stoker.DLRM(_SPEC, embedding_dim=8, bottom=(24,), top=top) for top in ((40,), (40,), (41,)))
+    assert tiles._blocks_of(one) is tiles._blocks_of(two)
+    assert tiles._blocks_of(one) is not tiles._blocks_of(other)

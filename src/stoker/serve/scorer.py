@@ -26,7 +26,7 @@ from stoker.training.files.checkpoint import hash_manifest, read_manifest
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import find_checkpoint, newest_rows
 from stoker.training.scores.evaluation import check_dataset, scoring
-from stoker.training.scores.tiles import tiled_scores
+from stoker.training.scores.tiles import tiled_scores, try_blocks
 
 _REMEDY = "Pass the dataset: stoker.Scorer(run, data=...)"
 Scores = npt.NDArray[np.float32]
@@ -128,8 +128,10 @@ class Scorer:
 
     def warm_up(self) -> None:
         """Load the kernels, which are compiled once for a machine, so that the first request does not wait for them."""
-        with suppress(DataError):  # a row without values may not fit
-            self.score(pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns}))
+        with suppress(DataError), self.lock:  # a row without values may not fit
+            rows = pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns})
+            self.score(rows)
+            try_blocks(self.model, self.encoder.encode(rows))
 
     def score_together(self, requests: Sequence[Any]) -> list[Scores]:
         """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).

@@ -1,10 +1,17 @@
 """Score rows so that a score does not depend on the other rows of its batch.
 
-A library of matrix products may add in another order for another number of rows. So the dense part always sees blocks
-of one size, the last one filled up, and each block runs on one thread.
+A library of matrix products may add in another order for another number of rows. So a score is defined as that of its
+row in a block of one size, on one thread. A block of another size, or on all threads, is used once a trial has found
+that its scores have the same bits: random rows of the model's shapes, scored both ways. The order of a sum depends on
+shapes and threads, not on values. A function such as exp may have another value for the elements that fill no vector,
+and a trial may miss that; so blocks and the parts of threads are multiples of two vectors, whatever the machine.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,9 +22,83 @@ from stoker.ops.running import Known, recorded
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 
-TILE = 256  # examples; smaller ones cost up to twice the time, larger ones a single request
+TILE = 256  # examples of the block that defines a score
 GPU_TILE = 8192
+SMALL = (64, 128)  # on one thread: waking others takes longer
+LARGE = (2048, 1024, 512, TILE)  # on all threads
+_TRIALS = 4  # blocks of a trial
 _ALIGNED = 64  # bytes: products may differ for other addresses
+
+
+class _Blocks:
+    """The blocks that a model may be scored in."""
+
+    def __init__(self) -> None:
+        self._same: dict[tuple[object, ...], bool] = {}  # what trials found
+
+    def choose(self, model: RecModel, inputs: Sequence[Tensor], left: int) -> tuple[int, bool] | None:
+        """Return the size of the next block and whether all threads work on it; None: blocks of TILE, one a thread.
+
+        Args:
+            model: in eval mode.
+            inputs: of its dense part.
+            left: rows that are not scored yet.
+        """
+        threads = torch.get_num_threads()
+        if left <= SMALL[-1]:
+            fits = (size for size in SMALL if size >= left and self._are_same(model, inputs, size, 1))
+            return next(fits, TILE), False
+        if threads == 1 or threads & (threads - 1):  # else its parts are no multiples of vectors
+            return None
+        fits = (size for size in LARGE if size <= max(left, TILE) and self._are_same(model, inputs, size, threads))
+        return None if (size := next(fits, None)) is None else (size, True)
+
+    def _are_same(self, model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
+        shapes = tuple((each.dtype, each.shape[1:]) for each in inputs)
+        key = size, threads, shapes, model.matmul, torch.get_float32_matmul_precision()
+        if key not in self._same:
+            self._same[key] = all(each.is_floating_point() for each in inputs) and _try(model, inputs, size, threads)
+        return self._same[key]
+
+
+_blocks: WeakKeyDictionary[RecModel, _Blocks] = WeakKeyDictionary()
+_alike: dict[object, _Blocks] = {}  # by what models of the same shapes have in common
+
+
+def _blocks_of(model: RecModel) -> _Blocks:
+    """Return the blocks of a model; models that differ in the values of weights only share them."""
+    if (found := _blocks.get(model)) is None:
+        shapes = tuple((name, each.dtype, each.shape) for name, each in model.named_parameters())
+        key = type(model), repr(model.config()), shapes
+        found = _blocks[model] = _alike.setdefault(key, _Blocks())
+    return found
+
+
+def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
+    """Return True if random rows have the same logits in blocks of ``size`` on ``threads`` as by the definition."""
+    random = torch.Generator().manual_seed(0)
+    rows = max(size, TILE)
+    drawn = [torch.randn((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
+
+    def scored(size: int, blocks: int) -> Tensor:
+        parts = [tuple(_tile(each, at * size, size) for each in drawn) for at in range(blocks)]
+        logits = [model._logits(model.dense_part, part) for part in parts]
+        return torch.stack([torch.cat(logits), torch.cat([torch.sigmoid(each) for each in logits])])
+
+    with torch.no_grad(), one_thread():
+        expected = scored(TILE, rows // TILE)
+    with torch.no_grad(), one_thread() if threads == 1 else nullcontext():
+        found = scored(size, min(_TRIALS, rows // size))
+    return torch.equal(found, expected[:, : found.shape[1]])
+
+
+def try_blocks(model: RecModel, batch: Batch) -> None:
+    """Try all blocks now, so that no later call waits for a trial; ``batch`` has a row or more of the model."""
+    if model.device.type == "cpu" and not model.embeddings.divided:
+        with torch.no_grad():
+            inputs = model.inputs(batch)
+        for left in (*SMALL, *LARGE):
+            _blocks_of(model).choose(model, inputs, left)
 
 
 def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
@@ -32,34 +113,32 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
     if model.embeddings.divided:
         return model.predict(batch)
     on_cpu = model.device.type == "cpu"
-    if not on_cpu:
-        return _scores(model, batch, on_cpu)
-    with own_threads() if count > TILE else one_thread():  # waking another thread takes longer than a lookup
-        return _scores(model, batch, on_cpu)
-
-
-def _scores(model: RecModel, batch: Batch, on_cpu: bool) -> Tensor:
-    count = len(batch)
-    with torch.no_grad():
+    with torch.no_grad(), one_thread() if on_cpu and count <= SMALL[-1] else nullcontext():
         inputs = model.inputs(batch)
-        if any(each.shape[0] != count for each in inputs):
-            return model.predict(batch)
-        size = TILE if on_cpu else GPU_TILE
-        out = torch.empty(-(-count // size) * size, device=model.device)
-
+    if any(each.shape[0] != count for each in inputs):
+        return model.predict(batch)
+    out = torch.empty(count, device=model.device)
     known: Known = {}
 
-    def work(start: int) -> None:
+    def work(start: int, size: int) -> None:
         with torch.no_grad(), recorded(known):  # weights are brought into their layout once
-            logits = model._logits(model.dense_part, tuple(_tile(x, start, size) for x in inputs))
-            out[start : start + size] = torch.sigmoid(logits)
+            logits = model._logits(model.dense_part, tuple(_tile(each, start, size) for each in inputs))
+            out[start : start + size] = torch.sigmoid(logits)[: count - start]
 
-    if on_cpu:
-        each_on_one_thread(work, range(0, count, size))
-    else:
-        for start in range(0, count, size):
-            work(start)
-    return out[:count]
+    start, blocks = 0, _blocks_of(model)
+    while start < count:
+        if not on_cpu:
+            work(start, GPU_TILE)
+            start += GPU_TILE
+        elif (chosen := blocks.choose(model, inputs, count - start)) is None:
+            with own_threads():
+                each_on_one_thread(lambda at: work(at, TILE), range(start, count, TILE))
+            break
+        else:
+            with nullcontext() if chosen[1] else one_thread():
+                work(start, chosen[0])
+            start += chosen[0]
+    return out
 
 
 def _tile(values: Tensor, start: int, size: int) -> Tensor:
