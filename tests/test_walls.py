@@ -23,12 +23,12 @@ LAYERS = {
 LINES = {
     "base": 2_195,
     "ops": 7_105,
-    "dataset": 3_075,
+    "dataset": 3_085,
     "optim": 610,
-    "tables": 12_390,
+    "tables": 12_430,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_540,
+    "training": 10_600,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_340
+ALL_LINES = 63_450
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

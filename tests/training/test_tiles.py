@@ -52,7 +52,7 @@ def examples(spec: stoker.FeatureSpec, start: int, stop: int) -> stoker.Batch:
 def test_scores_of_any_batches_are_those_of_the_definition(name: str, threads: int) -> None:
     model = MODELS[name]().eval()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles._Blocks, "_are_same", lambda *of: False)  # blocks of TILE rows, on one thread
+        patch.setattr(tiles._Blocks, "fits", lambda *of: False)  # blocks of TILE rows, on one thread
         whole = tiled_scores(model, examples(model.spec, 0, _ROWS))
 
     @settings(max_examples=scaled(12), deadline=None)
@@ -99,8 +99,12 @@ def test_the_dense_part_sees_aligned_blocks_of_a_few_sizes(monkeypatch: pytest.M
     tiled_scores(model, batch)  # trials
     seen.clear()
     tiled_scores(model, batch)
-    blocks = [(TILE, 0, 0, 1)] * 3 if threads != 2 else [(512, 0, 0, 2), (64, 0, 0, 1)]
-    assert sorted(seen, reverse=True) == blocks
+    assert sorted(seen) == [(64, 0, 0, 1), (TILE, 0, 0, 1), (TILE, 0, 0, 1)]
+    seen.clear()
+    large = stoker.Batch(dense=batch.dense[:1].expand(2500, -1), ids=batch.ids[:1].expand(2500, -1))
+    scores = tiled_scores(model, large)
+    assert torch.equal(scores, scores[:1].expand(2500))
+    assert ((tiles.LARGE, 0, 0, 2) in seen) == (threads == 2)
     assert len(tiled_scores(model, examples(_SPEC, 0, 0))) == 0
 
 
@@ -120,11 +124,13 @@ def test_trials_can_be_made_before(monkeypatch: pytest.MonkeyPatch, threads: int
     model = MODELS["dlrm"]().eval()
     seen = watch(model, monkeypatch)
     tiles.try_blocks(model, examples(_SPEC, 0, 1))
-    assert {rows for rows, *_ in seen} == ({64, 128, TILE} if threads != 2 else {64, 128, TILE, 512, 1024, 2048})
+    assert {rows for rows, *_ in seen} == ({64, 128, TILE} | ({tiles.LARGE} if threads != 3 else set()))
     seen.clear()
-    for rows in (1, 64, 65, 129, TILE, 600):
+    calls = (1, 64, 65, 129, TILE, 600)
+    for rows in calls:
         tiled_scores(model, examples(_SPEC, 0, min(rows, _ROWS)))
-    assert max(rows for rows, *_ in seen) <= 512
+    assert [rows for rows, *_ in seen].count(64) == 3  # with the last 40 of 552
+    assert len(seen) == len(calls) + 2
 
 
 def test_models_that_differ_in_weights_only_share_trials() -> None:

@@ -10,7 +10,7 @@ and a trial may miss that; so blocks and the parts of threads are multiples of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,8 +24,8 @@ from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 
 TILE = 256  # examples of the block that defines a score
 GPU_TILE = 8192
-SMALL = (64, 128)  # on one thread: waking others takes longer
-LARGE = (2048, 1024, 512, TILE)  # on all threads
+SMALL = (64, 128)  # of the last rows of a batch: a block of TILE rows takes two to three times as long
+LARGE = 2048  # on all threads; for fewer rows, waking threads takes longer than they save
 _TRIALS = 4  # blocks of a trial
 _ALIGNED = 64  # bytes: products may differ for other addresses
 
@@ -36,24 +36,21 @@ class _Blocks:
     def __init__(self) -> None:
         self._same: dict[tuple[object, ...], bool] = {}  # what trials found
 
-    def choose(self, model: RecModel, inputs: Sequence[Tensor], left: int) -> tuple[int, bool] | None:
-        """Return the size of the next block and whether all threads work on it; None: blocks of TILE, one a thread.
+    def last(self, model: RecModel, inputs: Sequence[Tensor], rows: int) -> int:
+        """Return the size of the block for the last rows, at most TILE."""
+        return next((size for size in SMALL if size >= rows and self.fits(model, inputs, size, 1)), TILE)
+
+    def fits(self, model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
+        """Return True if blocks of ``size`` have the bits of the definition.
 
         Args:
             model: in eval mode.
-            inputs: of its dense part.
-            left: rows that are not scored yet.
+            inputs: of its dense part, of any rows.
+            size: rows of a block.
+            threads: that work on it.
         """
-        threads = torch.get_num_threads()
-        if left <= SMALL[-1]:
-            fits = (size for size in SMALL if size >= left and self._are_same(model, inputs, size, 1))
-            return next(fits, TILE), False
-        if threads == 1 or threads & (threads - 1):  # else its parts are no multiples of vectors
-            return None
-        fits = (size for size in LARGE if size <= max(left, TILE) and self._are_same(model, inputs, size, threads))
-        return None if (size := next(fits, None)) is None else (size, True)
-
-    def _are_same(self, model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
+        if threads & (threads - 1):  # their parts are no multiples of vectors
+            return False
         shapes = tuple((each.dtype, each.shape[1:]) for each in inputs)
         key = size, threads, shapes, model.matmul, torch.get_float32_matmul_precision()
         if key not in self._same:
@@ -97,8 +94,8 @@ def try_blocks(model: RecModel, batch: Batch) -> None:
     if model.device.type == "cpu" and not model.embeddings.divided:
         with torch.no_grad():
             inputs = model.inputs(batch)
-        for left in (*SMALL, *LARGE):
-            _blocks_of(model).choose(model, inputs, left)
+        for size, threads in (*((size, 1) for size in SMALL), (LARGE, torch.get_num_threads())):
+            _blocks_of(model).fits(model, inputs, size, threads)
 
 
 def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
@@ -113,7 +110,7 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
     if model.embeddings.divided:
         return model.predict(batch)
     on_cpu = model.device.type == "cpu"
-    with torch.no_grad(), one_thread() if on_cpu and count <= SMALL[-1] else nullcontext():
+    with torch.no_grad(), _threads_for(count) if on_cpu else nullcontext():
         inputs = model.inputs(batch)
     if any(each.shape[0] != count for each in inputs):
         return model.predict(batch)
@@ -125,20 +122,26 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
             logits = model._logits(model.dense_part, tuple(_tile(each, start, size) for each in inputs))
             out[start : start + size] = torch.sigmoid(logits)[: count - start]
 
-    start, blocks = 0, _blocks_of(model)
-    while start < count:
-        if not on_cpu:
+    if not on_cpu:
+        for start in range(0, count, GPU_TILE):
             work(start, GPU_TILE)
-            start += GPU_TILE
-        elif (chosen := blocks.choose(model, inputs, count - start)) is None:
-            with own_threads():
-                each_on_one_thread(lambda at: work(at, TILE), range(start, count, TILE))
-            break
-        else:
-            with nullcontext() if chosen[1] else one_thread():
-                work(start, chosen[0])
-            start += chosen[0]
+        return out
+    blocks, threads, done = _blocks_of(model), torch.get_num_threads(), 0
+    while count - done >= LARGE and blocks.fits(model, inputs, LARGE, threads):
+        work(done, LARGE)
+        done += LARGE
+    if done < count:
+        sizes = dict.fromkeys(range(done, count, TILE), TILE)
+        last = max(sizes)
+        sizes[last] = blocks.last(model, inputs, count - last)
+        with _threads_for(count - done):
+            each_on_one_thread(lambda start: work(start, sizes[start]), [*sizes])
     return out
+
+
+def _threads_for(rows: int) -> AbstractContextManager[None]:
+    """Return the threads on which rows are looked up and scored: waking another takes longer than a lookup."""
+    return one_thread() if rows <= TILE else own_threads()
 
 
 def _tile(values: Tensor, start: int, size: int) -> Tensor:
