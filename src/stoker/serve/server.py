@@ -1,9 +1,9 @@
 """Score rows over HTTP, in JSON or Arrow, in small batches that several requests share.
 
 One thread encodes and scores; the event loop only reads and writes. A batch is what has come while the last one was
-scored; if that one had several requests, the next waits up to ``wait`` milliseconds for others. Rows are scored in
-blocks that give equal bits, so a score does not depend on the requests that share its batch. If the source is a run, the server
-follows its updates and roll-backs: a new model takes effect between two batches.
+scored; if that one had several requests, the next waits up to ``wait`` milliseconds for others. A score does not depend
+on the requests that share its batch. If the source is a run, the server follows its updates and roll-backs: a new model
+takes effect between two batches.
 """
 
 from __future__ import annotations
