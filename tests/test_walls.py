@@ -28,7 +28,7 @@ LINES = {
     "tables": 12_430,
     "models": 1_985,
     "placement": 2_890,
-    "training": 10_600,
+    "training": 10_625,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_450
+ALL_LINES = 63_470
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
