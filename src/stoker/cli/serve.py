@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,6 @@ from stoker.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from stoker.serve.server import Server
-
-_SWITCH = 0.0005  # seconds: a request waits up to this at each step while Python reads an update; 0.005 by default
 
 
 def export(
@@ -125,7 +122,6 @@ def _serve(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    sys.setswitchinterval(_SWITCH)
     torch.set_num_threads(max(1, torch.get_num_threads() // chosen.workers))
     with _no_collections():
         from stoker.serve.export import is_export

@@ -1,9 +1,9 @@
 """Score rows over HTTP, in JSON or Arrow, in small batches that several requests share.
 
-One thread encodes and scores; the event loop only reads and writes, unless there is a single client. A batch is what
-has come while the last one was scored; if that one had several requests, the next waits up to ``wait`` milliseconds for
-others. A score does not depend on the requests that share its batch. If the source is a run, the server follows its
-updates and roll-backs: a new model takes effect between two batches.
+One thread encodes and scores; the event loop only reads and writes. A batch is what has come while the last one was
+scored; if that one had several requests, the next waits up to ``wait`` milliseconds for others. A score does not depend
+on the requests that share its batch. If the source is a run, the server follows its updates and roll-backs: a new model
+takes effect between two batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
@@ -36,7 +35,6 @@ from stoker.serve.settings import ServeSettings
 ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
 _ITEMS = 2**17  # that a request may ask for, of all its users
-_ALONE = 256  # rows that the event loop scores itself if there is one client: in some milliseconds
 _SWEEP = 1.0  # seconds between two looks at idle connections
 Rows: TypeAlias = Any  # a list of objects, or an Arrow table
 
@@ -256,15 +254,7 @@ class Server:
     async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
         self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
-        # A lone client waits for nobody, and nobody for it: no other thread need wake.
-        lone = len(rows) <= _ALONE and self._connections() <= 1 and self._waiting.empty()
-        if lone and self.scorer.lock.acquire(blocking=False):
-            try:
-                self._score_now([waiting], self._deliver)
-            finally:
-                self.scorer.lock.release()
-        else:
-            self._waiting.put(waiting)
+        self._waiting.put(waiting)
         found = await waiting.scores
         self.figures.seconds.observe(time.perf_counter() - waiting.since)
         return found
@@ -279,16 +269,11 @@ class Server:
         """Score what waits, batch after batch, in a thread of its own."""
         for batch in self._batches():
             known = [each for each in batch if not each.scores.cancelled()]  # whose client has not gone
-            self._score_now(known, partial(loop.call_soon_threadsafe, self._deliver))
-
-    def _score_now(
-        self, batch: Sequence[_Waiting], deliver: Callable[[Sequence[_Waiting], Sequence[Any]], object]
-    ) -> None:
-        try:
-            found = self._scored([each.rows for each in batch])
-        except BaseException as error:  # a panic of Polars is no Exception
-            found = [_failed(error)] * len(batch)
-        deliver(batch, found)
+            try:
+                found = self._scored([each.rows for each in known])
+            except BaseException as error:  # a panic of Polars is no Exception
+                found = [_failed(error)] * len(known)
+            loop.call_soon_threadsafe(self._deliver, known, found)
 
     def _batches(self) -> Iterator[list[_Waiting]]:
         """Yield the requests of each batch, until the server ends."""
