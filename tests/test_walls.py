@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_105,
     "dataset": 3_085,
     "optim": 610,
-    "tables": 12_430,
+    "tables": 12_445,
     "models": 1_985,
     "placement": 2_890,
     "training": 10_625,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_470
+ALL_LINES = 63_485
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -139,13 +139,16 @@ class ShardedResidency:
         return found
 
     def set_up(self, landing: int, *, roomy: bool = False) -> None:
+        """Do as :meth:`Residency.set_up`, in each shard."""
         for shard in self.shards:
             shard.set_up(landing, roomy=roomy)
 
     def batch_bytes(self, distinct: float, lookups: float) -> float:
+        """Return the bytes that an announced batch takes until its plan, with its lookups."""
         return known_bytes(distinct, lookups) + PART_BYTES * distinct
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
+        """Record that another batch will use the distinct addresses ``rows`` [U], as :meth:`Residency.announce`."""
         check_hints(rows, upcoming)
         parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         hints = None if upcoming is None else np.ascontiguousarray(upcoming)[parts.order]
@@ -158,12 +161,14 @@ class ShardedResidency:
         self._window.append(parts)
 
     def plan(self) -> SlotPlan | None:
+        """Give slots to the first announced batch without a plan; None, and no change, if it does not fit a shard."""
         made = self._plan(self._window[0], lambda shard, _: shard.plan())
         if made is not None:
             self._window.popleft()
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
+        """Give slots to a batch that was not announced, before those that were."""
         parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         return self._plan(parts, Residency.plan_now)
 
@@ -189,6 +194,7 @@ class ShardedResidency:
         )  # fmt: skip
 
     def release(self, slots: Ints, *, changed: bool) -> None:
+        """Take back the ``slots`` of a planned batch, as :meth:`Residency.release`."""
         slots = np.ascontiguousarray(slots, np.int64)
         self._each(lambda number, shard: shard.release(self._own(slots, number), changed=changed))
 
@@ -197,22 +203,27 @@ class ShardedResidency:
         return self._pick(slots, int(self._first_slot[number]), int(self._first_slot[number + 1]))
 
     def skip(self) -> None:
+        """Drop the first announced batch without a plan, but not its hints."""
         self._window.popleft()
         self._each(lambda _, shard: shard.skip())
 
     def cancel(self) -> None:
+        """Drop the announced batches without a plan, and all hints."""
         self._window.clear()
         self._each(lambda _, shard: shard.cancel())
 
     @property
     def announced(self) -> int:
+        """Announced batches without a plan."""
         return len(self._window)
 
     @property
     def row_in_slot(self) -> Ints:
+        """The address in each slot [C]; -1 in an empty one."""
         return self.rows_in(np.arange(self.slots))
 
     def rows_in(self, slots: Ints) -> Ints:
+        """Return the address in each slot; -1 in an empty one."""
         found = np.empty(len(slots), np.int64)
         shard = np.searchsorted(self._first_slot, slots, side="right") - 1
         for number, each in enumerate(self.shards):
@@ -222,10 +233,12 @@ class ShardedResidency:
         return found
 
     def take_changed(self) -> Ints:
+        """Return the slots of changed rows, to store them; all count as unchanged from now on."""
         firsts = self._first_slot[:-1]
         return np.concatenate([shard.take_changed() + at for shard, at in zip(self.shards, firsts, strict=True)])
 
     def mark_changed(self, slots: Ints) -> None:
+        """Mark the rows in ``slots`` as changed again: they could not be stored."""
         for number, shard in enumerate(self.shards):
             shard.mark_changed(self._own(slots, number))
 
@@ -237,8 +250,10 @@ class ShardedResidency:
 
     @property
     def guesses(self) -> bool:
+        """True if the last plan of a shard was a guess (:attr:`Residency.guesses`)."""
         return any(shard.guesses for shard in self.shards)
 
     @property
     def wanted(self) -> int:
+        """Distinct rows that announced batches will use."""
         return sum(shard.wanted for shard in self.shards)
