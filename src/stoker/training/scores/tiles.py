@@ -109,8 +109,13 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
         return torch.empty(0)
     if model.embeddings.divided:
         return model.predict(batch)
-    on_cpu = model.device.type == "cpu"
-    with torch.no_grad(), _threads_for(count) if on_cpu else nullcontext():
+    with _threads_for(count) if model.device.type == "cpu" and count < LARGE else nullcontext():
+        return _scores(model, batch)
+
+
+def _scores(model: RecModel, batch: Batch) -> Tensor:
+    count = len(batch)
+    with torch.no_grad():
         inputs = model.inputs(batch)
     if any(each.shape[0] != count for each in inputs):
         return model.predict(batch)
@@ -122,7 +127,7 @@ def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
             logits = model._logits(model.dense_part, tuple(_tile(each, start, size) for each in inputs))
             out[start : start + size] = torch.sigmoid(logits)[: count - start]
 
-    if not on_cpu:
+    if model.device.type != "cpu":
         for start in range(0, count, GPU_TILE):
             work(start, GPU_TILE)
         return out
