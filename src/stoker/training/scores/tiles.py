@@ -119,8 +119,7 @@ def _scores(model: RecModel, batch: Batch) -> Tensor:
         inputs = model.inputs(batch)
     if any(each.shape[0] != count for each in inputs):
         return model.predict(batch)
-    out = torch.empty(count, device=model.device)
-    known: Known = {}
+    out, known = torch.empty(count, device=model.device), Known()
 
     def work(start: int, size: int) -> None:
         with torch.no_grad(), recorded(known):  # weights are brought into their layout once
