@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Self
 
@@ -104,28 +104,31 @@ class CopiedTables(nn.Module):
                     self.raw.load(state_dict[clock].tolist(), {of: iter(t.split(2**20)) for of, t in found.items()})
                 except CheckpointError as error:
                     error_msgs.append(str(error))
-        unexpected = [key for key in state_dict if key.startswith(prefix) and key not in known]
-        unexpected_keys.extend(unexpected)
-        if (unexpected or missing_keys) and (remedy := self._remedy(state_dict, prefix)):
-            error_msgs.append(remedy)
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
-    def _remedy(self, state_dict: dict[str, Any], prefix: str) -> str:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy rows, optimizer state and step from ``state_dict``, as :meth:`torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: keys or shapes differ (keys only if ``strict``); the message says what to do, if it is known.
+        """
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            raise RuntimeError("\n\t".join(filter(None, (str(error), self._remedy(state_dict))))) from None
+
+    def _remedy(self, state_dict: Mapping[str, Any]) -> str:
         """Return what to do with a state that is not of these tables with their optimizer; "" if nothing is known."""
         names = [table.name for table in self.stored]
-        weights = [key for key in state_dict if key.startswith(prefix) and key.endswith("weight")]
-        found = {
-            key.removeprefix(f"{prefix}{name}.")
-            for name in names
-            for key in state_dict
-            if key.startswith(f"{prefix}{name}.")
-        }
+        weights = [key for key in state_dict if key.endswith("weight")]
+        found = {key.removeprefix(f"{name}.") for name in names for key in state_dict if key.startswith(f"{name}.")}
         saved, own = found - {"weight", *_ENTRIES}, set(self.optimizer.state)
         if "weight" in found and saved != own:
             of = ", ".join(sorted(saved)) or "nothing"
             return (
                 f"the rows were saved by an optimizer that keeps {of}, and {type(self.optimizer).__name__} keeps "
                 f"{', '.join(sorted(own)) or 'nothing'}. Make the tables with that optimizer, or take the weights "
-                f"alone: tables.write({names[0]!r}, 0, state[{prefix + names[0] + '.weight'!r}])."
+                f"alone: tables.write({names[0]!r}, 0, state[{names[0] + '.weight'!r}])."
             )
         if weights and "weight" not in found:
             return (
