@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ import stoker
 from stoker.prep.parse.dictionaries import text_hashes
 from stoker.prep.requests import Ids
 from stoker.prep.schema import Schema
+from stoker.testing import make_daily_run
+from stoker.training.scores import tiles
 from tests.campaigns import scaled
 
 _SCHEMA: dict[str, Any] = {
@@ -144,3 +147,33 @@ def test_texts_of_one_hash_are_told_apart() -> None:
     table = pa.table({**columns, "text": pa.array(columns["text"], pa.large_string())})
     known = Ids(table.replace_schema_metadata({"missing": "0"}))
     assert known.find(pl.Series(["eve", "ann", None, "bob", "ann"])[1:]).tolist() == [7, 0, 0, 7]  # bob's hash differs
+
+
+class Own(stoker.RecModel):
+    """A model of a user, with what behaves otherwise in training mode."""
+
+    name = "own"
+
+    def __init__(self, spec: stoker.FeatureSpec) -> None:
+        super().__init__(spec, embedding_dim=4)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)
+        )
+
+    def dense_part(self, dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(embedded.flatten(1)).squeeze(1)
+        return found
+
+
+def test_warming_up_is_no_training(tmp_path: Path) -> None:
+    [day] = make_daily_run(tmp_path / "run", days=1)
+    data = stoker.Dataset(tmp_path / "run-data")
+    model = Own(data.schema)
+    scorer = stoker.Scorer(model, data)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    scorer.warm_up()
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    assert {key[0] for key in tiles._blocks_of(model)._same} >= {64, 128}
+    offline = stoker.predict(model, stoker.prepare(files=day, like=data.path).test)
+    assert scorer.score(day.drop("click")).tobytes() == np.asarray(offline.scores).tobytes()

@@ -128,10 +128,12 @@ class Scorer:
 
     def warm_up(self) -> None:
         """Load the kernels, which are compiled once for a machine, so that the first request does not wait for them."""
+        rows = pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns})
         with suppress(DataError), self.lock:  # a row without values may not fit
-            rows = pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns})
-            self.score(rows)
-            try_blocks(self.model, self.encoder.encode(rows))
+            batch = self.encoder.encode(rows)
+            self.score_batch(batch)
+            with scoring(self.model):
+                try_blocks(self.model, batch)
 
     def score_together(self, requests: Sequence[Any]) -> list[Scores]:
         """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).

@@ -90,7 +90,7 @@ def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> 
 
 
 def try_blocks(model: RecModel, batch: Batch) -> None:
-    """Try all blocks now, so that no later call waits for a trial; ``batch`` has a row or more of the model."""
+    """Try all blocks now, so that no later call waits. ``model`` is in eval mode, and ``batch`` has a row of it."""
     if model.device.type == "cpu" and not model.embeddings.divided:
         with torch.no_grad():
             inputs = model.inputs(batch)
