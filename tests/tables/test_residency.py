@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
 from stoker.ops.distinct import to_slots
-from stoker.tables.slots import sharded_kernels
+from stoker.tables.slots import sharded, sharded_kernels
 from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
 from stoker.tables.slots.sharded import Parts, ShardedResidency, count_shards, divide, join
@@ -374,10 +374,24 @@ def test_every_row_is_a_block_of_one_shard(tables, shards):
         assert np.array_equal(inside, table)
 
 
-def test_the_slots_alone_decide_how_many_shards_there_are():
-    assert [count_shards(slots, 2**40) for slots in (1, 2**17 - 1, 2**17, 2**18, 2**19, 2**30)] == [1, 1, 2, 4, 8, 8]
-    assert count_shards(95 * 10**5, 10**7) == 1  # hardly any row is evicted
-    assert isinstance(make_residency([0, 2**20], 2**18), ShardedResidency)
+def test_slots_and_cores_decide_how_many_shards_there_are(monkeypatch):
+    slots = (1, 2**17 - 1, 2**17, 2**18, 2**19, 2**30)
+    assert [count_shards(each, 2**40, cores=4) for each in slots] == [1, 1, 2, 4, 8, 8]
+    assert {count_shards(each, 2**40, cores=3) for each in slots} == {1}
+    assert count_shards(95 * 10**5, 10**7, cores=16) == 1  # hardly any row is evicted
+    for cores, kind in ((2, FastResidency), (4, ShardedResidency)):
+        monkeypatch.setattr(sharded, "_cores", lambda cores=cores: cores)
+        assert type(make_residency([0, 2**20], 2**18)) is kind
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_shards_plan_a_batch_without_rows(fast):
+    made = ShardedResidency(
+        np.array([0, 100]), 40, transient=False, kind=FastResidency if fast else Residency, shards=4
+    )
+    made.announce(np.zeros(0, np.int64))
+    made.release(made.plan().slots, changed=True)
+    assert made.plan_now(np.arange(5)).hits == 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 8, 64, 1000, 2**20])

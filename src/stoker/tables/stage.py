@@ -56,7 +56,7 @@ _DEEPEST = 8  # most batches in flight, if the depth adapts
 _STALL = 0.02  # if more of the time than this is spent waiting for rows, one more batch is staged
 _NO_STALL = 0.002  # if it is less for some time, one batch less
 _JUDGED = 16  # batches between two checks of the stalls
-_MOST_FINDERS = 4
+_MOST_FINDERS = 4  # threads that find distinct rows: of four threads of torch, one
 _PATIENCE = 8  # checks without stalls before the first shrink; twice as many before each later one
 
 Item = TypeVar("Item")

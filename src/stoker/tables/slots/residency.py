@@ -23,6 +23,7 @@ from stoker.base.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int32]
 NEVER = 2**62  # step of the next use of a row without a known one
 FARTHEST = 2**24  # largest hint in batches; later uses are equally far
 #: After this many plans every writeback of a plan has landed; links guarantee it.

@@ -2,8 +2,8 @@
 
 S consecutive addresses are a block, and each of them is in another shard; a hash of the block decides in which, so that
 no regular pattern of ids meets one shard only. A shard is a residency over blocks. It evicts by the same rule among its
-own rows: with many slots a shard, the misses are those of one residency within a thousandth. The slots alone decide how
-many shards there are, so plans are the same whatever the number of threads.
+own rows: with many slots a shard, the misses are those of one residency within a thousandth. The slots and the cores of
+the process decide how many shards there are, so plans are the same whatever the number of threads.
 
 A batch fits if it does in every shard, and shards get unequal parts of it, by about the square root of their rows. So a
 batch that nearly fills the slots may have to wait where it would fit one residency.
@@ -16,32 +16,32 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from stoker.base.device import cpu_count
 from stoker.ops.codegen.threads import kernel_threads, team
-from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan, check_hints, known_bytes
+from stoker.tables.slots.residency import Hints, Ints, Places, Residency, SlotPlan, check_hints, known_bytes
 
 PART_BYTES = 12  # of a row of a batch that waits: its block, and its place
 _MOST = 8  # shards
 _LEAST_SLOTS = 2**16  # of a shard, so that the parts of a batch differ by a few percent, and are worth a thread
+_LEAST_CORES = 4  # below, one thread plans, and small batches would take up to a third longer in 8 shards
 _NEARLY_ALL = 0.9  # of the rows: with more slots, hardly any row is evicted
+_cores = cache(cpu_count)  # asked for each size that a planner weighs
 
 
-def count_shards(slots: int, rows: int) -> int:
-    """Return S for C slots and N rows: a power of two.
+def count_shards(slots: int, rows: int, cores: int | None = None) -> int:
+    """Return S for C slots and N rows: a power of two; ``cores`` None: those that this process may use.
 
-    >>> count_shards(1000, 10**6), count_shards(100_000, 10**6), count_shards(10**6, 10**7)
-    (1, 1, 8)
+    >>> [count_shards(slots, 10**7, cores) for slots, cores in ((10**5, 16), (10**6, 16), (10**6, 2))]
+    [1, 8, 1]
     """
-    most = _MOST if slots < _NEARLY_ALL * rows else 1
+    most = _MOST if slots < _NEARLY_ALL * rows and (cores or _cores()) >= _LEAST_CORES else 1
     return 1 << (min(most, max(1, slots // _LEAST_SLOTS)).bit_length() - 1)
-
-
-Places = npt.NDArray[np.int32]
 
 
 class Parts(NamedTuple):

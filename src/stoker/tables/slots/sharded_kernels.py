@@ -5,12 +5,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from stoker.ops.codegen.jit import PLAIN, jit
-from stoker.tables.slots.residency import Ints, SlotPlan
-
-Places = npt.NDArray[np.int32]
+from stoker.tables.slots.residency import Ints, Places, SlotPlan
 
 
 @jit(**PLAIN)
