@@ -23,7 +23,7 @@ LAYERS = {
 LINES = {
     "base": 2_195,
     "ops": 7_105,
-    "dataset": 3_085,
+    "dataset": 3_105,
     "optim": 610,
     "tables": 12_445,
     "models": 1_985,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_485
+ALL_LINES = 63_505
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -25,7 +25,7 @@ import stoker.dataset.split as reader_module
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather
+from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather, new_tensor
 from stoker.dataset.manifest import hash_json, write_manifest
 from stoker.dataset.order import EpochOrder
 from stoker.dataset.shards import Shard, write_shard
@@ -589,9 +589,14 @@ def test_shards_of_very_unequal_sizes(sequence: bool) -> None:
                 )
             )
         fast, slow = NumbaGather(shards, ends.tolist()), NumpyGather(shards, ends.tolist())
-        rows = np.arange(ends[-1])[::-7].copy()
-        ours, theirs = (each(rows, lambda name, shape, dtype: torch.empty(shape, dtype=dtype)) for each in (fast, slow))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        every = np.arange(ends[-1])
+        almost = every.copy()  # consecutive but for two rows
+        almost[[3, 7]] = almost[[7, 3]]
+        for rows in (every[::-7].copy(), every, every[2:-3], every[95:107], every[:1], every[:0], almost):
+            ours, theirs = (each(rows, new_tensor) for each in (fast, slow))
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+            assert ours["dense"][:, 0].tolist() == rows.tolist()
+            assert ours["ids"].flatten().tolist() == np.repeat(rows, rows % 3 if sequence else 1).tolist()
 
     gathered([100] * 20)
     gathered([0, 100, *[100] * 9, 90, 110, 0, 5])

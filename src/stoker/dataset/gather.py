@@ -9,6 +9,7 @@ Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -53,7 +54,7 @@ class NumpyGather:
     """
 
     def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False) -> None:
-        self._shards, self._starts = shards, np.asarray(starts, np.int64)
+        self._shards, self._firsts, self._starts = shards, starts, np.asarray(starts, np.int64)
         # Rows of a shard if all but the last have the same number: then a division, not a search, finds a row's shard.
         sizes = np.diff(self._starts)
         self._even = int(sizes[0]) if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0] else 0
@@ -70,10 +71,24 @@ class NumpyGather:
         Raises:
             DataError: a shard whose lengths and offsets disagree.
         """
-        shard = rows // self._even if self._even else np.searchsorted(self._starts, rows, side="right") - 1
         tensors = {name: allocate(name, (len(rows), *rest), kind) for name, (rest, kind) in self._tensors.items()}
+        if not self._features and len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+            self._copy_part(int(rows[0]), len(rows), tensors)
+            return tensors
+        shard = rows // self._even if self._even else np.searchsorted(self._starts, rows, side="right") - 1
         self._copy_rows(shard, rows, tensors)
         return tensors | self._bags(shard, rows, allocate) if self._features else tensors
+
+    def _copy_part(self, first: int, count: int, out: dict[str, Tensor]) -> None:
+        """Copy consecutive rows of the split, shard by shard."""
+        arrays, done = {name: tensor.numpy() for name, tensor in out.items()}, 0
+        while done < count:
+            number = bisect_right(self._firsts, first + done) - 1
+            begin = first + done - self._firsts[number]
+            until = min(count, self._firsts[number + 1] - first)
+            for name, array in arrays.items():
+                array[done:until] = self._shards[number].arrays[name][begin : begin + until - done]
+            done = until
 
     def _bags(self, shard: Int64, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
         """Return the ids of sequences and their offsets, after a check that lengths and offsets of the rows agree."""

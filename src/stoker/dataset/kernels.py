@@ -24,24 +24,24 @@ _part: Any = numba.njit
 
 
 def _copy_rows(p):
-    origin, zero, shard, first, sizes, places, sources, widths, targets, at, cursor, block = arguments(p)
+    origin, zero, shard, first, sizes, places, sources, widths, targets, cursor, block = arguments(p)
     while True:
         begin = fetch_add(cursor, block)
         if begin >= len(shard):
             return
         stop = min(begin + block, len(shard))
-        for kind in range(len(widths)):
-            for i in range(begin, stop):
-                at[kind, i] = sources[kind, np.uint64(shard[i])] - zero + first[i] * widths[kind]
         for i in range(begin, stop):
             if i + _AHEAD < stop:  # so that the cache misses of random rows overlap
+                later = i + _AHEAD
                 for kind in range(len(widths)):
-                    size = sizes[i + _AHEAD] * widths[kind]
-                    prefetch_bytes(size, origin, at[kind, i + _AHEAD])
-                    prefetch_bytes(1, origin, at[kind, i + _AHEAD] + size - 1)
+                    size = sizes[later] * widths[kind]
+                    at = sources[kind, np.uint64(shard[later])] - zero + first[later] * widths[kind]
+                    prefetch_bytes(size, origin, at)
+                    prefetch_bytes(1, origin, at + size - 1)
             for kind in range(len(widths)):
+                at = sources[kind, np.uint64(shard[i])] - zero + first[i] * widths[kind]
                 target = targets[kind] - zero + places[i] * widths[kind]
-                bytes_move(sizes[i] * widths[kind], origin, target, origin, at[kind, i])
+                bytes_move(sizes[i] * widths[kind], origin, target, origin, at)
 
 
 _kernel = Kernel(_copy_rows)
@@ -60,8 +60,8 @@ def copy_rows(slices: tuple[Any, Any, Any, Any], sources: Any, widths: Any, targ
         threads: at most; no more than there is work for.
     """
     threads = max(1, min(threads, len(slices[0]) // _BLOCK))
-    at, cursor = np.empty((len(widths), len(slices[0])), np.int64), np.zeros(1, np.int64)
-    _kernel.run(_origin, _zero, *slices, sources, widths, targets, at, cursor, _BLOCK, threads=threads)
+    cursor = np.zeros(1, np.int64)
+    _kernel.run(_origin, _zero, *slices, sources, widths, targets, cursor, _BLOCK, threads=threads)
 
 
 @_part
