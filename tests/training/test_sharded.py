@@ -143,7 +143,7 @@ def tree(found: list[list[Tensor | None]]) -> list[Tensor | None]:
 @settings(deadline=None, max_examples=scaled(60))
 @given(
     name=st.sampled_from(sorted(MODELS)), shards=st.sampled_from([2, 8, 16]),
-    rows=st.sampled_from([1, 3, 8, 9, 50]), threads=st.sampled_from([1, 2, 3]),
+    rows=st.sampled_from([1, 3, 8, 9, 50, 512, 1024]), threads=st.sampled_from([1, 2, 3]),
 )  # fmt: skip
 def test_gradients_are_those_of_the_definition(name: str, shards: int, rows: int, threads: int, data: Dataset) -> None:
     model = make(name, shards, data.schema)

@@ -122,6 +122,8 @@ class RecModel(nn.Module, ABC):
     """
 
     name: ClassVar[str]
+    #: The dense part computes each example alone, and the gradients of its parameters with stoker.ops.by_shard.
+    shards_at_once: ClassVar[bool] = False
     #: Whether tables may have different numbers of columns; :meth:`dense_part` then gets pooled rows [B, sum of D].
     mixed_dims: ClassVar[bool] = False
     #: The losses that :attr:`objective` may be; those that other models do not have are computed by :meth:`own_loss`.

@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, linear, normal
+from stoker.ops import by_shard
 
 
 class Cross(nn.Module):
@@ -29,8 +30,8 @@ class Cross(nn.Module):
         self.up = linear(width if rank is None else rank, width, generator)
 
     def forward(self, x0: Tensor, x: Tensor) -> Tensor:
-        inner = x if self.down is None else nn.functional.linear(x, self.down)
-        return torch.addcmul(x, x0, self.up(inner).to(x.dtype))
+        inner = x if self.down is None else by_shard.linear(x, self.down)
+        return torch.addcmul(x, x0, by_shard.linear(inner, self.up.weight, self.up.bias).to(x.dtype))
 
 
 class DCN(RecModel):
@@ -52,6 +53,7 @@ class DCN(RecModel):
     """
 
     name: ClassVar[str] = "dcn"
+    shards_at_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -85,8 +87,7 @@ class DCN(RecModel):
         for layer in self.cross:
             x = layer(x0, x)
         joined = self.deep(x) if self.structure == "stacked" else torch.cat([x, self.deep(x0)], dim=1)
-        logits: Tensor = self.last(joined)
-        return logits.squeeze(1)
+        return by_shard.linear(joined, self.last.weight, self.last.bias).squeeze(1)
 
     def config(self) -> dict[str, Any]:
         return {

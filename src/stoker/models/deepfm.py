@@ -15,6 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
+from stoker.ops.by_shard import each_row
 
 
 class DeepFM(RecModel):
@@ -36,6 +37,7 @@ class DeepFM(RecModel):
     """
 
     name: ClassVar[str] = "deepfm"
+    shards_at_once: ClassVar[bool] = True
 
     def __init__(
         self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Unpack[ModelSettings]
@@ -55,13 +57,13 @@ class DeepFM(RecModel):
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        fields = torch.cat([embedded, dense.unsqueeze(2) * self.dense_rows], dim=1)  # [B, F + N, D]
+        fields = torch.cat([embedded, dense.unsqueeze(2) * each_row(self.dense_rows, dense)], dim=1)  # [B, F + N, D]
         first_order = fields[:, :, 0].sum(1)
         factors = fields[:, :, 1:]  # [B, F + N, K]
         # Rendle 2010: the sum over pairs is (|sum of v|^2 - sum of |v|^2) / 2.
         pairs = 0.5 * (factors.sum(1).square().sum(1) - factors.square().sum((1, 2)))
         deep: Tensor = self.deep(factors.flatten(1))
-        return self.bias + first_order + pairs + deep.squeeze(1)
+        return each_row(self.bias.view(()), dense) + first_order + pairs + deep.squeeze(1)
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "hidden": list(self.hidden_sizes)}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
+from stoker.ops.by_shard import each_row
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.mlp import ALIGN
 
@@ -37,6 +38,7 @@ class DLRM(RecModel):
     """
 
     name: ClassVar[str] = "dlrm"
+    shards_at_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class DLRM(RecModel):
             x = self.bottom(dense)  # [B, D]
         else:
             assert self.constant is not None
-            x = self.constant.expand(embedded.shape[0], -1)
+            x = each_row(self.constant, embedded).expand(embedded.shape[0], -1)
         logits: Tensor = self.top(dot_interaction(x, embedded, align=ALIGN))  # [B, 1]
         return logits.squeeze(1)
 

@@ -17,6 +17,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator
+from stoker.ops.by_shard import each_row
 from stoker.ops.loss import in_batch_softmax
 
 _LEAST = 1e-4  # shorter outputs of a tower are not scaled to length 1: the gradient would grow as 1 / length
@@ -58,6 +59,7 @@ class TwoTower(RecModel):
     objectives: ClassVar[tuple[str, ...]] = (*RecModel.objectives, "in-batch")
     seen: Tensor  # [slots] int64: rows of each item
     rows_seen: Tensor  # int64
+    shards_at_once: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class TwoTower(RecModel):
 
     def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
         products = (self.users(dense, embedded) * self.items(dense, embedded)).sum(1)
-        return products / self.temperature + self.bias
+        return products / self.temperature + each_row(self.bias.view(()), products)
 
     def item_ids(self, batch: Batch) -> Tensor:
         """Return the id of each row's item [B]."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stoker.ops.by_shard import Apart, shards_here, sums_by_shard
 from stoker.ops.running import move, once
 from stoker.ops.space import HAVE_TRITON
 
@@ -78,7 +79,7 @@ class _Products:
 
         ``relu``: ``x`` is the output of a ReLU, which the gradient may pass, too; then its sums replace None.
         """
-        return grad * weight, None, grad.t() @ x, grad.sum(0)  # outer products need no matrix kernel
+        return grad * weight, None, *_single_sums(grad, x)  # outer products need no matrix kernel
 
 
 class _Gpu(_Products):
@@ -203,6 +204,11 @@ def _products(dtype: torch.dtype, device: str = "cpu") -> type[_Products]:
     return _OneDNN if right and bool((product == 2.0).all()) and bool((total == 2.0).all()) else _Products
 
 
+def _single_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weight [1, in] and bias [1] of a layer with one output."""
+    return grad.t() @ x, grad.sum(0)
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
@@ -216,7 +222,7 @@ class _MLP(torch.autograd.Function):
         for layer in range(layers):
             weight, bias = parameters[2 * layer : 2 * layer + 2]
             activations.append(products.linear(activations[-1], weight, bias, relu_last or layer < layers - 1))
-        ctx.relu_last = relu_last
+        ctx.relu_last, ctx.shards = relu_last, shards_here()
         ctx.save_for_backward(*activations, *parameters)
         return activations[-1]
 
@@ -236,12 +242,15 @@ class _MLP(torch.autograd.Function):
                 grad, total = products.relu_gradient(grad, activations[layer + 1], own=not last)
             if last:
                 grad = grad.to(x.dtype).contiguous()
-            if weight.shape[0] == 1:
+            if weight.shape[0] == 1 and ctx.shards == 1:
                 grad, passed, product, total = products.single_gradients(grad, x, weight, relu=layer > 0)
+            elif weight.shape[0] == 1:
+                product, total = sums_by_shard(_single_sums, ctx.shards, grad, x)
+                grad = grad * weight
             elif total is not None:
                 product = grad.t() @ x
             else:
-                product, total = products.weight_gradient(grad, x, weight)
+                product, total = sums_by_shard(partial(products.weight_gradient, weight=weight), ctx.shards, grad, x)
             grads += [total, product]
             if weight.shape[0] > 1 and (layer > 0 or ctx.needs_input_grad[0]):
                 grad = products.input_gradient(grad, weight)
@@ -282,6 +291,8 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
     plain = _is_plain(x, weights[0], dtype) or (
         _products(dtype, x.device.type).hides_nan and not math.isfinite(float(x.detach().sum()))
     )
+    if plain and shards_here() > 1:  # one that is not finite would change the operations of others
+        raise Apart
     if plain:
         x = x[:, : weights[0].shape[1]]
         for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

@@ -20,18 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
+from stoker.ops.by_shard import Apart
 from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
-from stoker.ops.running import Known, Moved, move_all, recorded
+from stoker.ops.running import Known, Moved, move_all
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.share import own_shards, share_of, whole_of
 from stoker.training.ranks.sums import Sums, add_over_ranks, moves_of_ranks
+from stoker.training.ranks.together import Together, compute_part
 
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
 _arena = Arena()
@@ -121,8 +122,7 @@ class _Tree:
         self.tops, self._lock = set(nodes_of(shards)), Lock()
         self.sums: dict[Node, Sums | None] = {}
 
-    def add(self, shard: int, found: Sums | None) -> None:
-        node = Node(shard, 1)
+    def add(self, node: Node, found: Sums | None) -> None:
         while node not in self.tops:
             first = node.start & -(2 * node.size)
             sibling = Node(first if node.start > first else first + node.size, node.size)
@@ -249,6 +249,7 @@ class ShardedLoss:
                 f"the dense part of {kind.__name__} has parameters of {other.pop()}, whose gradients ranks do not add. "
                 "Make them float32.", settings=("model",),
             )  # fmt: skip
+        self._together = Together(model)
         model.by_shards = self.logits
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -276,25 +277,28 @@ class ShardedLoss:
         tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
         slices = [_Slices(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
-        known: Known = {}
-        around, drawn = _autocast(model.device.type), torch.get_rng_state()
+        part = partial(compute_part, model, parameters, count, Known(), _autocast(model.device.type))
+        drawn = torch.get_rng_state()
 
-        def work(index: int) -> None:
-            start, stop = shards.bounds[index : index + 2]
+        def work(node: Node) -> None:
+            start, stop = (shards.bounds[at - shards.first] for at in (node.start, node.start + node.size))
             if start == stop:
-                tree.add(shards.first + index, None)
+                tree.add(node, None)
                 return
             own = [_aligned(each[start:stop]).requires_grad_(w) for each, w in zip(inputs, trained, strict=True)]
-            with recorded(known) as moved[index], torch.enable_grad(), around():
-                logits = model._logits(model.dense_part, tuple(own))
-                wanted = [each for each in own if each.requires_grad]
-                loss, slopes = _loss(logits.detach(), labels[start:stop], count)
-                found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
-            for each, grad in zip(filter(None, slices), found, strict=False):  # those of parameters follow
+            try:
+                found = part(own, labels[start:stop], node.size)
+            except Apart:
+                for shard in range(node.start, node.start + node.size):
+                    work(Node(shard, 1))
+                return
+            moved[node.start] = found.moved
+            for each, grad in zip(filter(None, slices), found.inputs, strict=True):
                 each.put(start, stop, grad)
-            tree.add(shards.first + index, Sums(loss, _own_memory(found[len(wanted) :])))
+            tree.add(node, Sums(found.loss, _own_memory(found.parameters)))
 
-        self._run(work, len(shards.bounds) - 1)
+        nodes = self._together.nodes(shards, inputs, part)
+        self._run(lambda index: work(nodes[index]), len(nodes))
         if not torch.equal(drawn, torch.get_rng_state()):
             raise ConfigError(
                 f"the dense part of {type(model).__name__} draws from torch's generator (nn.Dropout?), in the order in "
@@ -376,12 +380,6 @@ def _aligned(part: Tensor) -> Tensor:
     """Return a slice as a leaf whose memory begins as that of a whole tensor: products may depend on it."""
     part = part.detach()
     return part.clone() if part.data_ptr() % _ALIGNED else part
-
-
-def _loss(logits: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses over ``count``, and its gradient (:mod:`stoker.ops.loss`)."""
-    losses = functional.softplus(logits).addcmul_(logits, labels, value=-1.0)
-    return losses.sum() / count, torch.sigmoid(logits).sub_(labels).div_(count)
 
 
 def _own_memory(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

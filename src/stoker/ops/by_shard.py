@@ -1,0 +1,110 @@
+"""Operations on the rows of several logical shards at once, with the bits of one shard after the other.
+
+The examples of a shard, and so the shards, do not depend on each other: only the gradients of parameters are sums over
+examples. These operations make such a sum for each shard alone, and add the sums by the tree of :mod:`stoker.ops.tree`.
+
+Legend: B examples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_local = threading.local()
+
+
+class Apart(Exception):  # no error: the shards are then computed one by one
+    """The shards at hand need operations that differ among them."""
+
+
+@contextmanager
+def together(shards: int) -> Iterator[None]:
+    """Let this thread compute ``shards`` of equal size, a power of two, from the same tensors."""
+    _local.shards = shards
+    try:
+        yield
+    finally:
+        _local.shards = 1
+
+
+def shards_here() -> int:
+    """Return how many shards this thread computes from the same tensors."""
+    return 1 if torch.compiler.is_compiling() else getattr(_local, "shards", 1)
+
+
+def sums_by_shard(sums: Callable[..., Sequence[Tensor]], shards: int, *rows: Tensor) -> Sequence[Tensor]:
+    """Return ``sums(*rows)`` over the first dimension; over several shards, in float32 and added by the tree.
+
+    >>> [found] = sums_by_shard(lambda part: [part.sum(0)], 4, torch.arange(8.0))
+    >>> found
+    tensor(28.)
+    """
+    if shards == 1:
+        return sums(*rows)
+    first, second = (
+        [each.float() for each in sums_by_shard(sums, shards // 2, *half)]
+        for half in zip(*(each.chunk(2) for each in rows), strict=True)
+    )
+    return [a.add_(b) for a, b in zip(first, second, strict=True)]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.shards, ctx.has_bias = shards_here(), bias is not None
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+
+        def sums(grad: Tensor, x: Tensor) -> list[Tensor]:
+            return [grad.t() @ x, *([grad.sum(0)] if ctx.has_bias else [])]
+
+        found = sums_by_shard(sums, ctx.shards, grad.contiguous(), x)
+        return grad @ weight if ctx.needs_input_grad[0] else None, *found, *(() if ctx.has_bias else (None,))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)`` for x [B, in].
+
+    Raises:
+        Apart: several shards under autocast.
+    """
+    if shards_here() == 1:
+        return functional.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        raise Apart
+    found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _EachRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, rows: int) -> Tensor:
+        ctx.shards = shards_here()
+        return parameter.expand(rows, *parameter.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        [found] = sums_by_shard(lambda part: [part.sum(0)], ctx.shards, grad)
+        return found, None
+
+
+def each_row(parameter: Tensor, like: Tensor) -> Tensor:
+    """Return a parameter [...] for elementwise operations with tensors [B, ...], such as ``like``."""
+    if shards_here() == 1:
+        return parameter
+    found: Tensor = _EachRow.apply(parameter, len(like))  # type: ignore[no-untyped-call]
+    return found
