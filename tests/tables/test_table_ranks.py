@@ -232,7 +232,7 @@ def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
         return group.sent.total() - group.sent["headers"] - before, 10
 
     for sent, rows in on_threads(2, work):
-        assert sent == rows * 4 * (16 + 4) + 8, "a sum is its D values with row, node and count; and the batch size"
+        assert sent == rows * 4 * (16 + 4), "a sum is its D values with row, node and count"
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_message() -> None:

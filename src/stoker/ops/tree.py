@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
+
+_STARTS = 2**20  # more than the shards of a batch
 
 
 class Node(NamedTuple):
@@ -135,19 +138,35 @@ def sum_rows(parts: RowSums, shards: range) -> RowSums:
     >>> found.rows.tolist(), found.size.tolist(), found.values.flatten().tolist()
     ([5, 7], [2, 2], [1.0, 2.0])
     """
-    order = torch.argsort(parts.start, stable=True)
-    order = order[torch.argsort(parts.rows[order], stable=True)]
+    return sum_counted(parts, torch.zeros_like(parts.rows), shards)[0]
+
+
+def sum_counted(parts: RowSums, counts: Tensor, shards: range) -> tuple[RowSums, Tensor]:
+    """Do :func:`sum_rows`, and add ``counts`` [n] int64 in the same way."""
+    order = _order(parts.rows * _STARTS + parts.start)
     rows, start, size, values = (each[order] for each in parts)
+    counts = counts[order]
     for node in sorted({node for node in nodes_of(shards)}, key=lambda node: node.size):
         level = 1
         while level < node.size:
             inside = (size == level) & (start >= node.start) & (start < node.start + node.size)
+            if not bool(inside.any()):
+                level *= 2
+                continue
             parent = start // (2 * level)
             second = torch.zeros_like(inside)
             second[1:] = inside[1:] & inside[:-1] & (rows[1:] == rows[:-1]) & (parent[1:] == parent[:-1])
             at = second.nonzero().flatten()
             values.index_add_(0, at - 1, values[at])  # one addend each, so the order is no question
+            counts.index_add_(0, at - 1, counts[at])
             start, size = torch.where(inside, parent * (2 * level), start), torch.where(inside, 2 * level, size)
-            rows, start, size, values = (each[~second] for each in (rows, start, size, values))
+            rows, start, size, values, counts = (each[~second] for each in (rows, start, size, values, counts))
             level *= 2
-    return RowSums(rows, start, size, values)
+    return RowSums(rows, start, size, values), counts
+
+
+def _order(keys: Tensor) -> Tensor:
+    """Return the order in which ``keys`` [n] int64 ascend; parts of several ranks are runs, which NumPy merges."""
+    if keys.device.type == "cpu":
+        return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
+    return torch.argsort(keys, stable=True)

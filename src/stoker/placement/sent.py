@@ -70,5 +70,5 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
     messages = 3 * len(groups) + 3  # ids, rows and gradients; sizes of the batch; parameters, twice
     return Sent(
         ids=ids, rows=rows, gradients=gradients, parameters=4 * (parameters + 1) * others * (len(nodes) / ranks + 1),
-        headers=(ranks - 1) * (messages * (64 + 8 * ranks) + 8 + 4 * len(groups)),
+        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 + 4 * len(groups)),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_of
 from stoker.ops.space import make_space, slot_space
-from stoker.ops.tree import RowSums, Shards, nodes_of, sum_rows
+from stoker.ops.tree import RowSums, Shards, nodes_of, sum_counted
 from stoker.tables.lookups import Lookups, examples_of
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
@@ -132,8 +132,4 @@ def joined_sums(parts: ShardSums, shards: range) -> ShardSums:
 
     With all shards, one sum remains of each row, and the count of the whole batch.
     """
-    nodes = torch.tensor([node.start for node in nodes_of(shards)], device=parts.counts.device)
-    inside = torch.searchsorted(nodes, parts.sums.start, right=True) - 1
-    keys, at = torch.unique(parts.sums.rows * len(nodes) + inside, return_inverse=True)
-    counts = torch.zeros_like(keys).index_add_(0, at, parts.counts)
-    return ShardSums(sum_rows(parts.sums, shards), counts)
+    return ShardSums(*sum_counted(*parts, shards))

@@ -27,6 +27,7 @@ from stoker.tables.ranks.heartbeat import Heartbeat, RanksError
 _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
 _NAME = 6  # int64 of a header for the name of the work
+_INLINE = 8  # int64 of a header for a few numbers, which then need no message of their own
 
 
 class Wire(Protocol):
@@ -203,7 +204,7 @@ class Ranks:
         """Send ``parts[r]`` to rank r; return what each rank sent here. All have the same shape but for the first."""
         data = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
         sizes = [len(each) for each in data]
-        table = self._announce(f"{work} (to each its own)", sizes)
+        table, _ = self._announce(f"{work} (to each its own)", sizes)
         got = [row[self.rank] for row in table]
         self.sent[work] += sum(sizes) - sizes[self.rank]
         if not any(map(sum, table)):
@@ -215,7 +216,7 @@ class Ranks:
     def gather(self, work: str, value: Tensor) -> list[Tensor]:
         """Return the ``value`` of every rank; all have the same shape but for the first."""
         data = value.contiguous().reshape(-1).view(torch.uint8)
-        sizes = [row[0] for row in self._announce(f"{work} (to all)", [len(data)] * self.size)]
+        sizes = [row[0] for row in self._announce(f"{work} (to all)", [len(data)] * self.size)[0]]
         if not (most := max(sizes)):
             return [value] * self.size
         self.sent[work] += most * (self.size - 1)
@@ -229,13 +230,15 @@ class Ranks:
 
     def numbers(self, work: str, own: Sequence[int]) -> list[list[int]]:
         """Return the int64 numbers of every rank, equally many of each."""
-        found = [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64))]
-        if any(len(each) != len(own) for each in found):
+        table, found = self._announce(f"{work} (to all)", [len(own)] * self.size, own[:_INLINE])
+        if any(row[0] != len(own) for row in table):
             raise RanksError(
-                f"ranks {work} for {', '.join(str(len(each)) for each in found)} lookups: all must call forward and "
+                f"ranks {work} for {', '.join(str(row[0]) for row in table)} lookups: all must call forward and "
                 "backward equally often."
             )
-        return found
+        if len(own) <= _INLINE:
+            return [each[: len(own)] for each in found]
+        return [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64))]
 
     def sums(self, work: str, own: Sequence[int]) -> list[int]:
         """Return the sum over ranks of each of the numbers, which are not negative and have up to 256 bits."""
@@ -256,11 +259,13 @@ class Ranks:
             if not isinstance(error, RanksError) and not getattr(error, "told", False):  # which the others know
                 error.told = True  # type: ignore[attr-defined]
                 with suppress(Exception):
-                    self._announce("", [0] * self.size, error)
+                    self._announce("", [0] * self.size, error=error)
             raise
 
-    def _announce(self, work: str, sizes: Sequence[int], error: Exception | None = None) -> list[list[int]]:
-        """Return what every rank sends to each [R, R] bytes.
+    def _announce(
+        self, work: str, sizes: Sequence[int], numbers: Sequence[int] = (), error: Exception | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return what every rank sends to each [R, R] bytes, and its ``numbers``, of which a header has 8.
 
         Raises:
             RanksError: another rank failed, or does other work.
@@ -268,24 +273,25 @@ class Ranks:
         name = work.encode()[: 8 * _NAME].ljust(8 * _NAME)
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:2000]
         header = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-        own = torch.tensor([zlib.crc32(work.encode()), len(text), *sizes], dtype=torch.int64)
+        inline = [*numbers, *[0] * (_INLINE - len(numbers))]
+        own = torch.tensor([zlib.crc32(work.encode()), len(text), *inline, *sizes], dtype=torch.int64)
         sent = torch.cat([header, own.view(torch.uint8)])
         self.sent["headers"] += len(sent) * (self.size - 1)
         found = self._call(work, lambda: self.wire.gather(sent))
-        numbers = found[:, len(name) :].contiguous().view(torch.int64).tolist()
-        if most := max(row[1] for row in numbers):
+        rows = found[:, len(name) :].contiguous().view(torch.int64).tolist()
+        if most := max(row[1] for row in rows):
             padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
             texts = self._call(work, lambda: self.wire.gather(padded))
             failed = [(rank, bytes(texts[rank].tolist()).decode(errors="replace").strip()) for rank in range(self.size)]
             raise RanksError("; ".join(f"rank {rank} stopped: {why}" for rank, why in failed if why))
-        if len({row[0] for row in numbers}) > 1:
+        if len({row[0] for row in rows}) > 1:
             names = [bytes(row[: len(name)].tolist()).decode(errors="replace").strip() for row in found]
             does = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names))
             raise RanksError(
                 f"ranks do different things ({does}). All of them must do the same in the same order: equally many "
                 "batches, lookups, backwards, reads and writes."
             )
-        return [row[2:] for row in numbers]
+        return [row[2 + _INLINE :] for row in rows], [row[2 : 2 + _INLINE] for row in rows]
 
     def _call(self, work: str, collective: Callable[[], Tensor]) -> Tensor:
         """Call a collective that all ranks have agreed on: if it fails here, all of them end."""
