@@ -174,7 +174,7 @@ def throughput(run: Run) -> Outcome:
     offline = len(found.rows) / found.seconds
     for workers in (1, 2):
         with served(found.run, workers=workers) as at:
-            for size in (64, 256, 512):
+            for size in (64, 256, 512, 1024, 2048):
                 load(at, cut(found, size)[:20], same)
                 seconds, taken = load(at, cut(found, size), same)
                 rate, p99 = len(found.rows) / seconds, float(np.percentile(taken, 99))

@@ -22,13 +22,13 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_195,
-    "ops": 7_220,
+    "ops": 7_240,
     "dataset": 3_105,
     "optim": 610,
     "tables": 12_445,
     "models": 1_990,
     "placement": 2_890,
-    "training": 10_780,
+    "training": 10_785,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_785
+ALL_LINES = 63_810
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -174,6 +174,6 @@ def test_warming_up_is_no_training(tmp_path: Path) -> None:
     scorer.warm_up()
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
-    assert {key[0] for key in tiles._blocks_of(model)._same} >= {64, 128}
+    assert {key[0] for key in tiles._blocks_of(model)._same} >= {64, 128, 512}
     offline = stoker.predict(model, stoker.prepare(files=day, like=data.path).test)
     assert scorer.score(day.drop("click")).tobytes() == np.asarray(offline.scores).tobytes()

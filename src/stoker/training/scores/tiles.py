@@ -25,6 +25,7 @@ from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 TILE = 256  # examples of the block that defines a score
 GPU_TILE = 8192
 SMALL = (64, 128)  # of the last rows of a batch: a block of TILE rows takes two to three times as long
+MIDDLE = 512  # two threads take Python's lock from each other half as often
 LARGE = 2048  # on all threads; for fewer rows, waking threads takes longer than they save
 _TRIALS = 4  # blocks of a trial
 _ALIGNED = 64  # bytes: products may differ for other addresses
@@ -36,8 +37,10 @@ class _Blocks:
     def __init__(self) -> None:
         self._same: dict[tuple[object, ...], bool] = {}  # what trials found
 
-    def last(self, model: RecModel, inputs: Sequence[Tensor], rows: int) -> int:
-        """Return the size of the block for the last rows, at most TILE."""
+    def size(self, model: RecModel, inputs: Sequence[Tensor], rows: int) -> int:
+        """Return the size of the next block on one thread, if so many rows are left."""
+        if rows >= MIDDLE and self.fits(model, inputs, MIDDLE, 1):
+            return MIDDLE
         return next((size for size in SMALL if size >= rows and self.fits(model, inputs, size, 1)), TILE)
 
     def fits(self, model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
@@ -94,7 +97,7 @@ def try_blocks(model: RecModel, batch: Batch) -> None:
     if model.device.type == "cpu" and not model.embeddings.divided:
         with torch.no_grad():
             inputs = model.inputs(batch)
-        for size, threads in (*((size, 1) for size in SMALL), (LARGE, torch.get_num_threads())):
+        for size, threads in (*((size, 1) for size in (*SMALL, MIDDLE)), (LARGE, torch.get_num_threads())):
             _blocks_of(model).fits(model, inputs, size, threads)
 
 
@@ -135,9 +138,10 @@ def _scores(model: RecModel, batch: Batch) -> Tensor:
         work(done, LARGE)
         done += LARGE
     if done < count:
-        sizes = dict.fromkeys(range(done, count, TILE), TILE)
-        last = max(sizes)
-        sizes[last] = blocks.last(model, inputs, count - last)
+        sizes, at = dict[int, int](), done
+        while at < count:
+            sizes[at] = blocks.size(model, inputs, count - at)
+            at += sizes[at]
         with _threads_for(count - done):
             each_on_one_thread(lambda start: work(start, sizes[start]), [*sizes])
     return out
