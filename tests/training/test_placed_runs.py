@@ -80,7 +80,7 @@ def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tm
     assert not list((tmp_path / "home").glob("*"))
 
 
-@pytest.mark.parametrize("home", [{}, FILE], ids=["memory", "file"])
+@pytest.mark.parametrize("home", [{}, pytest.param(FILE, marks=pytest.mark.slow)], ids=["memory", "file"])
 def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     data: Dataset, resident: Path, tmp_path: Path, home: dict[str, Any]
 ) -> None:

@@ -119,7 +119,7 @@ def test_what_other_ranks_look_up_is_brought_ahead(workers: Workers, data: Datas
                 assert records(out, "train")[-1]["on_demand_rows_per_step"] == 0, (name, ranks)
 
 
-@pytest.mark.parametrize("place", ["resident", "cached"])
+@pytest.mark.parametrize("place", ["resident", pytest.param("cached", marks=pytest.mark.slow)])
 def test_every_rank_has_the_cores_of_tensor_trains(workers: Workers, data: Dataset, tmp_path: Path, place: str) -> None:
     given = {**settings_of("dlrm", 3), "tt_rank": 2, "tt_rows": 1000, "row_optimizer": "adagrad"}
     assert set(stoker.train(data, out=tmp_path / "alone", **given).model.tensor_train) == {"C1"}

@@ -168,7 +168,9 @@ def test_placement_changes_no_number(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
-@pytest.mark.parametrize("placed", [{}, {"device_memory": TENTH}, {"device_memory": TENTH, **FILE}])
+@pytest.mark.parametrize(
+    "placed", [{}, {"device_memory": TENTH}, pytest.param({"device_memory": TENTH, **FILE}, marks=pytest.mark.slow)]
+)
 def test_a_run_stopped_anywhere_goes_on_to_the_bit(
     data: Dataset, resident: Path, tmp_path: Path, placed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +243,7 @@ def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(data: Dataset, 
             assert checkpoint_files(out) == checkpoint_files(resident), when
 
 
-@pytest.mark.parametrize("begin", ["start", 60])
+@pytest.mark.parametrize("begin", [pytest.param("start", marks=pytest.mark.slow), 60])
 def test_verify_and_trace_replay_the_schedule(
     data: Dataset, tmp_path: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch, begin: str | int
 ) -> None:
