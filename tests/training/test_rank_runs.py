@@ -23,7 +23,9 @@ from stoker.optim import Constant
 from stoker.placement.sent import expect_sent
 from stoker.testing import make_dataset
 from stoker.training.placing import place_run
+from stoker.training.ranks import sharded, together
 from stoker.training.ranks.start import check_settings
+from stoker.training.ranks.together import compute_part
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 4, "eval_every": 2, "tensorboard": False, "display": "quiet",
@@ -104,6 +106,28 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         assert files(out / "checkpoints") == files(expected / "checkpoints"), what
         assert_same_run(expected, out, kinds=("valid",))
         assert len(records(out, "valid")) == 2, "each record is written once"
+
+
+@pytest.mark.parametrize(("model", "place"), [("dlrm", {}), ("dcn", {"device_memory": "40KiB", "strategy": "cached"})])
+def test_shards_at_once_are_those_one_by_one_on_any_rank(
+    workers: Workers, data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, place: dict[str, Any]
+) -> None:
+    given = {**settings_of(model, 3), "batch_size": 256}  # 32 examples a shard
+    for ranks in (1, 2, 3):
+        found = workers.train(ranks, data.path, out=tmp_path / str(ranks), **given, **place, threads=2)
+        assert found[0][0] == RUN["steps"]
+    sizes: set[int] = set()
+
+    def noted(*given: Any) -> Any:
+        sizes.add(given[-1])
+        return compute_part(*given)
+
+    monkeypatch.setattr(together, "_MOST", 1)
+    monkeypatch.setattr(sharded, "compute_part", noted)
+    stoker.train(data, out=tmp_path / "alone", threads=1, **given)
+    assert sizes == {1}
+    for ranks in (1, 2, 3):
+        assert files(tmp_path / str(ranks) / "checkpoints") == files(tmp_path / "alone" / "checkpoints"), ranks
 
 
 @pytest.mark.slow
