@@ -27,6 +27,7 @@ Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape
 # From rows of the split [B] to the tensors of a batch: dense, ids, labels and, with sequences, offsets.
 Gather = Callable[[Int64, Allocate], dict[str, Tensor]]
 _WORD = 4  # bytes
+_SLICED = 2**14  # rows: several threads copy more of them faster, into memory that is new
 
 
 def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -45,7 +46,7 @@ def sound_bags(lengths: npt.NDArray[np.int32], begin: Int64, end: Int64, ids: In
 
 
 class NumpyGather:
-    """The definition, in NumPy: one fancy index per shard and tensor.
+    """The definition, in NumPy: one slice per shard and tensor for consecutive rows, one fancy index for others.
 
     Args:
         shards: S of them, with the same columns.
@@ -72,8 +73,10 @@ class NumpyGather:
             DataError: a shard whose lengths and offsets disagree.
         """
         tensors = {name: allocate(name, (len(rows), *rest), kind) for name, (rest, kind) in self._tensors.items()}
-        if not self._features and len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
-            self._copy_part(int(rows[0]), len(rows), tensors)
+        count = len(rows)
+        short = not self._features and 0 < count <= _SLICED
+        if short and rows[-1] - rows[0] == count - 1 and (np.diff(rows) == 1).all():
+            self._copy_part(int(rows[0]), count, tensors)
             return tensors
         shard = rows // self._even if self._even else np.searchsorted(self._starts, rows, side="right") - 1
         self._copy_rows(shard, rows, tensors)
