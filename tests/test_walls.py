@@ -22,7 +22,7 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_195,
-    "ops": 7_240,
+    "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
     "tables": 12_445,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_810
+ALL_LINES = 63_815
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -134,3 +134,10 @@ def test_sums_by_shard_are_those_of_the_tree() -> None:
     a, b, c, d = (part.sum(0) for part in x.chunk(4))
     assert torch.equal(found, (a + b) + (c + d))
     assert not torch.equal(found, x.sum(0))
+
+
+def test_hooks_of_layers_are_called_as_before() -> None:
+    model, seen = stoker.DCN(SPEC, embedding_dim=8, rank=2, hidden=(8,)), []
+    model.last.register_forward_hook(lambda *given: seen.append(given[2].shape))
+    model.predict(batch_of(3, 0))
+    assert seen == [(3, 1)]

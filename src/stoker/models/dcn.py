@@ -31,7 +31,7 @@ class Cross(nn.Module):
 
     def forward(self, x0: Tensor, x: Tensor) -> Tensor:
         inner = x if self.down is None else by_shard.linear(x, self.down)
-        return torch.addcmul(x, x0, by_shard.linear(inner, self.up.weight, self.up.bias).to(x.dtype))
+        return torch.addcmul(x, x0, by_shard.through(self.up, inner).to(x.dtype))
 
 
 class DCN(RecModel):
@@ -87,7 +87,7 @@ class DCN(RecModel):
         for layer in self.cross:
             x = layer(x0, x)
         joined = self.deep(x) if self.structure == "stacked" else torch.cat([x, self.deep(x0)], dim=1)
-        return by_shard.linear(joined, self.last.weight, self.last.bias).squeeze(1)
+        return by_shard.through(self.last, joined).squeeze(1)
 
     def config(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -73,6 +73,11 @@ class _Linear(torch.autograd.Function):
 
         found = sums_by_shard(sums, ctx.shards, grad.contiguous(), x)
         return grad @ weight if ctx.needs_input_grad[0] else None, *found, *(() if ctx.has_bias else (None,))
+
+
+def through(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return ``layer(x)`` for x [B, in]; of several shards, from its parameters."""
+    return layer(x) if shards_here() == 1 else linear(x, layer.weight, layer.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

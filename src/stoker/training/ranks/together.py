@@ -22,7 +22,7 @@ from stoker.models import RecModel
 from stoker.ops.by_shard import Apart, sums_by_shard, together
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.running import Known, Moved, recorded
-from stoker.ops.tree import Node, Shards, nodes_of
+from stoker.ops.tree import Node, Shards, nodes_of, tree_sum
 from stoker.tables.shards import one_thread
 
 _ALIGNED = 32  # examples of a shard: slices of tensors begin where whole ones do, and elementwise operations alike
@@ -141,7 +141,8 @@ def _try(size: int, rows: int, inputs: Sequence[Tensor], part: Compute) -> bool:
         return False
     alone = [found(at * rows, (at + 1) * rows, 1) for at in range(size)]
     count = sum(each.requires_grad for each in inputs)
-    wanted = [*map(_joined, list(zip(*alone, strict=True))[:count]), *_added([each[count:] for each in alone])]
+    columns = list(zip(*alone, strict=True))
+    wanted = [*map(_joined, columns[:count]), *(_added(each, size) for each in columns[count:])]
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(whole, wanted, strict=True))
 
 
@@ -149,9 +150,5 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return None if parts[0] is None else torch.cat([each for each in parts if each is not None])
 
 
-def _added(parts: Sequence[Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    pairs = zip(_added(parts[:half]), _added(parts[half:]), strict=True)
-    return [None if a is None or b is None else a + b for a, b in pairs]
+def _added(parts: Sequence[Tensor | None], size: int) -> Tensor | None:
+    return tree_sum({Node(at, 1): each for at, each in enumerate(parts) if each is not None}, Node(0, size))
