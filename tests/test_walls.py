@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
-    "tables": 12_445,
+    "tables": 12_575,
     "models": 1_990,
     "placement": 2_890,
-    "training": 10_785,
+    "training": 10_795,
     "rewrite": 1_950,
     "prep": 12_500,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_175,
     "serve": 1_470,
 }  # fmt: skip
-ALL_LINES = 63_815
+ALL_LINES = 63_965
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -251,6 +251,26 @@ def test_a_rank_that_fails_ends_the_others_with_its_message() -> None:
     assert second == "no space left on the disk"
 
 
+def test_a_rank_that_fails_to_make_what_it_agreed_to_send_says_so_and_can_go_on() -> None:
+    def work(group: Ranks) -> tuple[str, list[Tensor]]:
+        parts = [torch.full((2, 3), float(group.rank)) for _ in range(3)]
+
+        def make() -> list[Tensor]:
+            if group.rank == 1:
+                raise OSError("no space left on the disk")
+            return parts
+
+        with pytest.raises((RanksError, OSError)) as caught:
+            group.agreed("send rows", make, [24] * 3, [24] * 3)
+        return str(caught.value), group.agreed("send rows", lambda: parts, [24] * 3, [24] * 3)
+
+    said, found = zip(*on_threads(3, work), strict=True)
+    assert said[0] == said[2] == "rank 1 stopped: OSError: no space left on the disk"
+    assert said[1] == "no space left on the disk"
+    for each in found:
+        assert torch.equal(torch.stack(each), torch.arange(3.0).view(3, 1, 1).expand(3, 2, 3))
+
+
 def test_ranks_that_do_different_things_say_so() -> None:
     def work(group: Ranks) -> str:
         with pytest.raises(RanksError) as caught:
@@ -523,9 +543,10 @@ def test_ranks_send_what_the_plan_says_and_have_equal_work(ranks: int) -> None:
     class Counted(Ranks):
         served = 0
 
-        def exchange(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
-            self.served += sum(map(len, parts)) if work.startswith("send rows") else 0
-            return super().exchange(work, parts)
+        def agreed(self, work: str, make: Any, sizes: Sequence[int], got: Sequence[int]) -> list[Tensor]:
+            assert work.startswith("send rows")
+            self.served += sum(sizes) // (4 * dim)
+            return super().agreed(work, make, sizes, got)
 
     def work(group: Any) -> tuple[dict[str, int], int, int]:
         made = EmbeddingTables(tables, optimizer=optim.SGD(lr=0.1), shards=8, ranks=group, backend="reference")

@@ -13,6 +13,7 @@ import torch
 from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranked import on_threads
 from small_runs import FILE, HALF, TENTH, assert_same_run, checkpoint_files
 from torch import Tensor, nn
 
@@ -23,10 +24,12 @@ from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS as KINDS
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.running import recorded
-from stoker.ops.tree import shard_bounds
+from stoker.ops.tree import nodes_of, shard_bounds
+from stoker.tables import Ranks, RanksError
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
+from stoker.training.ranks.sums import Step, Sums, add_over_ranks
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 14, "eval_every": 7, "shards": 8, "tensorboard": False,
@@ -318,3 +321,38 @@ def test_an_error_of_a_shard_reaches_the_caller_and_threads_are_alone() -> None:
     finally:
         torch.set_num_threads(before)
     assert seen == [1] * 8
+
+
+def _of_a_rank(ranks: Ranks, batch: int) -> Step:
+    """Sums over 4 shards of two parameters; the second one has a gradient on the last rank only."""
+    last = ranks.rank == ranks.size - 1
+    sums = {
+        node: Sums(torch.tensor(1.0), [torch.full((3,), float(node.start)), torch.ones(2) if last else None])
+        for node in nodes_of(ranks.numbers_of(ranks.rank, 4))
+    }
+    parameters = [torch.zeros(3), torch.zeros(2)]
+    return add_over_ranks(ranks, 4, batch, sums, parameters, [last, False], 10 * ranks.rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_add_what_each_has(size: int) -> None:
+    starts = [node.start for rank in range(size) for node in nodes_of(range(rank * 4 // size, (rank + 1) * 4 // size))]
+    for found in on_threads(size, lambda ranks: _of_a_rank(ranks, 40)):
+        assert found.sums is not None
+        first, second = found.sums.grads
+        assert found.sums.loss == len(starts)
+        assert first is not None
+        assert first.tolist() == [sum(starts)] * 3
+        assert second is not None
+        assert second.tolist() == [1.0, 1.0]
+        assert (found.reached, found.notes) == ([True, False], [10 * rank for rank in range(size)])
+
+
+def test_ranks_with_different_batches_are_refused() -> None:
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(RanksError) as caught:
+            _of_a_rank(ranks, 40 + ranks.rank)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "batches of 40, 41 examples. Give all of them the same batch" in said

@@ -1,8 +1,8 @@
 """Predict the bytes that ranks send in a step, if rows are divided among them (:mod:`stoker.tables.ranks`).
 
 A rank names the distinct rows of its examples to their owners, gets these rows, and sends the sums of their gradients
-back: one for each node of the tree that its shards cover. Each rank adds a slice of the dense part's gradients. What a
-rank owns itself is not sent.
+back: one for each node of the tree that its shards cover. If that is one node, owners know the rows in their order.
+Each rank adds a slice of the dense part's gradients. What a rank owns itself is not sent.
 
 Legend: R ranks, V shards, P parameters of the dense part, D columns.
 """
@@ -16,9 +16,11 @@ from typing import Any
 from stoker.ops.tree import nodes_of, shards_of
 from stoker.placement.expected import part_of
 from stoker.placement.placement import Placement
-from stoker.tables.config import DTYPES, Device, TableConfig, TensorTrain
+from stoker.tables.config import DTYPES, Device, Slotted, TableConfig, TensorTrain
+from stoker.tables.ranks.sums import sends_names
 
 _HEAD = 16  # bytes of a sum of gradients before its values: row, node and count
+_COUNT = 4  # without row and node
 _WIDE = 2**31  # rows from which ids take 8 bytes
 
 
@@ -61,14 +63,18 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
             uses = [placement.workload.uses[table.name] for table in tables]
             return others * sum(part_of(use, share).distinct for share in shares for use in uses)
 
-        gradients += distinct(nodes) * (_HEAD + 4 * dim)
-        if isinstance(strategy, TensorTrain):  # every rank has the cores, and gets all gradients
+        whole = isinstance(strategy, TensorTrain)  # every rank has the cores, and gets all gradients
+        gradients += distinct(nodes) * ((_HEAD if whole or sends_names(ranks, shards) else _COUNT) + 4 * dim)
+        if whole:
             continue
-        asked = distinct(len(each) / shards for each in own)
-        ids += asked * (8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE else 4)
-        rows += asked * dim * DTYPES[dtype].itemsize
-    messages = 3 * len(groups) + 3  # ids, rows and gradients; sizes of the batch; parameters, twice
+        wanted = distinct(len(each) / shards for each in own)
+        ids += wanted * (8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE else 4)
+        rows += wanted * dim * DTYPES[dtype].itemsize
+    # Rows of slots are asked for ahead. Others, and sums of parameters, follow a message with a word of 8 bytes.
+    asked = [not isinstance(strategy, TensorTrain) for strategy, *_ in groups]
+    ahead = sum(isinstance(strategy, Slotted) for strategy, *_ in groups)
+    messages, words = len(groups) + sum(asked) + ahead + 1, sum(asked) - ahead + 1
     return Sent(
         ids=ids, rows=rows, gradients=gradients, parameters=4 * (parameters + 1) * others * (len(nodes) / ranks + 1),
-        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 + 4 * len(groups)),
+        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words),
     )  # fmt: skip

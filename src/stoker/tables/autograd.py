@@ -55,6 +55,7 @@ class Forward(NamedTuple):
     trains: bool  # whether rows were in train mode
     enclosing: int = -1  # the backward that it ran in (:meth:`RowSteps.enclosing`)
     born: int = 0  # see :class:`Gradient`
+    shards: Shards | None = None  # of the examples, if a model has said so
 
 
 class _Call(NamedTuple):
@@ -80,7 +81,7 @@ class Lookup(torch.autograd.Function):
         given: tuple[Tensor, Tensor | None] | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born)
+        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born, tables.own_shards)
         found = tuple(tables.look_up(many, leases, given))
         bags = tables.kept(many)
         ctx.save_for_backward(*[getattr(each, name) for name in ("ids", "offsets", "weights") for each in bags])

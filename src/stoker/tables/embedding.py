@@ -450,7 +450,9 @@ class EmbeddingTables(CopiedTables):
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and forward.trains:
-            self._collect(Gradient(index, lookups, grad, lease, born=forward.born), forward.enclosing)
+            self._collect(
+                Gradient(index, lookups, grad, lease, shards=forward.shards, born=forward.born), forward.enclosing
+            )
         elif rows:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
@@ -482,8 +484,8 @@ class EmbeddingTables(CopiedTables):
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return the gradients with their shards of the batch of all ranks (:meth:`replicate`)."""
-        if (ranks := self.ranks) is None:
-            return gradients
+        if (ranks := self.ranks) is None or (gradients and all(each.shards for each in gradients)):
+            return gradients  # all ranks know how many examples each has
         if self.averages is not None:  # a rank steps as if its examples were the whole batch
             return [each.scaled(ranks.size) for each in gradients]
         found = []

@@ -117,8 +117,8 @@ def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards)
     values = row_gradients(backend, len(distinct), space, replace(bags, shards=shards), which, grad)
     counts = torch.bincount(which.view(-1), minlength=len(distinct))
     distinct, order = distinct.sort()
-    node = distinct % len(nodes)
-    return ShardSums(RowSums(distinct // len(nodes), starts[node], sizes[node], values[order]), counts[order])
+    rows, node = (distinct, distinct * 0) if len(nodes) == 1 else (distinct // len(nodes), distinct % len(nodes))
+    return ShardSums(RowSums(rows, starts[node], sizes[node], values[order]), counts[order])
 
 
 @lru_cache(maxsize=64)

@@ -24,13 +24,14 @@ from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses
 from stoker.ops.space import make_space, slot_space
+from stoker.ops.tree import Node, tree_sum
 from stoker.optim import RowOptimizer
 from stoker.tables.config import Slotted, Strategy, TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups
-from stoker.tables.ranks.sums import packed, unpacked
+from stoker.tables.ranks.sums import packed, sends_names, unpacked
 from stoker.tables.ranks.transport import Ranks
-from stoker.tables.shards import joined_sums, shard_sums
+from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Lease, Rows, Storage
 
@@ -121,6 +122,7 @@ class Asked:
     rows: Tensor  # [n] addresses among its own rows that some rank wants, ascending
     places: list[Tensor]  # of each rank: the place in ``rows`` of what it wants
     owned: Lookups  # of ``rows``
+    counts: list[int]  # rows that this rank wants of each
     lease: Lease | None = None  # on ``rows``; None: nobody has brought them yet, or they do not fit
     notes: list[int] = field(default_factory=list)  # what each rank said with its question
     version: int = -1
@@ -172,7 +174,9 @@ class DividedGroup(TableGroup):
     # ---- lookups
 
     def acquire(self, lookups: Lookups) -> Lease:
-        return self.lease_of(self.ask(lookups), None)
+        asked = self.ask(lookups)
+        self._fetch(asked, at_once=True)
+        return self.lease_of(asked, None)
 
     def lease_of(self, asked: Asked, lease: Lease | None) -> Lease:
         """Return the lease on what :meth:`ask` found; ``lease``: on its own rows, if they were brought."""
@@ -191,15 +195,17 @@ class DividedGroup(TableGroup):
             place[order] = torch.arange(len(order))
             ids = place[which.long()].to(torch.int32).to(bags.ids.device)
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
-            parts = [torch.cat([torch.tensor([note], dtype=wide), each.to(wide)]) for each in rows[order].split(counts)]
-        found_of = ranks.exchange(f"ask for rows of {self._name}", parts)
-        notes, asked = [int(each[0]) for each in found_of], [each[1:] for each in found_of]
+            parts = list(rows[order].to(wide).split(counts))
+        asked, notes = ranks.exchange_noted(f"ask for rows of {self._name}", parts, [note])
         with ranks.guard():
             wanted, inverse = torch.unique(torch.cat(asked).long(), return_inverse=True)
             mine = self._owned(wanted)
             places = list(inverse.split([len(each) for each in asked]))
             owned = self.own.lookups_of(mine.to(self.storage.weight.device))
-        return Asked(replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned, notes=notes)
+        return Asked(
+            replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned, counts,
+            notes=[each for [each] in notes],
+        )  # fmt: skip
 
     def _space(self, space: AddressSpace, count: int) -> AddressSpace:
         """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""
@@ -212,14 +218,29 @@ class DividedGroup(TableGroup):
         """Return the rows of a lookup [U, D], from their owners."""
         asked: Asked = lease.token
         if asked.values is None or asked.version != self.version:
-            with self.ranks.guard():
-                if asked.lease is None:
-                    asked.lease = self.own.acquire(asked.owned)
-                rows = self.own.rows_at(asked.rows, asked.lease)
-                sent = [rows[each.to(rows.device)] for each in asked.places]
-            asked.values = torch.cat(self.ranks.exchange(f"send rows of {self._name}", sent))
-            asked.version = self.version
+            self._fetch(asked)
+        assert asked.values is not None
         return asked.values
+
+    def _fetch(self, asked: Asked, *, at_once: bool = False) -> None:
+        """Get the rows of a lookup from their owners; ``at_once``: right after asking."""
+        ranks, work = self.ranks, f"send rows of {self._name}"
+
+        def sent() -> list[Tensor]:
+            if asked.lease is None:
+                asked.lease = self.own.acquire(asked.owned)
+            rows = self.own.rows_at(asked.rows, asked.lease)
+            return [rows[each.to(rows.device)] for each in asked.places]
+
+        if at_once:
+            size = self.dim * self.storage.weight.itemsize
+            sizes = [size * len(each) for each in asked.places]
+            found = ranks.agreed(work, sent, sizes, [size * each for each in asked.counts])
+        else:
+            with ranks.guard():
+                parts = sent()
+            found = ranks.exchange(work, parts)
+        asked.values, asked.version = torch.cat(found), self.version
 
     def _lookup(self, lease: Lease) -> Tensor:
         return self.backend.lookup(self._values(lease), lease.space, lease.bags)
@@ -230,6 +251,17 @@ class DividedGroup(TableGroup):
     # ---- steps
 
     def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
+        self.own.tick = self.tick
+        if lease is None or sends_names(ranks.size, len(tree)):
+            self._step_named(ranks, lookups, grad, tree)
+        else:
+            self._step_asked(ranks, lookups, grad, len(tree) // ranks.size, lease.token)
+        if lease is not None:
+            lease.release(changed=True)
+        self.version += 1
+        self.tick += 1
+
+    def _step_named(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> None:
         shards = lookups.bags.shards
         assert shards is not None
         with ranks.guard():
@@ -237,14 +269,28 @@ class DividedGroup(TableGroup):
             order, counts = self._by_owner(own.sums.rows)
             parts = list(packed(own)[order].split(counts))
         found = torch.cat(ranks.exchange(f"send gradients of {self._name}", parts))
-        self.own.tick = self.tick
         with ranks.guard():
             sums, occurs = joined_sums(unpacked(found), tree)
             self.own.step(self._owned(sums.rows), sums.values, occurs)
-        if lease is not None:
-            lease.release(changed=True)
-        self.version += 1
-        self.tick += 1
+
+    def _step_asked(self, ranks: Ranks, lookups: Lookups, grad: Tensor, size: int, asked: Asked) -> None:
+        """Step the rows of a lookup, of which each rank has a node of ``size`` shards: their names are not sent."""
+        with ranks.guard():
+            which, count = asked.bags.ids, sum(asked.counts)
+            values = row_gradients(self.backend, count, lookups.space, lookups.bags, which, grad)
+            occurs = torch.bincount(which.view(-1), minlength=count)
+            sent = torch.cat([occurs.to(torch.int32).view(-1, 1), values.view(torch.int32)], dim=1)
+        found = ranks.exchange(f"send gradients of {self._name} as asked", list(sent.split(asked.counts)))
+        with ranks.guard():
+            sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64)
+            for rank, (places, data) in enumerate(zip(asked.places, found, strict=True)):
+                # A sum is never -0, so 0 instead of a row that a rank has not looked up changes no bit.
+                part = torch.zeros(len(asked.rows), self.dim)
+                sums[Node(rank * size, size)] = part.index_copy_(0, places, data[:, 1:].view(torch.float32))
+                total.index_add_(0, places, data[:, 0].long())
+            whole = tree_sum(sums, Node(0, ranks.size * size))
+            assert whole is not None
+            self.own.step(asked.rows, whole, total)
 
     def start_anew(self, rows: Tensor, weight: Tensor) -> None:
         mine = self._local(rows)[1] % self.ranks.size == self.ranks.rank

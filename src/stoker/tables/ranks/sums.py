@@ -13,7 +13,17 @@ from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import ShardSums, joined_sums
 
 _HEAD = 4  # int32 of a sum before its values: row (2), node, count
+_FEW = 8  # ranks whose sums are added in memory for all rows that any of them has looked up
 _START = 2**12  # a node as one number: first shard times this, plus its shards
+
+
+def sends_names(ranks: int, shards: int) -> bool:
+    """Return True if ranks name the rows whose gradients they send: many ranks, or several sums of a row from one.
+
+    >>> sends_names(2, 8), sends_names(3, 8)
+    (False, True)
+    """
+    return ranks > _FEW or shards % ranks > 0
 
 
 def packed(parts: ShardSums) -> Tensor:

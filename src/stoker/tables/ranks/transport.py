@@ -27,6 +27,7 @@ from stoker.tables.ranks.heartbeat import Heartbeat, RanksError
 _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
 _NAME = 6  # int64 of a header for the name of the work
+_WORD = 8  # bytes
 _INLINE = 8  # int64 of a header for a few numbers, which then need no message of their own
 
 
@@ -172,15 +173,24 @@ class Ranks:
         """
         nodes = [nodes_of(self.numbers_of(rank, shards)) for rank in range(self.size)]
         own = torch.stack([parts[node] for node in nodes[self.rank]])
-        length = -(-own.shape[1] // self.size)
-        slices = [own[:, at * length : (at + 1) * length].reshape(-1) for at in range(self.size)]
-        width = own[:, self.rank * length : (self.rank + 1) * length].shape[1]
-        found: dict[Node, Tensor] = {}
-        for mine, values in zip(nodes, self.exchange("add gradients of parameters", slices), strict=True):
-            found.update(zip(mine, values.view(len(mine), width), strict=True))
-        total = tree_sum(found, Node(0, len(self.tree(shards))))
-        assert total is not None
-        return torch.cat(self.gather("add gradients of parameters", total))
+        slices = self.slices(own)
+        width = slices[self.rank].shape[1]
+        sent = self.exchange("add gradients of parameters", [each.reshape(-1) for each in slices])
+
+        def added() -> Tensor:
+            found: dict[Node, Tensor] = {}
+            for mine, values in zip(nodes, sent, strict=True):
+                found.update(zip(mine, values.view(len(mine), width), strict=True))
+            total = tree_sum(found, Node(0, len(self.tree(shards))))
+            assert total is not None
+            return total
+
+        return self.joined("add gradients of parameters", added, [each.shape[1] for each in slices])
+
+    def slices(self, values: Tensor) -> list[Tensor]:
+        """Return the columns of ``values`` [k, n] that each rank adds."""
+        length = -(-values.shape[1] // self.size)
+        return [values[:, at * length : (at + 1) * length] for at in range(self.size)]
 
     def check_equal(self, name: str, value: Tensor) -> None:
         """Check that all ranks start with the same values.
@@ -202,20 +212,75 @@ class Ranks:
 
     def exchange(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send ``parts[r]`` to rank r; return what each rank sent here. All have the same shape but for the first."""
-        data = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+        return self.exchange_noted(work, parts, ())[0]
+
+    def exchange_noted(
+        self, work: str, parts: Sequence[Tensor], own: Sequence[int]
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        """Do :meth:`exchange`; return also the int64 numbers that every rank tells all others, at most 8 of each."""
+        data = [_bytes(part) for part in parts]
         sizes = [len(each) for each in data]
-        table, _ = self._announce(f"{work} (to each its own)", sizes)
-        got = [row[self.rank] for row in table]
-        self.sent[work] += sum(sizes) - sizes[self.rank]
+        table, found = self._announce(f"{work} (to each its own)", sizes, own)
+        notes = [each[: len(own)] for each in found]
         if not any(map(sum, table)):
-            return [part[:0] for part in parts]
-        found = self._call(work, lambda: self.wire.swap(torch.cat(data), sizes, got))
-        shape = parts[0].shape[1:]
-        return [each.view(parts[0].dtype).view(-1, *shape) for each in _split(found, got)]
+            return [part[:0] for part in parts], notes
+        self.sent[work] += sum(sizes) - sizes[self.rank]
+        return _like(parts[0], self._swap(work, data, [row[self.rank] for row in table])), notes
+
+    def agreed(
+        self, work: str, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int], got: Sequence[int]
+    ) -> list[Tensor]:
+        """Do :meth:`exchange` without a header, right after another one that told all ranks what they send now.
+
+        A word before the data says whether its rank has failed to make it.
+
+        Args:
+            work: its name.
+            make: returns the parts, of ``sizes`` [R] bytes.
+            sizes: bytes for each rank.
+            got: [R] bytes from each rank.
+        """
+        parts, failed = list[Tensor](), None
+        try:
+            parts = list(make())
+            data = [torch.cat([(own := _bytes(part)).new_zeros(_WORD), own]) for part in parts]
+        except Exception as error:
+            failed, data = error, [torch.ones(_WORD + size, dtype=torch.uint8) for size in sizes]
+        found = self._swap(work, data, [_WORD + size for size in got])
+        self.sent[work] += sum(sizes) - sizes[self.rank]
+        self.sent["headers"] += _WORD * (self.size - 1)
+        if failed is not None:
+            with self.guard():
+                raise failed
+        if any(bool(each[0]) for each in found):
+            self._announce(work, [0] * self.size)  # raises what the other rank says
+        return _like(parts[0], [each[_WORD:] for each in found])
+
+    def joined(self, work: str, make: Callable[[], Tensor], lengths: Sequence[int]) -> Tensor:
+        """Return the tensors that all ranks make, one after the other; as :meth:`agreed`, not as :meth:`gather`.
+
+        Args:
+            work: its name.
+            make: returns a tensor [lengths[rank]] float32.
+            lengths: [R], which all ranks know.
+        """
+        sizes = [4 * each for each in lengths]
+        own = [sizes[self.rank]] * self.size
+        return torch.cat(self.agreed(work, lambda: [make()] * self.size, own, sizes))
+
+    def _swap(self, work: str, data: Sequence[Tensor], got: Sequence[int]) -> list[Tensor]:
+        """Send ``data`` [R] bytes, ``got`` [R] of which come; return these. What is for this rank is not sent."""
+        sizes, wanted = [len(each) for each in data], list(got)
+        sizes[self.rank] = wanted[self.rank] = 0
+        others = [each for rank, each in enumerate(data) if rank != self.rank]
+        sent = others[0] if len(others) == 1 else torch.cat([data[0][:0], *others])
+        found = list(_split(self._call(work, lambda: self.wire.swap(sent, sizes, wanted)), wanted))
+        found[self.rank] = data[self.rank]
+        return found
 
     def gather(self, work: str, value: Tensor) -> list[Tensor]:
         """Return the ``value`` of every rank; all have the same shape but for the first."""
-        data = value.contiguous().reshape(-1).view(torch.uint8)
+        data = _bytes(value)
         sizes = [row[0] for row in self._announce(f"{work} (to all)", [len(data)] * self.size)[0]]
         if not (most := max(sizes)):
             return [value] * self.size
@@ -307,7 +372,19 @@ class Ranks:
             ) from error
 
 
+def _bytes(value: Tensor) -> Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _like(first: Tensor, found: Sequence[Tensor]) -> list[Tensor]:
+    """Return bytes as tensors that differ from ``first`` in the first dimension alone."""
+    return [_aligned(each).view(first.dtype).view(-1, *first.shape[1:]) for each in found]
+
+
+def _aligned(data: Tensor) -> Tensor:
+    return data if data.storage_offset() % 8 == 0 else data.clone()
+
+
 def _split(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     for end, size in zip(accumulate(sizes), sizes, strict=True):
-        part = data[end - size : end]
-        yield part if part.storage_offset() % 8 == 0 else part.clone()
+        yield data[end - size : end]

@@ -312,7 +312,7 @@ class ShardedLoss:
             [found] = tree.sums.values()
         else:
             found, reached, notes = add_over_ranks(
-                ranks, model.embeddings.shards, tree.sums, parameters, reached, self.note()
+                ranks, model.embeddings.shards, count, tree.sums, parameters, reached, self.note()
             )
             self.hear(notes)
             if buffers := list(model.buffers()):

@@ -14,6 +14,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.ops.running import Moved
 from stoker.ops.tree import Node, nodes_of, tree_sum
+from stoker.tables.ranks.heartbeat import RanksError
 from stoker.tables.ranks.transport import Ranks
 
 _WORD = 4  # bytes of an element; headers are whole words
@@ -35,48 +36,58 @@ class Step(NamedTuple):
 
 
 def add_over_ranks(
-    ranks: Ranks, shards: int, own: Mapping[Node, Sums | None], parameters: Sequence[Tensor], reached: Sequence[bool],
-    note: int,
+    ranks: Ranks, shards: int, batch: int, own: Mapping[Node, Sums | None], parameters: Sequence[Tensor],
+    reached: Sequence[bool], note: int,
 ) -> Step:  # fmt: skip
     """Return the sums over all shards on every rank. Each rank adds a slice; then the slices are gathered.
 
     Args:
         ranks: all call this.
         shards: V.
+        batch: examples of all ranks.
         own: the sums of the nodes of this rank's shards; None: without examples.
         parameters: of the gradients.
         reached: of each input: whether the loss of an own shard depends on it.
         note: what this rank says, an int64.
+
+    Raises:
+        RanksError: the ranks have batches of different sizes.
     """
     nodes = [nodes_of(ranks.numbers_of(rank, shards)) for rank in range(ranks.size)]
     sizes = [1, *(each.numel() for each in parameters)]
     flat = torch.stack([_flat(own[node], parameters) for node in nodes[ranks.rank]])
     there = torch.tensor([_there(own[node], len(sizes)) for node in nodes[ranks.rank]], dtype=torch.uint8)
-    head = torch.cat([
-        torch.tensor([note], dtype=torch.int64).view(torch.uint8), torch.tensor(reached, dtype=torch.uint8),
-        there.view(-1),
-    ])  # fmt: skip
-    head = torch.cat([head, head.new_zeros(-len(head) % _WORD)])
-    length = -(-flat.shape[1] // ranks.size)
-    slices = [flat[:, at * length : (at + 1) * length] for at in range(ranks.size)]
+    head = torch.cat([there.view(-1), there.new_zeros(-there.numel() % _WORD)])
+    slices = ranks.slices(flat)
     messages = [torch.cat([head, each.reshape(-1).view(torch.uint8)]) for each in slices]
-    width, notes, seen = slices[ranks.rank].shape[1], list[int](), list(reached)
+    bits = sum(one << place for place, one in enumerate(reached))
+    sent, said = ranks.exchange_noted("add gradients of parameters", messages, [batch, bits, note])
+    batches, masks, notes = (list(each) for each in zip(*said, strict=True))
+    if len(set(batches)) > 1:
+        raise RanksError(
+            f"the ranks have batches of {', '.join(map(str, batches))} examples. Give all of them the same batch: each "
+            "takes the examples of its shards."
+        )
+    seen = [any(mask >> place & 1 for mask in masks) for place in range(len(reached))]
+    width = slices[ranks.rank].shape[1]
     found, present = dict[Node, Tensor](), dict[Node, list[int]]()
-    for mine, message in zip(nodes, ranks.exchange("add gradients of parameters", messages), strict=True):
-        notes.append(int(message[:8].view(torch.int64)))
-        inputs, rest = message[8:].split([len(reached), len(message) - 8 - len(reached)])
-        seen = [one or bool(other) for one, other in zip(seen, inputs.tolist(), strict=True)]
-        flags = rest[: len(mine) * len(sizes)].view(len(mine), len(sizes)).tolist()
+    for mine, message in zip(nodes, sent, strict=True):
+        flags = message[: len(mine) * len(sizes)].view(len(mine), len(sizes)).tolist()
         values = message[len(message) - _WORD * len(mine) * width :].view(torch.float32).view(len(mine), width)
         found.update(zip(mine, values, strict=True))
         present.update(zip(mine, flags, strict=True))
-    root = Node(0, shards)
-    if all(map(all, present.values())):
-        total = tree_sum(found, root)
-    else:
-        total = _by_parameter(found, present, sizes, range(ranks.rank * length, ranks.rank * length + width), root)
-    assert total is not None
-    loss, *grads = torch.cat(ranks.gather("add gradients of parameters", total)).split(sizes)
+    root, begin = Node(0, shards), sum(each.shape[1] for each in slices[: ranks.rank])
+
+    def added() -> Tensor:
+        if all(map(all, present.values())):
+            total = tree_sum(found, root)
+        else:
+            total = _by_parameter(found, present, sizes, range(begin, begin + width), root)
+        assert total is not None
+        return total
+
+    whole = ranks.joined("add gradients of parameters", added, [each.shape[1] for each in slices])
+    loss, *grads = whole.split(sizes)
     some = [any(flags[place] for flags in present.values()) for place in range(len(sizes))]
     shaped = [
         grad.view_as(each) if any_ else None for grad, each, any_ in zip(grads, parameters, some[1:], strict=True)
