@@ -8,26 +8,21 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from processes import context, start_process
+from ranked import alone_on_a_thread
 from reductions import join
 
 import stoker
 from stoker.tables import Ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tables"))
-
-from ranked import alone_on_a_thread
 
 __all__ = ["Fork", "Warm", "Workers"]
 
