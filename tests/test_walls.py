@@ -34,9 +34,9 @@ LINES = {
     "synthetic": 1_690,
     "cli": 3_450,
     "live": 1_175,
-    "serve": 1_470,
+    "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 63_965
+ALL_LINES = 64_000
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -27,6 +27,7 @@ from aiohttp import web
 
 from stoker.base.errors import StokerError, require
 from stoker.prep.parse.json_lines import parsed
+from stoker.serve.background import give_way
 from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.retrieve import Retrieved, Retriever
 from stoker.serve.scorer import Scorer, Scores
@@ -98,7 +99,10 @@ class Server:
         self._searching = 0  # requests whose items are being found, or wait for it
         self._searcher = ThreadPoolExecutor(1, thread_name_prefix="stoker-retrieve")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-read")
-        self._follower = ThreadPoolExecutor(1, thread_name_prefix="stoker-follow")
+        owned: Any = scorer.lock  # while requests wait for it, the follower should not sleep
+        self._follower = ThreadPoolExecutor(
+            1, thread_name_prefix="stoker-follow", initializer=give_way, initargs=(owned._is_owned,)
+        )
 
     def application(self) -> web.Application:
         """Return the routes."""
