@@ -52,6 +52,7 @@ from stoker.placement.sent import expect_sent
 from stoker.tables import Ranks, RanksError, Replicas
 from stoker.tables.autograd import compiled_lookup
 from stoker.tables.config import Slotted
+from stoker.tables.ranks.divided import DividedGroup
 
 RULES: list[optim.RowOptimizer] = [
     optim.SGD(lr=0.5), optim.SGD(lr=0.5, cow_clip=(0.5, 1e-3)), optim.MomentumSGD(lr=0.2, nesterov=True),
@@ -271,6 +272,36 @@ def test_a_rank_that_fails_to_make_what_it_agreed_to_send_says_so_and_can_go_on(
         assert torch.equal(torch.stack(each), torch.arange(3.0).view(3, 1, 1).expand(3, 2, 3))
 
 
+@pytest.mark.parametrize("step", ["_heard", "_sent"])
+def test_an_owner_that_cannot_answer_ends_the_others_with_its_message(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = getattr(DividedGroup, step)
+
+    def fails(self: DividedGroup, *given: Any) -> Any:
+        if self.ranks.rank == 1 and self.failing:  # type: ignore[attr-defined]
+            raise OSError("the disk is gone")
+        return answer(self, *given)
+
+    monkeypatch.setattr(DividedGroup, step, fails)
+    monkeypatch.setattr(DividedGroup, "failing", True, raising=False)
+
+    def work(group: Ranks) -> tuple[str, dict[str, str]]:
+        tables = _some(group)
+        with pytest.raises((RanksError, OSError)) as caught:
+            tables(_batch(group, 0))
+        tables.groups[0].failing = False  # type: ignore[attr-defined]
+        tables(_batch(group, 0)).square().sum().backward()  # all can go on
+        return str(caught.value), digest(tables)
+
+    alone = _some()
+    alone(_batch(None, 0)).square().sum().backward()
+    said, found = zip(*on_threads(3, work), strict=True)
+    assert said[0] == said[2] == "rank 1 stopped: OSError: the disk is gone"
+    assert said[1] == "the disk is gone"
+    assert found == (digest(alone),) * 3
+
+
 def test_ranks_that_do_different_things_say_so() -> None:
     def work(group: Ranks) -> str:
         with pytest.raises(RanksError) as caught:
@@ -418,11 +449,15 @@ def _drawn(group: Ranks | None, number: int) -> dict[str, Any]:
     return dict(zip(("ids", "offsets", "weights"), found, strict=True))
 
 
-@pytest.mark.parametrize(
-    "ahead", [{}, {"lookahead": 0}, {"lookahead": 3, "in_flight": 2}, {"background": True}], ids=str
-)
-@pytest.mark.parametrize("place", ["cached", "pipelined", "hot", "file", "mixed"])
 @pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize(
+    ("place", "ahead"),
+    [
+        pytest.param(place, ahead, marks=[pytest.mark.slow] if ahead and place not in ("cached", "mixed") else [])
+        for place in ("cached", "pipelined", "hot", "file", "mixed")
+        for ahead in ({}, {"lookahead": 0}, {"lookahead": 3, "in_flight": 2}, {"background": True})
+    ],
+)
 def test_a_stage_brings_what_other_ranks_look_up(divided: bool, place: str, ahead: dict[str, Any]) -> None:
     placement = {
         "cached": Cached(slots=70), "pipelined": HostPipelined(slots=70), "file": Cached(slots=70, home="file"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from campaigns import EFFORT, scaled
 from rank_workers import Warm, Workers
+from ranked import on_threads
 from small_runs import FILE, assert_same_run, files, records
 
 import stoker
@@ -21,6 +22,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
 from stoker.placement.sent import expect_sent
+from stoker.tables import Ranks
 from stoker.testing import make_dataset
 from stoker.training.placing import place_run
 from stoker.training.ranks import sharded, together
@@ -247,10 +249,15 @@ def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
     ],
 )  # fmt: skip
 def test_what_does_not_go_is_refused_by_name_on_every_rank(
-    more: dict[str, Any], message: str, workers: Workers, data: Dataset, tmp_path: Path
+    more: dict[str, Any], message: str, data: Dataset, tmp_path: Path
 ) -> None:
-    found = workers.train(3, data.path, out=tmp_path / "run", **{**settings_of("dlrm", 3), **more})
-    assert all("ConfigError" in each and message in each for each in found), found
+    def work(ranks: Ranks) -> str:
+        with pytest.raises(ConfigError) as caught:
+            stoker.train(data, out=tmp_path / "run", ranks=ranks, **{**settings_of("dlrm", 3), "threads": 1, **more})
+        return str(caught.value)
+
+    for said in on_threads(3, work):
+        assert message in said
     assert not (tmp_path / "run").exists()
 
 

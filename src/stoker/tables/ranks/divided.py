@@ -13,8 +13,8 @@ Legend: R ranks, U distinct rows of a lookup, D columns, T tables.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +113,15 @@ class OwnedGroup(TableGroup):
             lease.end()
 
 
+class _Told(NamedTuple):
+    """What the ranks told each other about a lookup."""
+
+    lookups: Lookups  # of this rank, in the order of what it asked for
+    counts: list[int]  # rows that it wants of each rank
+    wanted: list[Tensor]  # rows that each rank wants of it
+    notes: list[int]  # what each rank said with its question
+
+
 @dataclass(eq=False)
 class Asked:
     """The rows of a lookup: what this rank asked the owners for, and what all ranks asked it for."""
@@ -123,8 +132,8 @@ class Asked:
     places: list[Tensor]  # of each rank: the place in ``rows`` of what it wants
     owned: Lookups  # of ``rows``
     counts: list[int]  # rows that this rank wants of each
+    notes: list[int]  # what each rank said with its question
     lease: Lease | None = None  # on ``rows``; None: nobody has brought them yet, or they do not fit
-    notes: list[int] = field(default_factory=list)  # what each rank said with its question
     version: int = -1
     values: Tensor | None = None  # [U, D] the rows of the lookup, as they were at that version
 
@@ -174,9 +183,17 @@ class DividedGroup(TableGroup):
     # ---- lookups
 
     def acquire(self, lookups: Lookups) -> Lease:
-        asked = self.ask(lookups)
-        self._fetch(asked, at_once=True)
-        return self.lease_of(asked, None)
+        told, found = self._tell(lookups, 0), list[Asked]()
+
+        def sent() -> list[Tensor]:
+            found.append(self._heard(told))
+            return self._sent(found[0])
+
+        size = self.dim * self.storage.weight.itemsize
+        sizes = [size * len(each) for each in told.wanted]
+        values = self.ranks.agreed(f"send rows of {self._name}", sent, sizes, [size * each for each in told.counts])
+        found[0].values, found[0].version = torch.cat(values), self.version
+        return self.lease_of(found[0], None)
 
     def lease_of(self, asked: Asked, lease: Lease | None) -> Lease:
         """Return the lease on what :meth:`ask` found; ``lease``: on its own rows, if they were brought."""
@@ -187,6 +204,11 @@ class DividedGroup(TableGroup):
 
     def ask(self, lookups: Lookups, note: int = 0) -> Asked:
         """Tell the owners which rows a batch looks up, and hear which of the own rows all ranks look up, and a note."""
+        told = self._tell(lookups, note)
+        with self.ranks.guard():
+            return self._heard(told)
+
+    def _tell(self, lookups: Lookups, note: int) -> _Told:
         ranks, bags = self.ranks, lookups.bags
         with ranks.guard():
             found, which = distinct_rows(bags.cpu(), lookups.space)
@@ -196,16 +218,17 @@ class DividedGroup(TableGroup):
             ids = place[which.long()].to(torch.int32).to(bags.ids.device)
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
             parts = list(rows[order].to(wide).split(counts))
-        asked, notes = ranks.exchange_noted(f"ask for rows of {self._name}", parts, [note])
-        with ranks.guard():
-            wanted, inverse = torch.unique(torch.cat(asked).long(), return_inverse=True)
-            mine = self._owned(wanted)
-            places = list(inverse.split([len(each) for each in asked]))
-            owned = self.own.lookups_of(mine.to(self.storage.weight.device))
-        return Asked(
-            replace(bags, ids=ids), self._space(lookups.space, len(rows)), mine, places, owned, counts,
-            notes=[each for [each] in notes],
-        )  # fmt: skip
+        wanted, notes = ranks.exchange_noted(f"ask for rows of {self._name}", parts, [note])
+        return _Told(Lookups(replace(bags, ids=ids), lookups.space), counts, wanted, [each for [each] in notes])
+
+    def _heard(self, told: _Told) -> Asked:
+        """Find out which of the own rows are wanted."""
+        rows, inverse = torch.unique(torch.cat(told.wanted).long(), return_inverse=True)
+        mine = self._owned(rows)
+        places = list(inverse.split([len(each) for each in told.wanted]))
+        owned = self.own.lookups_of(mine.to(self.storage.weight.device))
+        space = self._space(told.lookups.space, sum(told.counts))
+        return Asked(told.lookups.bags, space, mine, places, owned, told.counts, told.notes)
 
     def _space(self, space: AddressSpace, count: int) -> AddressSpace:
         """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""
@@ -218,29 +241,18 @@ class DividedGroup(TableGroup):
         """Return the rows of a lookup [U, D], from their owners."""
         asked: Asked = lease.token
         if asked.values is None or asked.version != self.version:
-            self._fetch(asked)
-        assert asked.values is not None
+            with self.ranks.guard():
+                sent = self._sent(asked)
+            asked.values = torch.cat(self.ranks.exchange(f"send rows of {self._name}", sent))
+            asked.version = self.version
         return asked.values
 
-    def _fetch(self, asked: Asked, *, at_once: bool = False) -> None:
-        """Get the rows of a lookup from their owners; ``at_once``: right after asking."""
-        ranks, work = self.ranks, f"send rows of {self._name}"
-
-        def sent() -> list[Tensor]:
-            if asked.lease is None:
-                asked.lease = self.own.acquire(asked.owned)
-            rows = self.own.rows_at(asked.rows, asked.lease)
-            return [rows[each.to(rows.device)] for each in asked.places]
-
-        if at_once:
-            size = self.dim * self.storage.weight.itemsize
-            sizes = [size * len(each) for each in asked.places]
-            found = ranks.agreed(work, sent, sizes, [size * each for each in asked.counts])
-        else:
-            with ranks.guard():
-                parts = sent()
-            found = ranks.exchange(work, parts)
-        asked.values, asked.version = torch.cat(found), self.version
+    def _sent(self, asked: Asked) -> list[Tensor]:
+        """Return the own rows that each rank wants."""
+        if asked.lease is None:
+            asked.lease = self.own.acquire(asked.owned)
+        rows = self.own.rows_at(asked.rows, asked.lease)
+        return [rows[each.to(rows.device)] for each in asked.places]
 
     def _lookup(self, lease: Lease) -> Tensor:
         return self.backend.lookup(self._values(lease), lease.space, lease.bags)
