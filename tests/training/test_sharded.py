@@ -356,3 +356,30 @@ def test_ranks_with_different_batches_are_refused() -> None:
 
     for said in on_threads(2, work):
         assert "batches of 40, 41 examples. Give all of them the same batch" in said
+
+
+def test_a_rank_whose_copies_are_averaged_steps_as_if_its_examples_were_the_batch() -> None:
+    spec = stoker.FeatureSpec.from_sizes(2, [30, 20])
+    ids = torch.randint(0, 20, (16, 2), generator=torch.Generator().manual_seed(0))
+    whole = Batch(dense=torch.rand(16, 2), ids=ids, labels=(ids[:, 0] % 2).float())
+
+    def made(**more: Any) -> stoker.DLRM:
+        rows = stoker.optim.SGD(lr=1.0)
+        model = stoker.DLRM(spec, embedding_dim=4, bottom=(8,), top=(8,), optimizer=rows, **more)
+        with torch.no_grad():
+            for each in model.dense_parameters():
+                each.copy_(torch.linspace(-0.5, 0.5, each.numel()).view_as(each))
+        return model
+
+    def work(ranks: Ranks) -> Tensor:
+        model = made(ranks=ranks.averaging(100), shards=8)
+        ShardedLoss(model)(whole).backward()
+        return model.embeddings.rows("C1")
+
+    for rank, found in enumerate(on_threads(2, work)):
+        alone, own = made(), slice(8 * rank, 8 * rank + 8)
+        labels = None if whole.labels is None else whole.labels[own]
+        alone.loss(Batch(dense=whole.dense[own], ids=ids[own], labels=labels)).backward()
+        before = made().embeddings.rows("C1")
+        assert not torch.equal(found, before)
+        torch.testing.assert_close(found - before, alone.embeddings.rows("C1") - before)

@@ -484,10 +484,12 @@ class EmbeddingTables(CopiedTables):
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
         """Return the gradients with their shards of the batch of all ranks (:meth:`replicate`)."""
-        if (ranks := self.ranks) is None or (gradients and all(each.shards for each in gradients)):
-            return gradients  # all ranks know how many examples each has
+        if (ranks := self.ranks) is None:
+            return gradients
         if self.averages is not None:  # a rank steps as if its examples were the whole batch
-            return [each.scaled(ranks.size) for each in gradients]
+            return [each.scaled(ranks.size)._replace(shards=None) for each in gradients]
+        if gradients and all(each.shards for each in gradients):  # all ranks know how many examples each has
+            return gradients
         found = []
         for each, *sizes in zip(
             gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True

@@ -239,6 +239,10 @@ class Ranks:
             make: returns the parts, of ``sizes`` [R] bytes.
             sizes: bytes for each rank.
             got: [R] bytes from each rank.
+
+        Raises:
+            Exception: what ``make`` raised.
+            RanksError: another rank could not make its parts.
         """
         parts, failed = list[Tensor](), None
         try:
@@ -257,7 +261,7 @@ class Ranks:
         return _like(parts[0], [each[_WORD:] for each in found])
 
     def joined(self, work: str, make: Callable[[], Tensor], lengths: Sequence[int]) -> Tensor:
-        """Return the tensors that all ranks make, one after the other; as :meth:`agreed`, not as :meth:`gather`.
+        """Return the tensors of all ranks as one, without a header, as :meth:`agreed` does.
 
         Args:
             work: its name.
