@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 10_795,
     "rewrite": 1_950,
-    "prep": 12_500,
+    "prep": 12_540,
     "synthetic": 1_690,
     "cli": 3_450,
-    "live": 1_175,
+    "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_020
+ALL_LINES = 64_110
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -77,6 +77,8 @@ def test_a_drafted_schema_says_its_doubts_and_what_it_leaves_out(folder: Path) -
     Path("leak.csv").write_text("\n".join(["other,user_id,clicked,order_id", *log]) + "\n")
     shown = " ".join(call("prepare", "auto", "leak.csv", "--out", "leak").output.split())
     assert "left out: order_id: 'x' in all rows with label 1 and in no others" in shown
+    Path("stars.csv").write_text("".join(["rating,user_id\n", *(f"{i % 5 + 1},u{i % 9}\n" for i in range(400))]))
+    assert "label: rating >= 4. To change" in call("prepare", "auto", "stars.csv", "--out", "stars").output
 
 
 def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path) -> None:
@@ -154,8 +156,9 @@ def test_dates_that_may_be_read_in_two_ways_are_refused(folder: Path) -> None:
 
 def test_doubts_of_a_draft_are_said(folder: Path) -> None:
     Path("odd.csv").write_text("".join(f"{i % 2},x{i % 9},{i % 3}\n" for i in range(300)))  # no header
-    with pytest.warns(UserWarning, match=r"has \d+ doubts?: stoker init"):
+    with pytest.warns(UserWarning, match="has 2 doubts: stoker init"):
         stoker.prepare("auto", "odd.csv", out="odd")
+    assert call("prepare", "auto", "odd.csv", "--out", "other").output.count("unsure: ") == 2
 
 
 def test_keep_wants_raw_rows(folder: Path) -> None:

@@ -166,10 +166,48 @@ def test_a_log_that_grew_is_refused(place: Path) -> None:
     stoker.update(place / "run", today)
     with today.open("a") as file:
         file.write(day(2).write_csv(include_header=False))
-    with pytest.raises(DataError, match=r"today.csv begins with the [\d,]+ bytes that an earlier update"):
+    with pytest.raises(DataError, match=r"today.csv begins with [\d,]+ bytes on which the run was trained"):
         stoker.update(place / "run", today)
     day(2).write_csv(today)  # another day under the same name
     assert stoker.update(place / "run", today).rows == 300
+
+
+def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
+    run, [base] = place / "run", logs(place, 0)
+    shutil.copy(base, place / "renamed.csv")
+    found = stoker.update(run, [place / "renamed.csv", *logs(place, 1)])
+    said = "renamed.csv is a log of the dataset that the run was trained on: it is left out"
+    assert (found.rows, found.notes) == (300, [said])
+    assert stoker.update(run, base).rows == 0
+    with base.open("a") as file:
+        file.write(day(2).write_csv(include_header=False))
+    with pytest.raises(DataError, match=r"day_0.csv begins with [\d,]+ bytes on which the run was trained"):
+        stoker.update(run, base)
+    shutil.rmtree(place / "data")  # only the last update is needed to go on
+    assert stoker.update(run, logs(place, 2)).rows == 300
+
+
+def test_files_about_users_and_items_go_with_each_update(tmp_path: Path) -> None:
+    stoker.synthetic.write("movielens", 900, tmp_path / "log")
+    about = [tmp_path / "log/users.dat", tmp_path / "log/movies.dat"]
+    lines = (tmp_path / "log/ratings.dat").read_text().splitlines(keepends=True)
+    days = [tmp_path / name / "ratings.dat" for name in ("monday", "tuesday", "wednesday")]
+    for number, path in enumerate(days):
+        path.parent.mkdir()
+        path.write_text("".join(lines[300 * number :][:300]))
+    data = stoker.prepare("movielens", [days[0], *about], out=tmp_path / "data")
+    run = tmp_path / "run"
+    stoker.train(data, out=run, embedding_dim=4, batch_size=64, steps=5, display="quiet").model.embeddings.close()
+    for number, path in enumerate(days[1:], 1):
+        found = stoker.update(run, [path, *about], keep_ids=True)
+        assert (found.number, found.notes) == (number, [])
+        like = stoker.prepare(files=[path, *about], like=data.path, out=tmp_path / f"like-{number}").test
+        own = stoker.Dataset(run / "updates" / f"{number:06d}").test
+        for one, other in zip(own.batches(64), like.batches(64), strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+    assert stoker.update(run, [days[2], *about]).rows == 0
+    with pytest.raises(DataError, match=r"was prepared with a users file, users\.dat, .* Give such a file too"):
+        stoker.prepare(files=days[2], like=data.path)
 
 
 def test_a_day_that_comes_too_late_is_noted(tmp_path: Path) -> None:

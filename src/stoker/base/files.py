@@ -163,6 +163,15 @@ def hash_file(path: str | Path) -> tuple[int, str]:
         return file.tell(), digest
 
 
+def hash_edges(path: str | Path, size: int) -> str:
+    """Return the sha256 of the first and the last MiB of the first ``size`` bytes of a file."""
+    with Path(path).open("rb") as file:
+        digest = hashlib.sha256(file.read(min(size, 2**20)))
+        file.seek(max(0, size - 2**20))
+        digest.update(file.read(min(size, 2**20)))
+        return digest.hexdigest()
+
+
 def file_identity(file: BinaryIO) -> tuple[int, ...]:
     """Return numbers that change with the content of a file: device, inode, bytes, time of last change."""
     state = os.fstat(file.fileno())

@@ -312,8 +312,7 @@ def _drafted(files: list[str], *, quiet: bool) -> Schema:
     if not quiet:
         _show_columns(draft)
         names = " ".join(map(quoted, files))
-        doubts = f" It has {plural(draft.unsure, 'doubt')}." if draft.unsure else ""
-        say(f"label: {draft.label}.{doubts} To change what a column is: stoker init {names}")
+        say(f"label: {draft.positive}. To change what a column is: stoker init {names}")
         for note in draft.notes:
             say(f"  {note}", "yellow")
     return found

@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
+from stoker.base.files import hash_edges
 from stoker.base.units import quoted
+from stoker.prep import recipes
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
 from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
 from stoker.training.files.segments import new_and_gone
@@ -109,36 +111,52 @@ class Journal:
         """Return the path of the segment of an update, or of one that it wrote at ``step``."""
         return self.run.checkpoints / f"update_{number:06d}{'' if step is None else f'_{step:09d}'}"
 
-    def unused(self, files: Sequence[Path], names: Mapping[Path, str]) -> tuple[list[tuple[Path, Log]], list[str]]:
-        """Return the logs that no update has used yet, and say why others are left out.
+    def unused(
+        self, files: Sequence[Path], names: Mapping[Path, str], base: Mapping[str, Any]
+    ) -> tuple[list[tuple[Path, Log]], list[str]]:
+        """Return the logs on which the model was not trained yet, and say why others are left out.
+
+        Files that describe users or items go with new logs, whether they were used before or not.
+
+        Args:
+            files: the files.
+            names: of those whose path says nothing.
+            base: the manifest of the dataset that the run was trained on.
 
         Raises:
             DataError: a log has grown since it was used.
         """
+        lookups = recipes.lookups(base, [path.name for path in files])
         used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
         before: dict[str, dict[int, str]] = {}
         for line in self.lines:
             for log in line["logs"]:
                 before.setdefault(log["name"], {})[int(log["bytes"])] = log["sha256"]
         fresh: list[tuple[Path, Log]] = []
+        described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name = names.get(path, path.name)
             size, digest, prefixes = _hash(path, before.get(name, {}))
-            if digest in used:
+            prefixes += _trained(path, size, base)
+            if path.name in lookups:
+                described.append((path, Log(name, size, digest)))
+            elif size in prefixes:
+                left_out.append(f"{name} is a log of the dataset that the run was trained on: it is left out")
+            elif digest in used:
                 number, known = used[digest]
                 alias = "" if known == name else f" as {known}"
                 left_out.append(f"{name} was used by update {number}{alias}: it is left out")
             elif prefixes:
                 raise DataError(
-                    f"{path} begins with the {prefixes[-1]:,} bytes that an earlier update has trained on. Give a file "
-                    "of the new rows only."
+                    f"{path} begins with {prefixes[-1]:,} bytes on which the run was trained. Give a file of the "
+                    "new rows only."
                 )
             elif digest in {log.sha256 for _, log in fresh}:
                 left_out.append(f"{name} has the same contents as another of these logs: it is left out")
             else:
                 fresh.append((path, Log(name, size, digest)))
-        return fresh, left_out
+        return fresh + described if fresh else [], left_out
 
     def begin(self, order: Order) -> bool:
         """Note that an update is under way; return True if a killed one with the same order is continued.
@@ -217,6 +235,12 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
     number = int(manifest["extra"].get("update", {}).get("number", 0))
     run.write_head({"checkpoint": checkpoint.name, "manifest": hash_manifest(checkpoint), "number": number,
                     "step": int(manifest["step"])})  # fmt: skip
+
+
+def _trained(path: Path, size: int, base: Mapping[str, Any]) -> list[int]:
+    """Return how many bytes of a log the dataset of the run has, if it has any."""
+    found = [each for each in base.get("sources", []) if each["rows"] and 0 < each["bytes"] <= size]
+    return [each["bytes"] for each in found if each.get("edges") == hash_edges(path, each["bytes"])]
 
 
 def _hash(path: Path, sizes: Mapping[int, str]) -> tuple[int, str, list[int]]:

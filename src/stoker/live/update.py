@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from stoker.base import remote
 from stoker.base.errors import DataError, StokerError
 from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
@@ -102,8 +103,8 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     row once, in the order of the logs. The rows of tables that changed are a new segment, and ``load(run)``,
     ``predict`` and ``evaluate`` use the new model.
 
-    All of it happens or nothing. The same call continues a killed update. A log that was used, under any name, is
-    skipped.
+    All of it happens or nothing. The same call continues a killed update. A log that was used, by an update or for the
+    dataset of the run, is skipped under any name.
 
     Args:
         run: a run whose training has ended, or its URL.
@@ -138,7 +139,7 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     with files_of(asked.logs) as inputs, opened(asked.run) as journal:
         files = expand(inputs.files)[0]
         show("reading logs", 0, 1)
-        fresh, notes = journal.unused(files, inputs.names)
+        fresh, notes = journal.unused(files, inputs.names, _trained_on(journal, asked))
         if not fresh:
             return _result(journal, journal.checkpoint, notes, new=False)
         own = {name: getattr(asked, name) for name in UpdateSettings.__dataclass_fields__}
@@ -204,6 +205,15 @@ def prepare_rows(
 def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
     """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
     return open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
+
+
+def _trained_on(journal: Journal, asked: UpdateArguments) -> Mapping[str, Any]:
+    """Return the manifest of the dataset of the run; that of the last update, if it is no longer there."""
+    first = journal.config["dataset"] if asked.data is None else asked.data
+    if not journal.number or remote.url_of(first) is None:
+        with suppress(DataError):
+            return open_dataset(first).manifest
+    return open_dataset(journal.dataset).manifest
 
 
 def _check_whole(data: Dataset, report: PrepareReport, inputs: Inputs) -> None:

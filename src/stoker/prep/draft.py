@@ -53,12 +53,18 @@ class Draft:
         return "label" if column.name == self.label else column.kind
 
     @property
+    def positive(self) -> str:
+        """The column of the label and, if its values are not 0 and 1, which of them count as 1."""
+        outcome = next((one.outcome for one in self.columns if one.name == self.label), None)
+        return " ".join(text for text in (self.label, outcome and outcome.rule) if text)
+
+    @property
     def notes(self) -> Iterator[str]:
-        """Yield each doubt, but not the proposal of another split, and each column that is left out."""
+        """Yield each doubt, and each column that is left out."""
         for part in self.text.split("\n\n"):
             name = re.search(r"^(?:name|column) = (.*)", part, re.MULTILINE)
-            doubts = [] if part.startswith("[split]") else re.findall(r"^# unsure: (.*)", part, re.MULTILINE)
-            yield from (f"unsure: column {name[1]}: {doubt}" if name else f"unsure: {doubt}" for doubt in doubts)
+            for doubt in re.findall(r"^# unsure: (.*)", part, re.MULTILINE):
+                yield f"unsure: column {name[1]}: {doubt}" if name else f"unsure: {doubt}"
         yield from (f"left out: {one.name}: {one.reason}" for one in self.columns if self.role(one) == "left out")
 
     @property
@@ -308,9 +314,9 @@ def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) ->
     lines = ["[split]", rule, "train = 0.8", "valid = 0.1", "test = 0.1"]
     for user in (users or unnamed)[:1]:
         needs = "" if time is not None else ", with a [timestamp]"
-        doubt = "" if users else "unsure: "
+        whose = "each user's" if users else f"if {user.name} is the user, each user's"
         lines += [
-            _comment(f"{doubt}instead, each user's last row for the test, the one before for validation{needs}:"),
+            _comment(f"instead, {whose} last row for the test, the one before for validation{needs}:"),
             '# rule = "leave_last_out"',
             f"# column = {_printable(user.name)}",
         ]

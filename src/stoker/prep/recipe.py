@@ -6,8 +6,9 @@ lines (sampled negatives, joins, exploded lists), it also derives them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from stoker.base.checks import near
@@ -40,6 +41,7 @@ class RawInput:
     required: tuple[str, ...] = ()  # an empty field here is a bad line
     labels: tuple[str, ...] = ()  # numbers that must be 0 or 1
     optional: bool = False  # whether the recipe works without such a file
+    lookup: bool = False  # the file describes users or items: later rows are joined with it again
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():
@@ -93,6 +95,16 @@ class Recipe:
         if self.preset_name == OWN_SCHEMA:
             return f"stoker prepare with the schema {self.name}"
         return f"stoker prepare {self.name} --preset {self.preset_name}"
+
+    def input_of(self, file: str) -> str | None:
+        """Return the input that a file of this name is of; None if there is none."""
+        found = (name for name, raw in self.inputs.items() if any(fnmatch(file, pattern) for pattern in raw.files))
+        return next(found, None)
+
+    def lookups(self, files: Iterable[str]) -> dict[str, str]:
+        """Return the names of files that describe users or items, each with the name of its input."""
+        found = {file: self.input_of(file) for file in files}
+        return {file: name for file, name in found.items() if name is not None and self.inputs[name].lookup}
 
     def schema(self, preset: str | None = None) -> Schema:
         """Return the schema of ``preset``, or of the chosen preset."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.checks import near
 from stoker.base.errors import ConfigError
-from stoker.prep.recipe import Recipe
+from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.recipes.ads import avazu, criteo, movielens
 from stoker.prep.recipes.lists import ebnerd, globo, trivago
 from stoker.prep.recipes.shops import online_retail, taobao
@@ -41,6 +41,13 @@ if not TYPE_CHECKING:  # type checkers know those that are imported above
 __all__ = [
     "avazu", "criteo", "ebnerd", "get", "globo", "movielens", "names", "online_retail", "taobao", "trivago",
 ]  # fmt: skip
+
+
+def lookups(manifest: Mapping[str, Any], files: Iterable[str]) -> set[str]:
+    """Return those of the names of files that, to the recipe of a dataset, describe users or items."""
+    made = manifest["recipe"]
+    known = isinstance(made, Mapping) and made["preset"] != OWN_SCHEMA and made["name"] in names()
+    return set(get(made["name"]).lookups(files)) if known else set()
 
 
 def names() -> list[str]:

@@ -135,11 +135,12 @@ def movielens(preset: str = "random") -> Recipe:
                 files=("*ratings*",), format=text(columns=(*_RATINGS,)), columns=_RATINGS, required=(*_RATINGS,)
             ),
             "users": RawInput(
-                files=("*users*",), format=text(columns=(*_USERS,)), columns=_USERS, required=("user",), optional=True
+                files=("*users*",), format=text(columns=(*_USERS,)), columns=_USERS, required=("user",), optional=True,
+                lookup=True,
             ),
             "movies": RawInput(
                 files=("*movies*",), format=text(columns=(*_MOVIES,), encoding="latin-1"), columns=_MOVIES,
-                required=("movie",), optional=True,
+                required=("movie",), optional=True, lookup=True,
             ),
         },
         derive=_movielens_rows,

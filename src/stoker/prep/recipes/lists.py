@@ -55,6 +55,7 @@ def trivago(preset: str = "raw") -> Recipe:
                 columns={"item_id": "int", "properties": "string"},
                 required=("item_id",),
                 optional=True,
+                lookup=True,
             ),
             "log": RawInput(
                 format=csv,
@@ -406,7 +407,7 @@ def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
     engineered features.
     """
     log: dict[str, Any] = {"columns": {**dict.fromkeys(_NUMBERS, "int"), **dict.fromkeys(_TEXTS, "string")}}
-    past: dict[str, Any] = {"columns": _HISTORIES, "optional": True}
+    past: dict[str, Any] = {"columns": _HISTORIES, "optional": True, "lookup": True}
     return Recipe(
         name="ebnerd",
         description="EB-NeRD news impressions, one row per shown article; week 1 trains, week 2 tests",

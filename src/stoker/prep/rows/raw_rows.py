@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
+from stoker.prep.like import Like
 from stoker.prep.parse.frames import Block, Field, parquet_types
 from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import Layout
@@ -83,7 +83,7 @@ def derivation(task: Task, raw: list[Part]) -> pl.LazyFrame:
     """Check and type the raw lines of every input, add their parts to ``raw``, and return the rows of the recipe."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
-    inputs = list(_match_inputs(task.recipe, task.files))
+    inputs = list(_match_inputs(task.recipe, task.files, task.like))
     total = _bytes_of(path for _, spec, paths in inputs for path in paths if not _is_parquet(path, spec))
     for name, spec, paths in inputs:
         if paths:
@@ -182,19 +182,25 @@ class _RawSink:
         return checksum(path)
 
 
-def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, RawInput, list[Path]]]:
-    left = list(files)
-    matched = {}
-    for name, raw in recipe.inputs.items():
-        matched[name] = [path for path in left if any(fnmatch(path.name, pattern) for pattern in raw.files)]
-        left = [path for path in left if path not in matched[name]]
-    if left:
+def _match_inputs(
+    recipe: Recipe, files: Sequence[Path], like: Like | None
+) -> Iterator[tuple[str, RawInput, list[Path]]]:
+    found = [(recipe.input_of(path.name), path) for path in files]
+    if unused := [path for name, path in found if name is None]:
         patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
-        raise DataError(f"recipe {recipe.name} has no use for {left[0]}. It reads: {', '.join(patterns)}.")
+        raise DataError(f"recipe {recipe.name} has no use for {unused[0]}. It reads: {', '.join(patterns)}.")
+    before = {} if like is None else recipe.lookups(source["file"] for source in like.data.manifest["sources"])
     for name, raw in recipe.inputs.items():
-        if not matched[name] and not raw.optional:
+        matched = [path for own, path in found if own == name]
+        if not matched and not raw.optional:
             raise DataError(
                 f"recipe {recipe.name} needs its {name} file ({' or '.join(raw.files)}). "
                 f"{recipe.example and 'For example: ' + recipe.example}"
             )
-        yield name, raw, matched[name]
+        if not matched and name in before.values():
+            file = next(file for file, own in before.items() if own == name)
+            raise DataError(
+                f"{like and like.data.path} was prepared with a {name} file, {file}, and columns of the model are made "
+                "from it. Give such a file too; it may be the same."
+            )
+        yield name, raw, matched

@@ -18,6 +18,7 @@ import torch
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
+from stoker.base.files import hash_edges
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
@@ -372,9 +373,10 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     # The recipe reads Parquet inputs by itself: take their numbers of rows from their footers.
     read = {part.file for part in rows.raw}
     found: list[dict[str, Any]] = [
-        {"file": path.name, "bytes": path.stat().st_size, "rows": 0 if number in read else parquet_rows(path), "bad": 0}
-        for number, path in enumerate(task.files)
-    ]
+        {"file": path.name, "bytes": size, "edges": hash_edges(path, size),
+         "rows": 0 if number in read else parquet_rows(path), "bad": 0}
+        for number, path in enumerate(task.files) for size in [path.stat().st_size]
+    ]  # fmt: skip
     for part in rows.raw:
         entry = found[part.file]
         entry["rows"] += part.rows
