@@ -204,7 +204,7 @@ def test_damage_is_reported(app: typer.Typer, tmp_path: Path) -> None:
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{")), "cannot be read"),
         (
             lambda path: (path.mkdir(), (path / "manifest.json").write_text('{"kind": "soup"}')),
-            "describes a 'soup'",
+            "is of kind 'soup'",
         ),
     ],
 )

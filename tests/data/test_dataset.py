@@ -145,8 +145,8 @@ def test_damaged_side_file_is_found(path: Path) -> None:
     [
         (None, "interrupted"),
         ("{", "cannot be read"),
-        ("[]", "describes a list"),
-        ('{"kind": "checkpoint"}', "describes a checkpoint, not a dataset"),
+        ("[]", "is of kind list"),
+        ('{"kind": "checkpoint"}', "is of kind checkpoint, not a dataset"),
         ("{}", "no format_version"),
         ('{"format_version": 99}', "dataset format 99, this Stoker reads up to 2. Update Stoker"),
         ('{"format_version": 1}', "lacks"),

@@ -146,6 +146,9 @@ def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> Non
     data = make_dataset(tmp_path / "data", rows=100)
     with pytest.raises(CheckpointError, match="is a dataset, not a run"):
         stoker.load(data.path)
+    (saved / "manifest.json").write_text(json.dumps({"kind": "export"}))
+    with pytest.raises(CheckpointError, match="is an export, not a run. It scores raw rows: stoker serve"):
+        stoker.load(saved)
     with pytest.raises(CheckpointError, match="does not exist"):
         stoker.load(tmp_path / "nowhere")
 

@@ -81,7 +81,7 @@ def _kind(path: Path) -> str:
         kind = values.get("kind", "dataset") if isinstance(values, dict) else None
         if kind in ("dataset", "checkpoint"):
             return str(kind)
-        raise DataError(f"{manifest} describes a {kind!r}; stoker inspect knows datasets and checkpoints.")
+        raise DataError(f"{manifest} is of kind {kind!r}; stoker inspect knows datasets and checkpoints.")
     if (path / "checkpoints").is_dir() or (path / "config.json").is_file():
         return "checkpoint"
     if not path.exists():

@@ -102,7 +102,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("kind", "dataset") != "dataset":
         kind = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
-        raise DataError(f"{path} describes a {kind}, not a dataset.")
+        raise DataError(f"{path} is of kind {kind}, not a dataset.")
     version = manifest.get("format_version")
     if not isinstance(version, int):
         raise DataError(f"{path} has no format_version: it is not the manifest of a dataset.")

@@ -317,6 +317,11 @@ def find_checkpoint(path: str | Path) -> Path:
         raise CheckpointError(
             f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {quoted(path)}."
         )
+    if _what(path) == "an export":
+        raise CheckpointError(
+            f"{path} is an export, not a run. It scores raw rows: stoker serve {quoted(path)}, or in Python "
+            "stoker.Scorer. Else name the run."
+        )
     if (path / "manifest.json").is_file():
         return path
     run = RunDirectory(path)
@@ -503,7 +508,7 @@ def _what(path: Path) -> str | None:
         kind = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("kind", "dataset")
     except (OSError, ValueError, AttributeError):
         return None
-    return f"a {kind}" if kind in ("dataset", "checkpoint") else None
+    return {"dataset": "a dataset", "checkpoint": "a checkpoint", "export": "an export"}.get(kind)
 
 
 @contextmanager
