@@ -118,7 +118,8 @@ def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator
     yield "dense_optimizer", config.dense_optimizer, "each weight has its own rate; little to tune"
     dense_lr = DENSE_LR[config.dense_optimizer] if config.dense_lr is None else config.dense_lr
     yield "dense_lr", dense_lr, f"the usual one of {config.dense_optimizer}; stoker find-lr tries others"
-    yield "schedule", config.schedule, "patience may end the run at any step, so no schedule knows its length"
+    ends = "patience may end the run at any step, so no schedule knows its length"
+    yield "schedule", config.schedule, ends if config.patience else "rates that stay; --schedule has others"
     order = batch_order(config, data)
     why = "stoker classify made hot and cold rows" if order == "hot-cold" else "the dataset is not classified"
     yield "batch_order", order, why
