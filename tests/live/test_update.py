@@ -148,12 +148,16 @@ def test_a_log_is_used_once(place: Path) -> None:
     stoker.update(run, logs(place, 1))
     before = contents(run)
     again = stoker.update(run, logs(place, 1))
-    assert (again.rows, again.number, again.notes) == (0, 1, ["day_1.csv was used by update 1: it is left out"])
+    assert (again.rows, again.number, again.notes) == (
+        0,
+        1,
+        [f"{place}/logs/day_1.csv was used by update 1: it is left out"],
+    )
     assert contents(run) == before
     shutil.copy(place / "logs/day_1.csv", place / "renamed.csv")
     found = stoker.update(run, [place / "renamed.csv", *logs(place, 2)])
     assert found.rows == 300
-    assert found.notes == ["renamed.csv was used by update 1 as day_1.csv: it is left out"]
+    assert found.notes == [f"{place}/renamed.csv was used by update 1 as day_1.csv: it is left out"]
     shutil.copy(place / "logs/day_3.csv", place / "copy.csv")
     found = stoker.update(run, [*logs(place, 3), place / "copy.csv"])
     assert found.rows == 300
@@ -176,7 +180,7 @@ def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
     run, [base] = place / "run", logs(place, 0)
     shutil.copy(base, place / "renamed.csv")
     found = stoker.update(run, [place / "renamed.csv", *logs(place, 1)])
-    said = "renamed.csv is a log of the dataset that the run was trained on: it is left out"
+    said = f"{place}/renamed.csv is a log of the dataset that the run was trained on: it is left out"
     assert (found.rows, found.notes) == (300, [said])
     assert stoker.update(run, base).rows == 0
     with base.open("a") as file:

@@ -136,24 +136,24 @@ class Journal:
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
-            name = names.get(path, path.name)
+            name, shown = names.get(path, path.name), names.get(path, path)
             size, digest, prefixes = _hash(path, before.get(name, {}))
             prefixes += _trained(path, size, base)
             if path.name in lookups:
                 described.append((path, Log(name, size, digest)))
             elif size in prefixes:
-                left_out.append(f"{name} is a log of the dataset that the run was trained on: it is left out")
+                left_out.append(f"{shown} is a log of the dataset that the run was trained on: it is left out")
             elif digest in used:
                 number, known = used[digest]
                 alias = "" if known == name else f" as {known}"
-                left_out.append(f"{name} was used by update {number}{alias}: it is left out")
+                left_out.append(f"{shown} was used by update {number}{alias}: it is left out")
             elif prefixes:
                 raise DataError(
                     f"{path} begins with {prefixes[-1]:,} bytes on which the run was trained. Give a file of the "
                     "new rows only."
                 )
             elif digest in {log.sha256 for _, log in fresh}:
-                left_out.append(f"{name} has the same contents as another of these logs: it is left out")
+                left_out.append(f"{shown} has the same contents as another of these logs: it is left out")
             else:
                 fresh.append((path, Log(name, size, digest)))
         return fresh + described if fresh else [], left_out
