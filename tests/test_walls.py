@@ -28,15 +28,15 @@ LINES = {
     "tables": 12_595,
     "models": 1_990,
     "placement": 2_890,
-    "training": 10_795,
+    "training": 10_800,
     "rewrite": 1_950,
     "prep": 12_540,
     "synthetic": 1_690,
-    "cli": 3_450,
+    "cli": 3_470,
     "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_110
+ALL_LINES = 64_140
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import stoker
+from stoker.cli import main
 from stoker.serve.export import is_export
 from stoker.tables.exported import dequantize, quantize, width_of
 from stoker.testing import make_daily_run
@@ -100,6 +101,29 @@ def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
             stoker.Scorer(made)
         path.write_bytes(whole)
     assert [is_export(path) for path in (made, run)] == [True, False]
+
+
+def test_inspect_shows_an_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def inspect(*options: str) -> object:
+        with pytest.raises(SystemExit) as done:
+            main(["inspect", str(made.path), *options])
+        return done.value.code
+
+    made = stoker.export(run, tmp_path / "out", rows="int8")
+    capsys.readouterr()
+    assert inspect("--verify", "--json") == 0
+    found, scorer = json.loads(capsys.readouterr().out), stoker.Scorer(made.path)
+    assert (found["kind"], found["rows"], found["columns"]) == ("export", "int8", scorer.columns)
+    assert {name: found[name] for name in scorer.version} == scorer.version
+    assert found["bytes"] == sum(path.stat().st_size for path in made.path.rglob("*.*") if path.name != "manifest.json")
+    assert inspect() == 0
+    shown = capsys.readouterr().out
+    assert ", ".join(scorer.columns) in " ".join(shown.split())
+    assert f"update {scorer.version['update']}" in shown
+    path = made.path / "rows/0.rows"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert inspect("--verify") == 2
+    assert "rows/0.rows was altered" in "".join(capsys.readouterr().err.split("\n"))
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

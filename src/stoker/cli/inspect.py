@@ -1,4 +1,4 @@
-"""``stoker inspect`` shows datasets, checkpoints and runs. ``stoker doctor`` shows this machine."""
+"""``stoker inspect`` shows datasets, checkpoints, runs and exports. ``stoker doctor`` shows this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _UPDATES = 20  # that are shown, the last ones
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Dataset, checkpoint or run directory, or its URL.")],
+    path: Annotated[Path, typer.Argument(help="Dataset, checkpoint, run or export, or its URL.")],
     verify: bool = typer.Option(False, "--verify", help="Check the hash of every file, and every id."),
     as_json: OneObject = False,
 ) -> None:
-    """Show what is in a dataset, a checkpoint or a run.
+    """Show what is in a dataset, a checkpoint, a run or an export.
 
     For a run, lists all checkpoints and shows the best one, or the newest if none was evaluated.
 
@@ -42,11 +42,11 @@ def inspect(
         if verify:
             found["verified_files"] = dataset.verify()
     else:
-        found = _describe_checkpoint(path, verify=verify)
+        found = (_describe_export if kind == "export" else _describe_checkpoint)(path, verify=verify)
     if as_json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        (_show_dataset if kind == "dataset" else _show_checkpoint)(found)
+        {"dataset": _show_dataset, "checkpoint": _show_checkpoint, "export": _show_export}[kind](found)
 
 
 def doctor(
@@ -79,9 +79,9 @@ def _kind(path: Path) -> str:
         with errors_as(DataError, f"{manifest} cannot be read", remedy, (OSError, ValueError)):
             values = json.loads(manifest.read_text(encoding="utf-8"))
         kind = values.get("kind", "dataset") if isinstance(values, dict) else None
-        if kind in ("dataset", "checkpoint"):
+        if kind in ("dataset", "checkpoint", "export"):
             return str(kind)
-        raise DataError(f"{manifest} is of kind {kind!r}; stoker inspect knows datasets and checkpoints.")
+        raise DataError(f"{manifest} is of kind {kind!r}; stoker inspect knows datasets, checkpoints and exports.")
     if (path / "checkpoints").is_dir() or (path / "config.json").is_file():
         return "checkpoint"
     if not path.exists():
@@ -139,6 +139,19 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         except CheckpointError as error:
             raise CheckpointError(f"{error} {whole_checkpoints(path)}") from error
     return found
+
+
+def _describe_export(path: Path, *, verify: bool) -> dict[str, Any]:
+    from stoker.serve.scorer import Scorer
+
+    columns = Scorer(path, check=verify).columns
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    files = manifest["files"].values()
+    tables = [{"table": name, "rows": rows} for name, rows in manifest["features"]["num_embeddings"].items()]
+    found = {"kind": "export", "path": str(path), "columns": columns, "tables": tables, **manifest["version"]}
+    found |= {"run": manifest["source"], "rows": manifest["rows"], "model": manifest["model"]}
+    found |= {"stoker_version": manifest["stoker"], "bytes": sum(int(each["bytes"]) for each in files)}
+    return found | ({"verified_files": len(files)} if verify else {})
 
 
 def _describe_updates(path: Path) -> list[dict[str, Any]]:
@@ -309,6 +322,16 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
         "size with state": "{0[bytes]:size}",
     }  # fmt: skip
     show_rows("Tables", columns, tables)
+    _verified(found)
+
+
+def _show_export(found: dict[str, Any]) -> None:
+    _line("export", found["path"])
+    _line("of", f"{found['run']} at step {found['step']:,}, update {found.get('update', 0)}")
+    _line("model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
+    _line("columns", ", ".join(found["columns"]))
+    _line("size", f"{format_size(found['bytes'])}, rows as {found['rows']}")
+    show_rows("Tables", {"table": "{0[table]}", "rows": "{0[rows]:,}"}, found["tables"])
     _verified(found)
 
 
