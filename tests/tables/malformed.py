@@ -247,7 +247,7 @@ def go(path: str, tables: EmbeddingTables, good: Lookup, bad: Lookup) -> tuple[T
             out.sum().backward()
         return None, False
     if path == "operator":  # what compiled code calls
-        found = torch.ops.stoker.lookup(tables.handle, bad.ids, bad.offsets, weights, tables.number, True)[0]
+        found = torch.ops.stoker.look_up(tables.handle, bad.ids, bad.offsets, weights, tables.number, True)[0]
         found.sum().backward()
         return found, True
     if path == "no gradient":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -731,10 +732,53 @@ def test_compiled_with_max_pooling_and_several_groups() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("loss", [
+    lambda tables, ids: (tables(ids) + tables(ids)).sum(),
+    lambda tables, ids: tables(ids).square().sum() + tables(ids.clone()).square().sum(),
+    lambda tables, ids: (2 * tables(ids) + 3 * tables(ids.flip(0))).sum(),
+])  # fmt: skip
+def test_compiled_lookups_that_are_equal_both_count(loss: Callable[[EmbeddingTables, Tensor], Tensor]) -> None:
+    plain, tables = made(), made()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for ids in batches(3):
+        compiled(tables, ids).backward()
+        loss(plain, ids).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler writes C++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("driven", [False, True])
+def test_compiled_code_may_reuse_the_memory_of_a_gradient(driven: bool) -> None:
+    """Inductor writes other results into it before the rows step."""
+
+    def loss(tables: EmbeddingTables, ids: Tensor, hidden: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        known = torch.relu(torch.relu(hidden @ one) @ other)
+        return ((known * tables(ids).flatten(1)).sum(1) - 1).square().sum()
+
+    plain, tables = made(), made()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=False)
+    width = FEATURES * DIM
+    weights = [torch.randint(-2, 3, (width, width)).float().requires_grad_() for _ in range(2)]
+    before = plain.rows("t").clone()
+    rows = [each.as_optimizer() for each in (plain, tables)] if driven else []
+    for ids in batches(2):
+        hidden = torch.randint(-2, 3, (len(ids), width)).float()
+        for each, call in ((plain, loss), (tables, compiled)):
+            call(each, ids, hidden, *weights).backward()
+        for each in rows:
+            each.step()
+            each.zero_grad()
+    assert not torch.equal(plain.rows("t"), before)
+    torch.testing.assert_close(tables.rows("t"), plain.rows("t"))
+    torch._dynamo.reset()
+
+
 def test_the_operators_are_as_torch_wants_them() -> None:
     tables, (ids, offsets) = made(), jagged(1)[0]
     arguments = (tables.handle, ids, offsets, None, tables.number, False)
-    torch.library.opcheck(torch.ops.stoker.lookup, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.stoker.look_up, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def staged(stream: Any, tables: EmbeddingTables, **options: Any) -> Any:

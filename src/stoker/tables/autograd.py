@@ -6,6 +6,7 @@ lookup in a compiled graph does the same as a call, but keeps no lease for its b
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from stoker.tables.lookups import Lookups
 from stoker.tables.storage import Lease
 
 _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_traced = itertools.count()  # numbers of backwards in compiled graphs, which would else be merged if they are equal
 
 
 class Gradient(NamedTuple):
@@ -121,11 +123,11 @@ def register(tables: Any) -> None:
 def compiled_lookup(tables: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
     """Call :meth:`EmbeddingTables.forward` as an operator."""
     trains = tables.training and tables.handle.requires_grad
-    found: Tensor = torch.ops.stoker.lookup(tables.handle, ids, offsets, weights, tables.number, trains)[0]
+    found: Tensor = torch.ops.stoker.look_up(tables.handle, ids, offsets, weights, tables.number, trains)[0]
     return found
 
 
-@torch.library.custom_op("stoker::lookup", mutates_args=())
+@torch.library.custom_op("stoker::look_up", mutates_args=())
 def _lookup(
     handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, number: int, trains: bool
 ) -> tuple[Tensor, Tensor]:
@@ -154,13 +156,15 @@ def _(
     return out, torch.empty(len(tables.groups), dtype=torch.int64)
 
 
-@torch.library.custom_op("stoker::lookup_backward", mutates_args=())
+@torch.library.custom_op("stoker::look_up_backward", mutates_args=())
 def _lookup_backward(
     grad: Tensor, handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Tensor,
-    number: int, trains: bool, rows: bool, weighted: bool,
+    number: int, trains: bool, rows: bool, weighted: bool, traced: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tables = _tables[number]
     tables._steps.expect_gradient()
+    # Rows step when the backward ends. By then the compiler has used the memory of the arguments for something else.
+    grad, ids, offsets, weights = (None if each is None else each.clone() for each in (grad, ids, offsets, weights))
     call = tables.splitter.check(ids, offsets, weights, tables.groups[0].backend)
     wanted = tables.backward_of_call(grad, call, Forward(versions.tolist(), trains), rows=rows, weights=weighted)
     none = grad.new_zeros(0)
@@ -170,7 +174,7 @@ def _lookup_backward(
 @_lookup_backward.register_fake
 def _(
     grad: Tensor, handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Tensor,
-    number: int, trains: bool, rows: bool, weighted: bool,
+    number: int, trains: bool, rows: bool, weighted: bool, traced: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wanted = torch.empty_like(weights) if weighted and weights is not None else grad.new_empty(0)
     return torch.empty_like(handle), wanted
@@ -185,8 +189,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     handle, ids, offsets, weights, versions = ctx.saved_tensors
     rows, weighted = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    marked, wanted = torch.ops.stoker.lookup_backward(
-        grad, handle, ids, offsets, weights, versions, ctx.number, ctx.trains, rows, weighted
+    marked, wanted = torch.ops.stoker.look_up_backward(
+        grad, handle, ids, offsets, weights, versions, ctx.number, ctx.trains, rows, weighted, next(_traced)
     )
     return marked if rows else None, None, None, wanted if weighted else None, None, None
 
