@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from processes import start_process, start_ranks
 from ranked import draw, gradient_of, on_threads, share_of
 from reductions import join
-from torch import Tensor
+from torch import Tensor, nn
 
 import stoker
 from stoker import (
@@ -211,6 +211,62 @@ def test_gradients_of_parameters_are_added_by_the_tree_over_shards(ranks: int) -
         return group.add(parts, 8)  # type: ignore[arg-type]
 
     assert all(torch.equal(each, expected) for each in on_threads(ranks, work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_any_type_are_averaged(dtype: torch.dtype) -> None:
+    def work(group: Ranks) -> Tensor:
+        assert isinstance(group, Replicas)
+        parameter = nn.Parameter(torch.zeros(10, dtype=dtype))
+        parameter.grad = torch.arange(10, dtype=dtype) * (group.rank + 1)
+        group.average([parameter], 4)
+        return parameter.grad
+
+    for found in on_threads(2, work, Replicas):
+        assert found.dtype == dtype
+        assert found.tolist() == [1.5 * place for place in range(10)]
+
+
+def test_ranks_with_gradients_of_other_parameters_are_refused() -> None:
+    def work(group: Ranks) -> str:
+        assert isinstance(group, Replicas)
+        parameters = [nn.Parameter(torch.zeros(6)) for _ in range(3)]
+        for each in parameters[: 3 - group.rank]:
+            each.grad = torch.ones(6)
+        with pytest.raises(RanksError) as caught:
+            group.average(parameters, 4)
+        return str(caught.value)
+
+    for said in on_threads(2, work, Replicas):
+        assert "gradients of 18, 12 numbers" in said
+
+
+def test_a_batch_without_examples_on_all_ranks_moves_nothing() -> None:
+    def work(group: Ranks) -> tuple[int, list[float]]:
+        assert isinstance(group, Replicas)
+        table = TableConfig(name="a", num_embeddings=9, embedding_dim=2)
+        tables = EmbeddingTables([table], optimizer=optim.SGD(lr=1.0))
+        tables.replicate(group)
+        before = tables.rows("a")
+        tables(torch.zeros(0, 1, dtype=torch.int64)).sum().backward()
+        assert torch.equal(tables.rows("a"), before)
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.zeros(2)
+        group.average([parameter], 0)
+        return tables.tick, parameter.grad.tolist()
+
+    assert on_threads(2, work, Replicas) == [(1, [0.0, 0.0])] * 2
+
+
+def test_two_backwards_of_a_forward_are_those_of_one_process() -> None:
+    def work(group: Ranks | None) -> dict[str, str]:
+        tables = _some(group)
+        out = tables(_batch(group, 0))
+        out.square().sum().backward(retain_graph=True)
+        out.sum().backward()
+        return digest(tables)
+
+    assert on_threads(2, work) == [work(None)] * 2
 
 
 def test_integers_of_any_size_are_summed() -> None:
@@ -620,8 +676,13 @@ def test_ids_of_a_staged_batch_are_those_that_ranks_know() -> None:
     assert first == f"rank 1 stopped: ConfigError: {second}"
 
 
-def test_a_stage_that_fails_on_one_rank_ends_all() -> None:
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_stage_that_fails_on_one_rank_ends_all(divided: bool) -> None:
     def work(group: Ranks) -> str:
+        tables = _some(group if divided else None, placement=Cached(slots=16))
+        if not divided:
+            tables.replicate(group)
+
         def stream() -> Iterator[Tensor]:
             yield _batch(group, 0)
             if group.rank:
@@ -629,7 +690,7 @@ def test_a_stage_that_fails_on_one_rank_ends_all() -> None:
             yield from [_batch(group, 1)] * 20
 
         with pytest.raises((OSError, RanksError)) as caught:
-            next(iter(stage(stream(), _some(group, placement=Cached(slots=16)), lookups=lambda ids: ids)))
+            next(iter(stage(stream(), tables, lookups=lambda ids: ids)))
         return str(caught.value)
 
     assert on_threads(2, work) == ["rank 1 stopped: OSError: the disk is gone", "the disk is gone"]

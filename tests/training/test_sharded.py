@@ -29,6 +29,7 @@ from stoker.tables import Ranks, RanksError
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
+from stoker.training.ranks.share import share_of
 from stoker.training.ranks.sums import Step, Sums, add_over_ranks
 
 RUN: dict[str, Any] = {
@@ -331,7 +332,7 @@ def _of_a_rank(ranks: Ranks, batch: int) -> Step:
         for node in nodes_of(ranks.numbers_of(ranks.rank, 4))
     }
     parameters = [torch.zeros(3), torch.zeros(2)]
-    return add_over_ranks(ranks, 4, batch, sums, parameters, [last, False], 10 * ranks.rank)
+    return add_over_ranks(ranks, 4, batch, sums, parameters, [last, *[False] * 69], 10 * ranks.rank)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -345,7 +346,7 @@ def test_ranks_add_what_each_has(size: int) -> None:
         assert first.tolist() == [sum(starts)] * 3
         assert second is not None
         assert second.tolist() == [1.0, 1.0]
-        assert (found.reached, found.notes) == ([True, False], [10 * rank for rank in range(size)])
+        assert (found.reached, found.notes) == ([True, *[False] * 69], [10 * rank for rank in range(size)])
 
 
 def test_ranks_with_different_batches_are_refused() -> None:
@@ -356,6 +357,24 @@ def test_ranks_with_different_batches_are_refused() -> None:
 
     for said in on_threads(2, work):
         assert "batches of 40, 41 examples. Give all of them the same batch" in said
+
+
+def test_ranks_with_other_models_are_refused() -> None:
+    def work(ranks: Ranks) -> str:
+        sums = {node: Sums(torch.tensor(1.0), [torch.ones(3 + ranks.rank)])
+                for node in nodes_of(ranks.numbers_of(ranks.rank, 4))}  # fmt: skip
+        with pytest.raises(RanksError) as caught:
+            add_over_ranks(ranks, 4, 40, sums, [torch.zeros(3 + ranks.rank)], [True], 0)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "gradients of 4, 5 numbers" in said
+
+
+def test_a_share_has_the_time_of_its_batch() -> None:
+    batch = Batch(dense=torch.rand(8, 1), ids=torch.zeros(8, 1, dtype=torch.int64), time=77)
+    for share in on_threads(2, lambda ranks: share_of(batch, ranks, 4)):
+        assert (len(share), share.time) == (4, 77)
 
 
 def test_a_rank_whose_copies_are_averaged_steps_as_if_its_examples_were_the_batch() -> None:

@@ -164,9 +164,11 @@ def _lookup_backward(
     tables = _tables[number]
     tables._steps.expect_gradient()
     # Rows step when the backward ends. By then the compiler has used the memory of the arguments for something else.
-    grad, ids, offsets, weights = (None if each is None else each.clone() for each in (grad, ids, offsets, weights))
-    call = tables.splitter.check(ids, offsets, weights, tables.groups[0].backend)
-    wanted = tables.backward_of_call(grad, call, Forward(versions.tolist(), trains), rows=rows, weights=weighted)
+    bags = [None if each is None else each.clone() for each in (offsets, weights)]
+    call = tables.splitter.check(ids.clone(), *bags, tables.groups[0].backend)
+    wanted = tables.backward_of_call(
+        grad.clone(), call, Forward(versions.tolist(), trains), rows=rows, weights=weighted
+    )
     none = grad.new_zeros(0)
     return torch.zeros_like(handle), none if wanted is None else wanted
 

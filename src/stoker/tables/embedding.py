@@ -495,7 +495,8 @@ class EmbeddingTables(CopiedTables):
             gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
         ):
             shards = ranks.shards_of(sizes, self.shards)
-            found.append((each.scaled(sizes[ranks.rank] / sum(sizes)) if ranks.means else each)._replace(shards=shards))
+            share = sizes[ranks.rank] / max(1, sum(sizes))
+            found.append((each.scaled(share) if ranks.means else each)._replace(shards=shards))
         return found
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:

@@ -183,7 +183,7 @@ class Stage(Generic[Item]):
             return
         run = _Run(self)
         try:
-            with ranks.guard() if ranks and self._divided else nullcontext():
+            with ranks.guard() if ranks and run._meets else nullcontext():
                 yield from self._yielded(run)
         finally:
             run.close()

@@ -264,7 +264,7 @@ class DividedGroup(TableGroup):
 
     def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
         self.own.tick = self.tick
-        if lease is None or sends_names(ranks.size, len(tree)):
+        if lease is None or lease.over or sends_names(ranks.size, len(tree)):
             self._step_named(ranks, lookups, grad, tree)
         else:
             self._step_asked(ranks, lookups, grad, len(tree) // ranks.size, lease.token)

@@ -49,7 +49,7 @@ class Replicas(Ranks):
         for dtype in dict.fromkeys(each.dtype for each in trained):
             some = [each for each in trained if each.dtype == dtype]
             grads = [each.grad for each in some if each.grad is not None]
-            share = torch.cat([grad.reshape(-1) for grad in grads]) * (examples / total)
+            share = torch.cat([grad.reshape(-1) for grad in grads]) * (examples / max(1, total))
             whole = self.add({Node(self.rank, 1): share}, 1)
             for parameter, grad, found in zip(some, grads, whole.split([each.numel() for each in grads]), strict=True):
                 parameter.grad = found.view_as(grad)

@@ -170,12 +170,18 @@ class Ranks:
         """Return the sum [n] over all shards on every rank; ``parts``: [n] for each node of the own shards.
 
         A rank adds one slice of the sum; then the slices are gathered.
+
+        Raises:
+            RanksError: n or the type is not the same on all ranks.
         """
         nodes = [nodes_of(self.numbers_of(rank, shards)) for rank in range(self.size)]
         own = torch.stack([parts[node] for node in nodes[self.rank]])
         slices = self.slices(own)
         width = slices[self.rank].shape[1]
-        sent = self.exchange("add gradients of parameters", [each.reshape(-1) for each in slices])
+        sent, said = self.exchange_noted(
+            "add gradients of parameters", [each.reshape(-1) for each in slices], [own.shape[1], own.itemsize]
+        )
+        check_same([length for length, _ in said], [size for _, size in said])
 
         def added() -> Tensor:
             found: dict[Node, Tensor] = {}
@@ -185,7 +191,7 @@ class Ranks:
             assert total is not None
             return total
 
-        return self.joined("add gradients of parameters", added, [each.shape[1] for each in slices])
+        return self.joined("add gradients of parameters", added, [each[0].nbytes for each in slices])
 
     def slices(self, values: Tensor) -> list[Tensor]:
         """Return the columns of ``values`` [k, n] that each rank adds."""
@@ -249,26 +255,29 @@ class Ranks:
             parts = list(make())
             data = [torch.cat([(own := _bytes(part)).new_zeros(_WORD), own]) for part in parts]
         except Exception as error:
-            failed, data = error, [torch.ones(_WORD + size, dtype=torch.uint8) for size in sizes]
+            failed = error
+            whole = self._call(work, lambda: torch.ones(_WORD * self.size + sum(sizes), dtype=torch.uint8))
+            data = list(whole.split([_WORD + size for size in sizes]))
         found = self._swap(work, data, [_WORD + size for size in got])
         self.sent[work] += sum(sizes) - sizes[self.rank]
         self.sent["headers"] += _WORD * (self.size - 1)
         if failed is not None:
-            with self.guard():
-                raise failed
+            failed.told = True  # type: ignore[attr-defined]
+            with suppress(Exception):
+                self._announce("", [0] * self.size, error=failed)
+            raise failed
         if any(bool(each[0]) for each in found):
             self._announce(work, [0] * self.size)  # raises what the other rank says
         return _like(parts[0], [each[_WORD:] for each in found])
 
-    def joined(self, work: str, make: Callable[[], Tensor], lengths: Sequence[int]) -> Tensor:
+    def joined(self, work: str, make: Callable[[], Tensor], sizes: Sequence[int]) -> Tensor:
         """Return the tensors of all ranks as one, without a header, as :meth:`agreed` does.
 
         Args:
             work: its name.
-            make: returns a tensor [lengths[rank]] float32.
-            lengths: [R], which all ranks know.
+            make: returns a tensor of ``sizes[rank]`` bytes.
+            sizes: [R] bytes, which all ranks know.
         """
-        sizes = [4 * each for each in lengths]
         own = [sizes[self.rank]] * self.size
         return torch.cat(self.agreed(work, lambda: [make()] * self.size, own, sizes))
 
@@ -277,8 +286,11 @@ class Ranks:
         sizes, wanted = [len(each) for each in data], list(got)
         sizes[self.rank] = wanted[self.rank] = 0
         others = [each for rank, each in enumerate(data) if rank != self.rank]
-        sent = others[0] if len(others) == 1 else torch.cat([data[0][:0], *others])
-        found = list(_split(self._call(work, lambda: self.wire.swap(sent, sizes, wanted)), wanted))
+
+        def swap() -> Tensor:
+            return self.wire.swap(others[0] if len(others) == 1 else torch.cat([data[0][:0], *others]), sizes, wanted)
+
+        found = list(_split(self._call(work, swap), wanted))
         found[self.rank] = data[self.rank]
         return found
 
@@ -374,6 +386,19 @@ class Ranks:
                 f"rank {self.rank} of {self.size} failed when it was to {work or 'stop'}: {why}. Start all ranks again "
                 "from the last checkpoint."
             ) from error
+
+
+def check_same(lengths: Sequence[int], *others: Sequence[int]) -> None:
+    """Raise an error on all ranks if they have gradients of other numbers of parameters, or ``others`` differ.
+
+    Raises:
+        RanksError: they do.
+    """
+    if any(len(set(each)) > 1 for each in (lengths, *others)):
+        raise RanksError(
+            f"the ranks have gradients of {', '.join(f'{each:,}' for each in lengths)} numbers, or of several types, "
+            "so they cannot be added. Build the same model on every rank, and let the loss use all of its parameters."
+        )
 
 
 def _bytes(value: Tensor) -> Tensor:

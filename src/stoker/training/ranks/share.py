@@ -53,7 +53,8 @@ def share_of(batch: Batch, ranks: Ranks, shards: int) -> Share:
         weights = None if weights is None else weights[first:last]
     return Share(
         dense=batch.dense[begin:end], ids=ids, offsets=offsets, weights=weights,
-        labels=None if batch.labels is None else batch.labels[begin:end], step=batch.step, whole=batch,
+        labels=None if batch.labels is None else batch.labels[begin:end], step=batch.step, time=batch.time,
+        whole=batch,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.ops.running import Moved
 from stoker.ops.tree import Node, nodes_of, tree_sum
 from stoker.tables.ranks.heartbeat import RanksError
-from stoker.tables.ranks.transport import Ranks
+from stoker.tables.ranks.transport import Ranks, check_same
 
 _WORD = 4  # bytes of an element; headers are whole words
 
@@ -51,28 +51,31 @@ def add_over_ranks(
         note: what this rank says, an int64.
 
     Raises:
-        RanksError: the ranks have batches of different sizes.
+        RanksError: the ranks have batches of different sizes, or other models.
     """
     nodes = [nodes_of(ranks.numbers_of(rank, shards)) for rank in range(ranks.size)]
     sizes = [1, *(each.numel() for each in parameters)]
     flat = torch.stack([_flat(own[node], parameters) for node in nodes[ranks.rank]])
     there = torch.tensor([_there(own[node], len(sizes)) for node in nodes[ranks.rank]], dtype=torch.uint8)
-    head = torch.cat([there.view(-1), there.new_zeros(-there.numel() % _WORD)])
+    head = torch.cat([torch.tensor(reached, dtype=torch.uint8), there.view(-1)])
+    head = torch.cat([head, head.new_zeros(-len(head) % _WORD)])
     slices = ranks.slices(flat)
     messages = [torch.cat([head, each.reshape(-1).view(torch.uint8)]) for each in slices]
-    bits = sum(one << place for place, one in enumerate(reached))
-    sent, said = ranks.exchange_noted("add gradients of parameters", messages, [batch, bits, note])
-    batches, masks, notes = (list(each) for each in zip(*said, strict=True))
+    sent, said = ranks.exchange_noted("add gradients of parameters", messages, [batch, flat.shape[1], note])
+    batches, lengths, notes = (list(each) for each in zip(*said, strict=True))
     if len(set(batches)) > 1:
         raise RanksError(
             f"the ranks have batches of {', '.join(map(str, batches))} examples. Give all of them the same batch: each "
             "takes the examples of its shards."
         )
-    seen = [any(mask >> place & 1 for mask in masks) for place in range(len(reached))]
+    check_same(lengths)
+    seen = list(reached)
     width = slices[ranks.rank].shape[1]
     found, present = dict[Node, Tensor](), dict[Node, list[int]]()
     for mine, message in zip(nodes, sent, strict=True):
-        flags = message[: len(mine) * len(sizes)].view(len(mine), len(sizes)).tolist()
+        inputs, flags = message[: len(seen) + len(mine) * len(sizes)].split([len(seen), len(mine) * len(sizes)])
+        seen = [one or bool(other) for one, other in zip(seen, inputs.tolist(), strict=True)]
+        flags = flags.view(len(mine), len(sizes)).tolist()
         values = message[len(message) - _WORD * len(mine) * width :].view(torch.float32).view(len(mine), width)
         found.update(zip(mine, values, strict=True))
         present.update(zip(mine, flags, strict=True))
@@ -86,7 +89,7 @@ def add_over_ranks(
         assert total is not None
         return total
 
-    whole = ranks.joined("add gradients of parameters", added, [each.shape[1] for each in slices])
+    whole = ranks.joined("add gradients of parameters", added, [each[0].nbytes for each in slices])
     loss, *grads = whole.split(sizes)
     some = [any(flags[place] for flags in present.values()) for place in range(len(sizes))]
     shaped = [
