@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -261,6 +262,160 @@ def test_clipping_behind_a_step_inside_backward_is_refused(clip: Callable[[Any],
         clip(tables.parameters())
         with pytest.raises(stoker.ConfigError, match=r"clipped or unscaled after backward.*as_optimizer"):
             optimizer.step() if optimizer is not None else tables(batches(1)[0])
+
+
+def test_a_scaler_inside_accumulate_is_refused(scaler: torch.amp.GradScaler) -> None:
+    tables, ids = made(), batches(1)[0]
+    before = tables.rows("t")
+    loss = scaler.scale(loss_of(tables(ids), 0))
+    with pytest.raises(stoker.ConfigError, match="GradScaler is in use"), tables.accumulate():
+        loss.backward()
+    assert torch.equal(tables.rows("t"), before)
+
+
+def test_clipping_inside_accumulate_is_refused() -> None:
+    tables, ids = made(), batches(1)[0]
+    before = tables.rows("t")
+
+    def step(most: float | None) -> None:
+        with tables.accumulate():
+            for _ in range(2):
+                loss_of(tables(ids), 0).backward()
+            if most is not None:
+                nn.utils.clip_grad_norm_(tables.parameters(), most)
+
+    with pytest.raises(stoker.ConfigError, match="clipped or unscaled after backward"):
+        step(1.0)
+    assert torch.equal(tables.rows("t"), before)
+    step(None)
+    assert tables.tick == 1
+
+
+def test_a_scaler_that_replaced_another_is_seen() -> None:
+    tables, (first, second) = made(), batches(2)
+    rows = tables.as_optimizer()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(tables(first), 0)).backward()
+    scaler.step(rows)
+    rows.zero_grad()
+    other = made()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(stoker.ConfigError, match="GradScaler is in use"):
+        scaler.scale(loss_of(other(second), 0)).backward()
+    del scaler
+    gc.collect()
+
+
+def test_a_gradient_that_was_replaced_behind_a_step_inside_backward_is_refused() -> None:
+    tables = made()
+    loss_of(tables(batches(1)[0]), 0).backward()
+    tables.handle.grad = tables.handle.grad / 64
+    with pytest.raises(stoker.ConfigError, match="clipped or unscaled after backward"):
+        tables(batches(1)[0])
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
+    tables = made()
+    rows = tables.as_optimizer() if driven else None
+    before = tables.rows("t")
+    loss = loss_of(tables(batches(1)[0]), 0) + sum(each.square().sum() for each in tables.parameters())
+    with pytest.raises(stoker.ConfigError, match="the loss depends on the handle of t"):
+        loss.backward()
+    assert torch.equal(tables.rows("t"), before)
+    loss_of(tables(batches(1)[0]), 0).backward()
+    if rows is not None:
+        rows.step()
+    assert tables.tick == 1
+
+
+def test_backwards_that_no_optimizer_uses_are_refused_behind_steps_inside_backward() -> None:
+    """Steps that are skipped because a loss is not finite; two backwards for each step, as SAM does."""
+    for skipped in (lambda step: step == 2, lambda step: step % 2):
+        tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+
+        def loop(tables: Any = tables, head: Any = head, optimizer: Any = optimizer, skipped: Any = skipped) -> None:
+            for step, ids in enumerate(batches(5)):
+                head(tables(ids).flatten(1)).sum().backward()
+                if not skipped(step):
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with pytest.raises(stoker.ConfigError, match=r"SGD steps once for 2 backwards.*as_optimizer"):
+            loop()
+        tables.step_each_backward()
+        loop()
+
+
+def test_an_optimizer_that_shares_the_handle_steps_after_the_rows_or_is_refused() -> None:
+    tables, head, ids = made(), nn.Linear(FEATURES * DIM, 1), batches(1)[0]
+    dense = torch.optim.SGD([*tables.parameters(), *head.parameters()], lr=0.5)
+    rows = tables.as_optimizer()
+    for optimizers in ((rows, dense), (dense, rows)):
+        head(tables(ids).flatten(1)).sum().backward()
+        if optimizers[0] is dense:
+            dense.step()
+            dense.zero_grad()
+            with pytest.raises(stoker.ConfigError, match=r"zero_grad\(\) after the step of SGD, which has the handle"):
+                rows.step()
+        else:
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    assert tables.tick == 1
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(head(tables(ids).flatten(1)).sum()).backward()
+    scaler.step(rows)
+    with pytest.raises(stoker.ConfigError, match="divides the gradient of the rows twice"):
+        scaler.step(dense)
+    del scaler
+    gc.collect()
+
+
+def test_a_learning_rate_set_beside_a_scheduler_counts() -> None:
+    tables, ids = made(), batches(1)[0]
+    rows = tables.as_optimizer()
+    for rate in (0.25, 2.0):
+        if rate == 0.25:
+            tables.lr = rate
+        else:
+            tables.optimizer = stoker.SGD(lr=rate)
+        assert rows.param_groups[0]["lr"] == rate
+        tables(ids).sum().backward()
+        rows.step()
+        rows.zero_grad()
+        assert tables.lr == rate
+    with pytest.raises(stoker.ConfigError, match="rows of its tables only"):
+        rows.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clipping_a_norm_that_is_not_finite_is_as_for_parameters(bad: float) -> None:
+    tables, bags = made(), Bags()
+    bags.bag.sparse = False
+    rows, optimizer = tables.as_optimizer(), torch.optim.SGD(bags.parameters(), lr=0.5)
+    for module, each in ((tables, rows), (bags, optimizer)):
+        module(torch.tensor([[1, 2], [3, 4]])).backward(
+            torch.tensor([1.0, bad, 1.0, 1.0]).view(2, 2, 1).expand(2, 2, DIM)
+        )
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        each.step()
+    used = [1, 2, 3, 4]
+    assert torch.equal(tables.rows("t")[used].isnan(), bags.bag.weight.detach()[used].isnan())
+    torch.testing.assert_close(tables.rows("t")[used], bags.bag.weight.detach()[used], equal_nan=True)
+
+
+def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo.compiled_autograd as compiled
+
+    tables, ids = made(), batches(1)[0]
+    before = tables.rows("t")
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "in_compiled_autograd_region", True)
+        with pytest.raises(stoker.ConfigError, match="compiled autograd"):
+            tables(ids).sum().backward()
+    assert torch.equal(tables.rows("t"), before)
 
 
 def test_clipping_by_value_is_refused() -> None:

@@ -204,6 +204,7 @@ class EmbeddingTables(CopiedTables):
             group.set_optimizer(optimizer)
         if self._joint and not kept:
             self._joint.locate()
+        self._steps.take_lr(optimizer.lr)
 
     @property
     def lr(self) -> float:
@@ -494,9 +495,8 @@ class EmbeddingTables(CopiedTables):
         for each, *sizes in zip(
             gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
         ):
-            shards = ranks.shards_of(sizes, self.shards)
-            share = sizes[ranks.rank] / max(1, sum(sizes))
-            found.append((each.scaled(share) if ranks.means else each)._replace(shards=shards))
+            own = each.scaled(sizes[ranks.rank] / max(1, sum(sizes))) if ranks.means else each
+            found.append(own._replace(shards=ranks.shards_of(sizes, self.shards)))
         return found
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:

@@ -33,6 +33,10 @@ from stoker.base.errors import ConfigError
 #: right; its elements differ, so that clipping by value, which is refused, differs from clipping by norm.
 _DIRECTION = (0.6, 0.8)
 _MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
+_OTHERS = (
+    "give that optimizer the parameters without the handle: model.dense_parameters(), or "
+    "[p for p in model.parameters() if p is not tables.handle]"
+)
 _NOTHING = nullcontext()
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
@@ -115,6 +119,9 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that stepped once for such a step
+        self._shared = ""  # an optimizer with the handle that stepped before the rows did
+        self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
     @property
     def deferred(self) -> bool:
@@ -136,6 +143,11 @@ class RowSteps:
         handle.requires_grad_(trains)
         self.node = None if function is None else function.next_functions[0][0]
 
+    def take_lr(self, value: float) -> None:
+        """Tell the optimizer, which schedulers drive, of a learning rate that was set without it."""
+        if self.optimizer is not None:
+            self.optimizer.param_groups[0]["lr"] = value
+
     def enclosing(self) -> int:
         """Return the backward that a forward runs in, for :meth:`collect`; -1 for none.
 
@@ -155,6 +167,11 @@ class RowSteps:
             for number, each in list(self._running.items()):  # backwards that failed
                 if each() is None:
                     self._running.pop(number, None)
+            if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+                raise ConfigError(
+                    f"compiled autograd (torch._dynamo.config.compiled_autograd) runs no callback at the end of a "
+                    f"backward, so the rows of {self.name} would never step. Turn it off; torch.compile works without."
+                )
             backward = _Backward(self, task)
             self._running[task] = weakref.ref(backward)
             Variable._execution_engine.queue_callback(backward)
@@ -178,6 +195,8 @@ class RowSteps:
             return
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+            if self.checked:
+                self._check_handle_is_unused()
             gradients = trained.exchange(gradients)
             if self.deferred:
                 self._take_changes()
@@ -190,11 +209,13 @@ class RowSteps:
                         stacklevel=2,
                     )
                 self._publish()
-            elif self._accumulating:
+                return
+            if self.checked:
+                self._check_scaler()
+            if self._accumulating:
                 self._pending.append(([each.kept() for each in gradients], self.scale))
+                self._mark()
             else:
-                if self.checked:
-                    self._check_scaler()
                 self._step_inside(gradients, self.scale)
 
     @contextmanager
@@ -214,8 +235,11 @@ class RowSteps:
         finally:
             self._accumulating -= 1
         if not self._accumulating and self._pending:
+            pending = self._take_pending()  # first, so that none is left after an error
+            if self.checked:
+                self._check_mark()
             with torch.no_grad():
-                self._step_inside(*self._take_pending())
+                self._step_inside(*pending)
 
     def _step_inside(self, gradients: list[Any], scale: float) -> None:
         """Step without an optimizer."""
@@ -233,6 +257,14 @@ class RowSteps:
     def step(self) -> None:
         """Step with the collected gradients."""
         with self._lock:
+            shared, self._shared = self._shared, ""
+            if shared and self._pending and self.trained.handle.grad is None:
+                self.discard()
+                raise ConfigError(
+                    f"zero_grad() after the step of {shared}, which has the handle of {self.name} among its "
+                    f"parameters, dropped the gradient of the rows before their step(). Call rows.step() first, or "
+                    f"{_OTHERS}."
+                )
             self._take_changes()
             if self._pending:
                 self.trained.apply_gradients(*self._take_pending())
@@ -265,12 +297,24 @@ class RowSteps:
             return
         first, second = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
         before = [float(each) for each in torch.tensor(_DIRECTION, dtype=handle.dtype) * self._norm]
-        if self._norm == 0.0 or not math.isfinite(self._norm):
+        if self._norm == 0.0:
+            return
+        if not math.isfinite(self._norm):
+            if first != before[0] and grad._version != self._version:  # clipped: by 0 for inf, by NaN for NaN
+                factor = 0.0 if math.isinf(self._norm) else math.nan
+                self._pending = [(group, each * factor) for group, each in self._pending]
+                self._norm = math.nan
+                self._published, self._version = grad, grad._version
             return
         if first == second == 0.0:
             self.discard()
             return
         factor = second / before[1]
+        if math.isnan(first) and math.isnan(second):
+            raise ConfigError(
+                f"the gradient of {self.name} became NaN after backward, by clip_grad_norm_ where a gradient of "
+                "another parameter is not finite. Skip such a step: zero_grad() and no step()."
+            )
         if not math.isclose(first / before[0], factor, rel_tol=1e-3):
             raise ConfigError(
                 f"the gradient of {self.name} was changed by more than a factor: from {before} to {[first, second]} "
@@ -300,6 +344,7 @@ class RowSteps:
 
     def expect_gradient(self) -> None:
         """Note that autograd adds zeros to the gradient of the handle: nothing clipped it."""
+        self._expects = True
         if not self.deferred:
             self._unmark()
 
@@ -315,20 +360,32 @@ class RowSteps:
                 f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {self.name} on its "
                 f"own: DistributedDataParallel and FSDP see parameters only. {self.remedies.ranks}."
             )
-        if self.checked and not self.deferred:
+        if self.checked:
             if not self._watched:  # reading the set at each step would take longer than all other checks
                 self._watched = True
                 _watched.add(self)
                 _hook = _hook or register_optimizer_step_pre_hook(_before_step)
-            self._check_mark()
+            if not self.deferred:
+                self._check_mark()
+
+    def _check_handle_is_unused(self) -> None:
+        """Raise an error if a loss depends on the handle, as if it were the rows."""
+        grad, expected, self._expects = self.trained.handle.grad, self._expects, False
+        if grad is None or grad is self._published or expected or _several_processes() or grad.tolist() == [0.0, 0.0]:
+            return
+        self.trained.handle.grad = self._published = None
+        raise ConfigError(
+            f"the loss depends on the handle of {self.name}, which is a parameter of the model but not the rows: a "
+            "penalty on all model.parameters()? Leave tables.handle out of it."
+        )
 
     def _check_mark(self) -> None:
-        """Raise an error for a gradient that was clipped or unscaled after the rows had stepped."""
-        published = self._published
-        if published is None or published._version == self._version or published is not self.trained.handle.grad:
+        """Raise an error for a gradient that was clipped, unscaled or replaced after the rows had stepped."""
+        published, grad = self._published, self.trained.handle.grad
+        if published is None or grad is None or (grad is published and grad._version == self._version):
             return
         self._published = None
-        if published.tolist() != [0.0, 0.0]:
+        if grad.tolist() not in ([0.0, 0.0], [_MARK, _MARK]):
             raise ConfigError(
                 "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
                 f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
@@ -342,13 +399,25 @@ class RowSteps:
         ``latest`` finds the number of the last backward in this process.
         """
         count, self.since_optimizer = self.since_optimizer, 0
-        if not self.checked or self.deferred or self.trained is None:
+        if not self.checked or self.trained is None:
+            return
+        handle = self.trained.handle
+        if self.deferred:
+            if any(p is handle for g in optimizer.param_groups for p in g["params"]):
+                self._shared = type(optimizer).__name__
+                if _enabled_scaler():
+                    raise ConfigError(
+                        f"{self._shared} has the handle of {self.name} among its parameters, as the optimizer of the "
+                        f"rows has, so a GradScaler divides the gradient of the rows twice: {_OTHERS}."
+                    )
             return
         self._check_mark()
+        known = optimizer in self._known
+        if count and not known:
+            self._known.add(optimizer)
         # If another model's backward came last, this optimizer is not for these rows.
         if count < 2 or self.latest != latest():
             return
-        handle = self.trained.handle
         # A backward that adds to a gradient changes it in place; one that creates it does not.
         added = any(
             p.grad is not None and p.grad._version > 0
@@ -356,7 +425,9 @@ class RowSteps:
             for p in g["params"]
             if p is not handle
         )
-        if added or isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
+        # LBFGS's closure calls backward many times a step. An optimizer that has stepped before skips steps of the rows
+        # now: zero_grad() after a backward drops the gradients of parameters, but not the step of the rows.
+        if added or isinstance(optimizer, torch.optim.LBFGS) or known:
             raise ConfigError(
                 f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a "
                 f"step in each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. "
@@ -365,17 +436,7 @@ class RowSteps:
 
     def _check_scaler(self) -> None:
         """Raise an error if rows would step by scaled gradients."""
-        global _seen
-        if self.scale != 1.0:
-            return
-        counts = (sys.getrefcount(_SCALERS[0]), sys.getrefcount(_SCALERS[1]))
-        if counts != _seen:
-            _seen = counts
-            _scalers.clear()
-            for kind in _SCALERS:
-                _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
-        scalers = [scaler for each in _scalers if (scaler := each()) is not None]
-        if any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers):
+        if self.scale == 1.0 and _enabled_scaler():
             raise ConfigError(
                 f"a GradScaler is in use, and the rows of {self.name} step inside backward: they would move by the "
                 f"scaled gradient. {self.remedies.step}{self.remedies.scaler}. If the scaler is not for this model, "
@@ -405,6 +466,19 @@ class RowSteps:
                 "functional_call with the dense parameters alone."
             )
         return handle
+
+
+def _enabled_scaler() -> bool:
+    """Whether there is a GradScaler that scales."""
+    global _seen
+    counts = (sys.getrefcount(_SCALERS[0]), sys.getrefcount(_SCALERS[1]))
+    if counts != _seen or any(each() is None for each in _scalers):  # one may have replaced another
+        _seen = counts
+        _scalers.clear()
+        for kind in _SCALERS:
+            _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
+    scalers = [scaler for each in _scalers if (scaler := each()) is not None]
+    return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -469,12 +543,24 @@ class TableOptimizer(torch.optim.Optimizer):
         if rate != trained.optimizer.lr:
             trained.lr = rate
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step of the row optimizer with the sum of the collected gradients.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse other parameters.
 
         Raises:
-            ConfigError: gradients were changed element by element.
+            ConfigError: always.
+        """
+        if self.param_groups:
+            raise ConfigError(
+                "as_optimizer() steps the rows of its tables only. Give other parameters their own optimizer."
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one step of the row optimizer with the sum of the collected gradients, which are then used up.
+
+        Raises:
+            ConfigError: gradients were changed element by element, or dropped by another optimizer's ``zero_grad()``.
         """
         loss = None
         if closure is not None:
