@@ -315,6 +315,23 @@ def test_a_gradient_that_was_replaced_behind_a_step_inside_backward_is_refused()
 
 
 @pytest.mark.parametrize("driven", [False, True])
+def test_a_model_may_move_between_backward_and_step(driven: bool) -> None:
+    tables, still = made(), made()
+    for each in (tables, still):
+        rows = each.as_optimizer() if driven else None
+        for ids in batches(3):
+            loss_of(each(ids), 0).backward()
+            if each is tables:
+                each.to("cpu", torch.float32)
+                each._apply(torch.clone)
+            if rows is not None:
+                rows.step()
+                rows.zero_grad()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
+    assert tables.tick == 3
+
+
+@pytest.mark.parametrize("driven", [False, True])
 def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     tables = made()
     rows = tables.as_optimizer() if driven else None

@@ -136,6 +136,8 @@ class RowSteps:
     def keep(self, handle: nn.Parameter) -> None:
         """Record the handle after it was created or moved."""
         self.handle, trains = handle, handle.requires_grad
+        if self._published is not None:  # the gradient has moved, too
+            self._published, self._version = handle.grad, 0 if handle.grad is None else handle.grad._version
         if handle.is_inference():  # created in inference mode: it never trains
             return
         with torch.inference_mode(False), torch.enable_grad():
@@ -386,6 +388,7 @@ class RowSteps:
             return
         self._published = None
         if grad.tolist() not in ([0.0, 0.0], [_MARK, _MARK]):
+            self.trained.handle.grad = None
             raise ConfigError(
                 "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
                 f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
