@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
-    "tables": 12_595,
+    "tables": 12_795,
     "models": 1_990,
     "placement": 2_890,
-    "training": 10_800,
+    "training": 10_805,
     "rewrite": 1_950,
     "prep": 12_540,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_140
+ALL_LINES = 64_330
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

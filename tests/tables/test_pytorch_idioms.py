@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import math
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -312,6 +313,87 @@ def test_a_gradient_that_was_replaced_behind_a_step_inside_backward_is_refused()
     tables.handle.grad = tables.handle.grad / 64
     with pytest.raises(stoker.ConfigError, match="clipped or unscaled after backward"):
         tables(batches(1)[0])
+
+
+def test_a_state_without_optimizer_state_gives_its_weights() -> None:
+    tables, bags = made(optimizer=stoker.Adagrad(lr=0.5)), made()
+    loss_of(bags(batches(1)[0]), 0).backward()
+    found = tables.load_state_dict(bags.state_dict(), strict=False)
+    assert found.missing_keys == ["t.sum"]
+    assert torch.equal(tables.rows("t"), bags.rows("t"))
+    with pytest.raises(RuntimeError, match="keeps nothing, and Adagrad keeps sum"):
+        tables.load_state_dict(bags.state_dict())
+
+
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=4), stoker.Mapped()])
+def test_state_of_another_shape_is_refused(placement: Any) -> None:
+    """It would be broadcast where a table has as many rows as columns."""
+    table = TableConfig(name="t", num_embeddings=4, embedding_dim=4)
+    state = EmbeddingTables([table], optimizer=stoker.RowWiseAdagrad(lr=0.5)).state_dict()
+    tables = EmbeddingTables([table], optimizer=stoker.Adagrad(lr=0.5), placement=placement)
+    with pytest.raises(RuntimeError, match=r"its sum has shape \(4,\), but \(4, 4\) is expected"):
+        tables.load_state_dict(state)
+
+
+def test_shared_memory_is_refused() -> None:
+    with pytest.raises(stoker.ConfigError, match=r"share_memory\(\) shares parameters among processes, but the rows"):
+        nn.ModuleList([made()]).share_memory()
+
+
+def _look_up(tables: EmbeddingTables, said: Any) -> None:
+    try:
+        with torch.no_grad():
+            said.put(tables(torch.tensor([[1, 2]])).sum().item())
+    except stoker.ConfigError as error:
+        said.put(str(error))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [stoker.Cached(slots=8), stoker.Cached(slots=8, home="file"), stoker.HostPipelined(slots=8), stoker.Mapped()],
+)
+def test_forks_look_up_resident_rows_only(placement: Any) -> None:
+    """They have the files of the others, which the parent goes on to use, but none of their threads."""
+    context = torch.multiprocessing.get_context("fork")
+    table = TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, features=("a", "b"))
+    for where, wanted in ((None, float), (placement, str)):
+        tables = EmbeddingTables([table], optimizer=stoker.SGD(lr=0.5), placement=where)
+        tables(batches(1)[0]).sum().backward()
+        said = context.SimpleQueue()
+        fork = context.Process(target=_look_up, args=(tables, said))
+        fork.start()
+        found = said.get()
+        fork.join()
+        assert isinstance(found, wanted), found
+        assert where is None or "of which this is a fork" in found
+        tables.close()
+        tables.close()  # does nothing
+
+
+def test_copies_keep_the_scale_of_gradients() -> None:
+    tables = made()
+    tables.gradient_scale = 0.25
+    tables.step_each_backward()
+    for found in (copy.deepcopy(tables), pickle.loads(pickle.dumps(tables))):
+        assert (found.gradient_scale, found._steps.checked) == (0.25, False)
+    with pytest.raises(stoker.ConfigError, match="call as_optimizer"):
+        copy.deepcopy((tables, tables.as_optimizer()))
+
+
+def test_an_unknown_table_is_named() -> None:
+    with pytest.raises(stoker.ConfigError, match="'u' is no table; there are t"):
+        made().rows("u")
+    with pytest.raises(stoker.ConfigError, match="whole numbers of at least 1"):
+        TableConfig(name="t", num_embeddings=3.5, embedding_dim=4)  # type: ignore[arg-type]
+
+
+def test_an_empty_batch_of_max_pooling_joins_another() -> None:
+    tables, still = made(pooling="max"), made(pooling="max")
+    ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 4])
+    empty = tables(torch.empty(0, dtype=torch.int64), torch.tensor([0]))
+    (tables(ids, offsets).sum() + empty.sum()).backward()
+    still(ids, offsets).sum().backward()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
 
 
 @pytest.mark.parametrize("driven", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import torch
@@ -343,10 +344,11 @@ class TableConfig:
     grow: Grow | None = None  # ids are raw, any int64, and get rows in training; raw id 0 has row 0
 
     def __post_init__(self) -> None:
-        if self.num_embeddings < 1 or self.embedding_dim < 1:
+        sizes: list[Any] = [self.num_embeddings, self.embedding_dim]
+        if not all(isinstance(size, Integral) and int(size) >= 1 for size in sizes):
             raise ConfigError(
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
-                "both must be at least 1."
+                "both must be whole numbers of at least 1."
             )
         _check_choice(f"table {self.name!r}", "pooling", self.pooling, "sum", "mean", "max")
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, ConfigError
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig
 from stoker.tables.group import TableGroup
@@ -26,6 +27,13 @@ _REMADE = (
 _CLOCK, _ENTRIES = "clock", ("raw_ids", "waiting")  # of growing tables
 
 
+class Groups(dict[str, TableGroup]):
+    """The group of each table, by its name."""
+
+    def __missing__(self, name: str) -> TableGroup:
+        raise ConfigError(f"{name!r} is no table; there are {', '.join(sorted(self))}.")
+
+
 class CopiedTables(nn.Module):
     """The base of :class:`stoker.EmbeddingTables` that copies them."""
 
@@ -34,7 +42,7 @@ class CopiedTables(nn.Module):
     tick: int
     groups: list[TableGroup]
     _copied: int | None
-    group_of: dict[str, TableGroup]
+    group_of: Groups
     _steps: RowSteps
 
     if TYPE_CHECKING:  # of the subclass
@@ -45,6 +53,17 @@ class CopiedTables(nn.Module):
         def stored(self) -> tuple[TableConfig, ...]: ...
         def read(self, table: str, chunk_rows: int = ...) -> Iterator[tuple[int, Rows]]: ...
         def write(self, table: str, start: int, rows: Rows | Tensor) -> None: ...
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.handle.is_shared()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.handle.is_cpu and self.handle.is_shared() and not before:
+            raise ConfigError(
+                "share_memory() shares parameters among processes, but the rows of EmbeddingTables are not parameters: "
+                "each process would train rows of its own. Train on several threads of a process, or on ranks "
+                "(tables.replicate)."
+            )
+        return self
 
     @abstractmethod
     def _made_with(self) -> dict[str, Any]:
@@ -80,14 +99,20 @@ class CopiedTables(nn.Module):
             known.update(keys.values())
             absent = [key for key in keys.values() if key not in state_dict]
             missing_keys.extend(absent)
-            if absent:
+            if keys["weight"] in absent:
                 continue
-            wanted = (table.num_embeddings, table.embedding_dim)
-            weight = state_dict[keys["weight"]]
-            if tuple(weight.shape) != wanted:
-                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
-                continue
-            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in state}))
+            own = next(self.read(table.name, 1))[1]  # a row
+            given = {"weight": own.weight, **({} if absent else own.state)}
+            for name, of_own in given.items():
+                shape, wanted = tuple(state_dict[keys[name]].shape), (table.num_embeddings, *of_own.shape[1:])
+                if shape != wanted:
+                    what = "" if name == "weight" else f": its {name}"
+                    error_msgs.append(f"table {table.name!r}{what} has shape {shape}, but {wanted} is expected.")
+                    break
+            else:
+                weight = state_dict[keys["weight"]]
+                rows = Rows(weight, {name: state_dict[keys[name]] for name in state}) if not absent else weight
+                group.write(table.name, 0, rows)  # weights alone keep the state, as with strict=False in torch
         if f"{prefix}tick" in state_dict:
             self.tick = int(state_dict[f"{prefix}tick"])
         else:
@@ -164,6 +189,7 @@ class CopiedTables(nn.Module):
             both = [(name, waiting) for name in self.raw.names for waiting in (False, True)]
             made.raw.load(self.raw.clock, {of: self.raw.read(of[0], waiting=of[1]) for of in both})
         made._copied = made.tick
+        made._steps.scale, made._steps.checked = self._steps.scale, self._steps.checked
         with torch.no_grad():
             made.handle.zero_()  # an average with another handle would show
         made.handle.grad = None
@@ -173,10 +199,14 @@ class CopiedTables(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and ``torch.save``: all rows, in memory. :func:`stoker.save` needs less."""
         rows = {name: value.clone() for name, value in self.state_dict().items()}
-        return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
+        if (starting := get_spawning_popen()) is not None:  # the rows travel in shared memory, which must outlive this
+            vars(starting).setdefault("rows_of_tables", []).append(rows)
+        steps = {"scale": self._steps.scale, "checked": self._steps.checked}
+        return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows, "steps": steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make(**state["made_with"])
         self.__dict__.update(state["kept"])
         self._steps.keep(self.handle)
+        vars(self._steps).update(state.get("steps", {}))
         self.load_state_dict(state["rows"])

@@ -322,7 +322,7 @@ class GroupLookups:
         for (each, grad), layout in zip(many, layouts, strict=True):
             batch, dim = len(grad), grad.shape[2]
             offsets = offsets_of(each.bags)
-            starts = offsets[:-1].view(batch, -1)
+            starts = offsets[:-1].view(batch, grad.shape[1])
             wide_starts = starts.new_empty(batch, len(wide))
             wide_grad = grad.new_zeros(batch, len(wide), dim)
             for name in self.features:

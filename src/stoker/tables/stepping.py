@@ -558,6 +558,12 @@ class TableOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "as_optimizer() of tables cannot be copied or pickled: it belongs to them, and has no state but the "
+            "learning rate. Copy the tables, then call as_optimizer() of the copy."
+        )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do one step of the row optimizer with the sum of the collected gradients, which are then used up.

@@ -270,6 +270,33 @@ class Storage(ABC):
         return sum(tensor.nbytes for tensor in self.slots.tensors)
 
 
+class ProcessLock:
+    """A lock of the process that made it. A fork is refused: it has the files of the rows, but not the threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.RLock(), os.getpid()
+
+    def check(self) -> None:
+        """Raise an error in a fork.
+
+        Raises:
+            ConfigError: this is a fork of the process that made the lock.
+        """
+        if os.getpid() != self._owner:
+            raise ConfigError(
+                f"these tables were made in process {self._owner}, of which this is a fork: it has their files, but "
+                "not their threads. Look rows up in that process (workers of a DataLoader return ids), or make the "
+                "tables in this one."
+            )
+
+    def __enter__(self) -> None:
+        self.check()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class DeviceRows(Storage):
     """Every row on the device: C = N, slot = row, no row is evicted."""
 
@@ -335,7 +362,7 @@ class MappedRows(DeviceRows):
         self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device,
         folder: str | None = None,
     ) -> None:  # fmt: skip
-        self._folder = folder or tempfile.gettempdir()
+        self._folder, self._process = folder or tempfile.gettempdir(), ProcessLock()
         self.to(device)
         super().__init__(num_rows, dim, dtype, state, device)
 
@@ -354,6 +381,10 @@ class MappedRows(DeviceRows):
         if hasattr(mmap, "MADV_RANDOM"):
             memory.madvise(mmap.MADV_RANDOM)  # a missing page brings no others
         return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        self._process.check()
+        return super().acquire(bags, space)
 
     def to(self, device: torch.device) -> None:
         if device.type != "cpu":

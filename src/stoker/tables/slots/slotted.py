@@ -9,7 +9,6 @@ Legend: N rows, C slots, H of them for hot rows, U distinct rows of a batch.
 from __future__ import annotations
 
 import importlib.util
-import threading
 import time
 import weakref
 from collections import deque
@@ -32,7 +31,7 @@ from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
 from stoker.tables.slots.residency import Hints, Ints, Residency, SlotPlan
 from stoker.tables.slots.sharded import ShardedResidency, count_shards
-from stoker.tables.storage import Lease, Rows, Storage, allocate
+from stoker.tables.storage import Lease, ProcessLock, Rows, Storage, allocate
 from stoker.tables.stores.home import Home, Initial
 from stoker.tables.stores.ram_tier import make_home
 
@@ -110,7 +109,7 @@ class SlottedRows(Storage):
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
-        self._lock = threading.RLock()
+        self._lock, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
         self.window: int | None = None  # bytes for batches that wait, see :class:`Slotted`
         self._returned: deque[tuple[Ints, bool, Any]] = deque()  # released slots, unknown to the residency yet
@@ -357,6 +356,9 @@ class SlottedRows(Storage):
     def close(self) -> None:
         """Write back all changed rows, end threads and close files."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             self.forget()
             try:
                 if self._broken is None:
