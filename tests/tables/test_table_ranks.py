@@ -258,6 +258,21 @@ def test_a_batch_without_examples_on_all_ranks_moves_nothing() -> None:
     assert on_threads(2, work, Replicas) == [(1, [0.0, 0.0])] * 2
 
 
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("other", [{"lr": 0.2}, {"dim": 8}, {"dtype": "bfloat16"}, {"seed": 1}, {"shards": 8}])
+def test_ranks_that_make_other_tables_are_refused(other: dict[str, Any], divided: bool) -> None:
+    def work(group: Ranks) -> str:
+        given = {"lr": 0.1, "dim": 4, "dtype": "float32", "seed": 0, "shards": 4} | (other if group.rank else {})
+        table = TableConfig(name="a", num_embeddings=9, embedding_dim=given["dim"], dtype=given["dtype"])
+        made = {"optimizer": optim.SGD(lr=given["lr"]), "seed": given["seed"], "shards": given["shards"]}
+        with pytest.raises(ConfigError) as caught:
+            EmbeddingTables([table], **made, **({"ranks": group} if divided else {})).replicate(group)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "of rank 1 " in said
+
+
 def test_two_backwards_of_a_forward_are_those_of_one_process() -> None:
     def work(group: Ranks | None) -> dict[str, str]:
         tables = _some(group)

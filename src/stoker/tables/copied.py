@@ -65,6 +65,12 @@ class CopiedTables(nn.Module):
             )
         return self
 
+    def _replicate_for_data_parallel(self) -> Self:
+        raise ConfigError(
+            "nn.DataParallel copies a model to each GPU for every batch, but rows of EmbeddingTables are in one place. "
+            "Start a process for each GPU and use DistributedDataParallel with tables.replicate(stoker.Replicas())."
+        )
+
     @abstractmethod
     def _made_with(self) -> dict[str, Any]:
         """Return the constructor arguments of these tables."""

@@ -487,7 +487,7 @@ class EmbeddingTables(CopiedTables):
         """Return the gradients with their shards of the batch of all ranks (:meth:`replicate`)."""
         if (ranks := self.ranks) is None:
             return gradients
-        if self.averages is not None:  # a rank steps as if its examples were the whole batch
+        if self.averages is not None:  # as if the examples of a rank were the whole batch
             return [each.scaled(ranks.size)._replace(shards=None) for each in gradients]
         if gradients and all(each.shards for each in gradients):  # all ranks know how many examples each has
             return gradients
@@ -660,7 +660,7 @@ class EmbeddingTables(CopiedTables):
                 that this rank trains its own rows, which other ranks need not have.
 
         Raises:
-            ConfigError: the ranks have different rows.
+            ConfigError: the ranks have different rows, tables, optimizers or shards.
         """
         self._steps.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
@@ -671,7 +671,9 @@ class EmbeddingTables(CopiedTables):
                     f"{replicas.size} ranks need as many logical shards of a batch, but the tables have {self.shards}. "
                     f"Make them with shards={1 << (replicas.size - 1).bit_length()} or more."
                 )
-            for table in self.tables:
+            own = self.seed if self.divided else None  # of divided rows each rank makes its own
+            replicas.check_alike(self.tables, self.optimizer, self.shards, own)
+            for table in () if self.divided else self.tables:
                 _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
                 replicas.check_equal(f"table {table.name!r}", rows.weight)
             replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
@@ -752,12 +754,6 @@ class EmbeddingTables(CopiedTables):
 
     def _make(self, **arguments: Any) -> None:
         EmbeddingTables.__init__(self, **arguments)
-
-    def _replicate_for_data_parallel(self) -> EmbeddingTables:
-        raise ConfigError(
-            "nn.DataParallel copies a model to each GPU for every batch, but rows of EmbeddingTables are in one place. "
-            "Start a process for each GPU and use DistributedDataParallel with tables.replicate(stoker.Replicas())."
-        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
         """Follow ``module.to(device)``; the rows keep their dtype."""

@@ -198,6 +198,19 @@ class Ranks:
         length = -(-values.shape[1] // self.size)
         return [values[:, at * length : (at + 1) * length] for at in range(self.size)]
 
+    def check_alike(self, *settings: object) -> None:
+        """Check that all ranks made the same tables.
+
+        Raises:
+            ConfigError: the text of ``settings`` is not the same on every rank.
+        """
+        texts = self.numbers("compare settings", [zlib.crc32(repr(settings).encode())])
+        if different := [rank for rank, found in enumerate(texts) if found != texts[0]]:
+            raise ConfigError(
+                f"the tables of rank {different[0]} are not made like those of rank 0. Give all ranks the same tables, "
+                "optimizer, shards and seed."
+            )
+
     def check_equal(self, name: str, value: Tensor) -> None:
         """Check that all ranks start with the same values.
 
