@@ -28,7 +28,7 @@ LINES = {
     "tables": 12_805,
     "models": 1_990,
     "placement": 2_890,
-    "training": 10_805,
+    "training": 10_812,
     "rewrite": 1_950,
     "prep": 12_540,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_345
+ALL_LINES = 64_352
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

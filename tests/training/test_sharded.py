@@ -371,6 +371,15 @@ def test_ranks_with_other_models_are_refused() -> None:
         assert "gradients of 4, 5 numbers" in said
 
 
+def test_losses_over_lists_are_refused() -> None:
+    model = stoker.DLRM(stoker.FeatureSpec.from_sizes(1, [9]), embedding_dim=4, bottom=(8,), top=(8,))
+    model.embeddings.shards, model.objective = 2, "softmax"
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    batch = Batch(dense=torch.rand(4, 1), ids=ids, labels=torch.ones(4), groups=torch.tensor([0, 0, 1, 1]))
+    with pytest.raises(ConfigError, match="loss softmax is not of one example alone"):
+        ShardedLoss(model)(batch)
+
+
 def test_a_share_has_the_time_of_its_batch() -> None:
     batch = Batch(dense=torch.rand(8, 1), ids=torch.zeros(8, 1, dtype=torch.int64), time=77)
     for share in on_threads(2, lambda ranks: share_of(batch, ranks, 4)):

@@ -221,7 +221,7 @@ class ShardedLoss:
         model: whose tables have shards.
 
     Raises:
-        ConfigError: the dense part is compiled or has CUDA graphs, or the model has its own loss.
+        ConfigError: the dense part is compiled or has CUDA graphs, or the model has its own loss, or another than bce.
     """
 
     def __init__(self, model: RecModel) -> None:
@@ -255,6 +255,11 @@ class ShardedLoss:
     def __call__(self, batch: Batch) -> Tensor:
         """Return the loss of a batch; its ``backward`` also updates the rows."""
         model = self.model
+        if model.objective != "bce":
+            raise ConfigError(
+                f"loss {model.objective} is not of one example alone, so shards would cut what it is over. Set "
+                "model.objective to bce, or take model.loss(batch) and shards=1.", settings=("loss", "shards"),
+            )  # fmt: skip
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
         batch, inputs = self._inputs(batch.to(model.device))
