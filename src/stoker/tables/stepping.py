@@ -119,7 +119,7 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that stepped once for such a step
+        self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that have stepped after such steps, by id
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -415,9 +415,10 @@ class RowSteps:
                     )
             return
         self._check_mark()
-        known = optimizer in self._known
+        found = self._known.get(id(optimizer))
+        known = found is not None and found() is optimizer
         if count and not known:
-            self._known.add(optimizer)
+            self._known[id(optimizer)] = weakref.ref(optimizer)
         # If another model's backward came last, this optimizer is not for these rows.
         if count < 2 or self.latest != latest():
             return
