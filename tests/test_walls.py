@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
-    "tables": 12_805,
+    "tables": 12_815,
     "models": 1_990,
     "placement": 2_890,
     "training": 10_812,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_352
+ALL_LINES = 64_362
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -12,6 +12,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -378,6 +379,36 @@ def test_copies_keep_the_scale_of_gradients() -> None:
         assert (found.gradient_scale, found._steps.checked) == (0.25, False)
     with pytest.raises(stoker.ConfigError, match="call as_optimizer"):
         copy.deepcopy((tables, tables.as_optimizer()))
+
+
+class _Scaled(EmbeddingTables):
+    """With a parameter, a buffer and a layer of its own."""
+
+    def __init__(self) -> None:
+        table = TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM)
+        super().__init__([table], optimizer=stoker.SGD(lr=0.5))
+        self.factor = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+        self.layer = nn.Linear(2, 2)
+
+
+def test_what_a_subclass_adds_is_saved(tmp_path: Path) -> None:
+    one, other = _Scaled(), _Scaled()
+    with torch.no_grad():
+        one.factor.fill_(5)
+        one.seen.fill_(7)
+    state = one.state_dict()
+    assert set(state) == {"factor", "seen", "t.weight", "tick", "layer.weight", "layer.bias"}
+    other.load_state_dict(state)
+    stoker.save(tmp_path / "saved", nn.ModuleDict({"tables": one}))
+    loaded = nn.ModuleDict({"tables": _Scaled()})
+    stoker.load(tmp_path / "saved", loaded)
+    for found in (other, copy.deepcopy(one), loaded["tables"]):
+        for name, value in found.state_dict().items():
+            assert torch.equal(value, state[name]), name
+    del state["factor"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "factor"'):
+        other.load_state_dict(state | {"seen": one.seen})
 
 
 def test_an_unknown_table_is_named() -> None:

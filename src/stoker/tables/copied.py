@@ -80,6 +80,8 @@ class CopiedTables(nn.Module):
         """Call the constructor of the tables, also for a subclass with another one."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # parameters and buffers of a subclass
+        destination.pop(f"{prefix}handle", None)
         for table in self.stored:
             [(_, rows)] = self.read(table.name, table.num_embeddings)
             destination[f"{prefix}{table.name}.weight"] = rows.weight
@@ -97,7 +99,10 @@ class CopiedTables(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        known = {f"{prefix}tick"}
+        absent_here: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent_here, [], error_msgs)
+        missing_keys.extend(key for key in absent_here if key != f"{prefix}handle")
+        known = {f"{prefix}tick", *(f"{prefix}{name}" for name in (*self._parameters, *self._buffers))}
         state = self.optimizer.state
         for table in self.stored:
             group = self.group_of[table.name]
@@ -135,7 +140,10 @@ class CopiedTables(nn.Module):
                     self.raw.load(state_dict[clock].tolist(), {of: iter(t.split(2**20)) for of, t in found.items()})
                 except CheckpointError as error:
                     error_msgs.append(str(error))
-        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+        parts = tuple(f"{prefix}{name}." for name in self._modules)
+        unexpected_keys.extend(
+            key for key in state_dict if key.startswith(prefix) and key not in known and not key.startswith(parts)
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy rows, optimizer state and step from ``state_dict``, as :meth:`torch.nn.Module.load_state_dict`.
