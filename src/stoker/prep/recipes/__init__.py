@@ -45,7 +45,7 @@ __all__ = [
 
 def lookups(manifest: Mapping[str, Any], files: Iterable[str]) -> set[str]:
     """Return those of the names of files that, to the recipe of a dataset, describe users or items."""
-    made = manifest["recipe"]
+    made: Any = manifest.get("recipe")
     known = isinstance(made, Mapping) and made["preset"] != OWN_SCHEMA and made["name"] in names()
     return set(get(made["name"]).lookups(files)) if known else set()
 

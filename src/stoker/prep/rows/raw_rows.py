@@ -189,7 +189,7 @@ def _match_inputs(
     if unused := [path for name, path in found if name is None]:
         patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
         raise DataError(f"recipe {recipe.name} has no use for {unused[0]}. It reads: {', '.join(patterns)}.")
-    before = {} if like is None else recipe.lookups(source["file"] for source in like.data.manifest["sources"])
+    before = {} if like is None else recipe.lookups(source["file"] for source in like.data.manifest.get("sources", ()))
     for name, raw in recipe.inputs.items():
         matched = [path for own, path in found if own == name]
         if not matched and not raw.optional:
