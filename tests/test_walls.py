@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 10_812,
     "rewrite": 1_950,
-    "prep": 12_540,
+    "prep": 12_560,
     "synthetic": 1_690,
     "cli": 3_470,
     "live": 1_210,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_362
+ALL_LINES = 64_382
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

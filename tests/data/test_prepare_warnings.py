@@ -90,3 +90,18 @@ def test_starts_of_sessions_are_times(tmp_path: Path) -> None:
     assert roles["session_start"] == "time"
     assert roles["sessionEnd"] == "left out"
     assert roles["session_id"] == "categorical"
+
+
+def test_a_window_of_seconds_over_datetimes_is_said(tmp_path: Path) -> None:
+    lines = [f"2024-01-0{1 + place % 9} 10:00:00,a,{place % 2}" for place in range(40)]
+    (tmp_path / "log.csv").write_text("\n".join(["when,item,bought", *lines]) + "\n")
+    values = {
+        "name": "shop", "label": "bought", "timestamp": {"column": "when", "type": "datetime"},
+        "categorical": [{"name": "item"}], "split": {"rule": "time"},
+    }  # fmt: skip
+    for window, warns in ((604_800, True), (604_800_000_000, False)):
+        schema = stoker.Schema.from_dict(values).with_feature(
+            f"past_count name=sold by=item order=when window={window}"
+        )
+        found = run_prepare(schema, tmp_path / "log.csv", out=tmp_path / str(window)).warnings
+        assert any("write window=604800000000" in each for each in found) == warns

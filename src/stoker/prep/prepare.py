@@ -158,7 +158,8 @@ class Preparation(PrepareSettings):
         noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
-        noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
+        noted += filter(None, [in_order, measure.warning if measure else None])
+        noted += [*task.schema.leak_warnings(), *task.schema.window_warnings()]
         return task, noted
 
 

@@ -524,6 +524,21 @@ class Schema:
             if column.raw == self.label.column
         ]
 
+    def window_warnings(self) -> list[str]:
+        """Return a warning for every window over the datetimes of the log that is shorter than a second."""
+        from stoker.prep.features.past import PastCount
+
+        at, counts = self.timestamp, [each for each in self.feature if isinstance(each, PastCount)]
+        if at is None or at.type != "datetime":
+            return []
+        windows = {each.name: each.window for each in counts if each.order == at.column}
+        return [
+            f"feature {name!r} counts in a window of {window:g} microseconds, the unit of a datetime: less than a "
+            f"second. If seconds are meant, write window={1_000_000 * window:.0f}."
+            for name, window in windows.items()
+            if window is not None and window < 1_000_000
+        ]
+
     def _check_shared_tables(self) -> None:
         first: dict[str, CategoricalColumn] = {}
         for column in self.features:
