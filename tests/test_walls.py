@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
-    "tables": 12_815,
-    "models": 1_990,
+    "tables": 12_840,
+    "models": 1_995,
     "placement": 2_890,
-    "training": 10_812,
+    "training": 10_825,
     "rewrite": 1_950,
     "prep": 12_560,
     "synthetic": 1_690,
     "cli": 3_470,
-    "live": 1_210,
+    "live": 1_230,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_382
+ALL_LINES = 64_440
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -340,6 +340,34 @@ def test_a_repeated_forward_finds_the_same_rows() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("placement", [Cached(slots=30), HostPipelined(slots=30)])
+def test_tables_that_are_frozen_in_turn_give_the_rows_of_their_ids_when_staged(placement: Any) -> None:
+    """Freezing changes which raw ids of the batches ahead get rows."""
+
+    def outputs(seed: int, where: Any, *, staged: bool) -> list[Tensor]:
+        configs = [
+            TableConfig(name="a", num_embeddings=5, embedding_dim=2, grow=Grow(ttl=1)),
+            TableConfig(name="b", num_embeddings=9, embedding_dim=2),
+        ]
+        tables = EmbeddingTables(configs, optimizer=optim.SGD(lr=1.0), placement=where)
+        generator = torch.Generator().manual_seed(seed)
+        stream = [torch.randint(1, 9, (2, 2), generator=generator) for _ in range(8)]
+        found = []
+        for step, ids in enumerate(
+            stoker.stage(stream, tables, lookahead=4, lookups=lambda each: each) if staged else stream
+        ):
+            tables.unfreeze()
+            tables.freeze("ab"[step % 2])
+            out = tables(ids)
+            found.append(out.detach().clone())
+            out.square().sum().backward()
+        return found
+
+    for seed in range(6):
+        for one, other in zip(outputs(seed, None, staged=False), outputs(seed, placement, staged=True), strict=True):
+            assert torch.equal(one, other), seed
+
+
 def test_a_gradient_of_a_row_that_has_another_raw_id_now_is_refused() -> None:
     made = make(Grow(), 3)
     first = made(torch.tensor([[1], [2]]))

@@ -273,3 +273,33 @@ def test_stream_position_travels(tmp_path: Path) -> None:
         stoker.load(tmp_path / "b", model, stream=again)
     with pytest.raises(CheckpointError, match="without a dense optimizer"):
         stoker.load(tmp_path / "b", model, torch.optim.Adam(model.dense_parameters()))
+
+
+def test_a_segment_does_not_replace_what_it_needs(tmp_path: Path) -> None:
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0)
+    )
+    stoker.track_changes(tables)
+    base = stoker.save(tmp_path / "base", tables)
+    tables(torch.tensor([[1]])).sum().backward()
+    with pytest.raises(CheckpointError, match=r"is one of the checkpoints that a segment after .* needs"):
+        stoker.save(base, tables, parent=base, overwrite=True)
+    stoker.save(tmp_path / "next", tables, parent=base)
+    stoker.load(tmp_path / "next", tables)
+
+
+def test_rows_that_train_while_they_are_saved_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0)
+    )
+    write = checkpoint._write_files
+
+    def trained(*given: Any, **named: Any) -> Any:
+        tables(torch.tensor([[1]])).sum().backward()  # as another thread does
+        return write(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_files", trained)
+        with pytest.raises(CheckpointError, match=r"trained while .* was written, by another thread"):
+            stoker.save(tmp_path / "saved", tables)
+    assert not (tmp_path / "saved").exists()

@@ -14,6 +14,7 @@ from typing import IO, Any, BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
+EDGE = 2**20  # bytes at the begin and the end of a log, by which it is recognized
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
 PASSING: set[Path] = set()  # directories that are deleted when this process ends
@@ -163,13 +164,11 @@ def hash_file(path: str | Path) -> tuple[int, str]:
         return file.tell(), digest
 
 
-def hash_edges(path: str | Path, size: int) -> str:
-    """Return the sha256 of the first and the last MiB of the first ``size`` bytes of a file."""
+def hash_edge(path: str | Path, begin: int, size: int) -> str:
+    """Return the sha256 of ``size`` bytes of a file, or as many as it has, from ``begin`` on."""
     with Path(path).open("rb") as file:
-        digest = hashlib.sha256(file.read(min(size, 2**20)))
-        file.seek(max(0, size - 2**20))
-        digest.update(file.read(min(size, 2**20)))
-        return digest.hexdigest()
+        file.seek(begin)
+        return hashlib.sha256(file.read(size)).hexdigest()
 
 
 def file_identity(file: BinaryIO) -> tuple[int, ...]:

@@ -19,14 +19,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
-from stoker.base.files import hash_edges
+from stoker.base.files import EDGE, hash_edge
 from stoker.base.units import quoted
 from stoker.prep import recipes
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
@@ -128,21 +129,24 @@ class Journal:
         """
         lookups = recipes.lookups(base, [path.name for path in files])
         used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
-        before: dict[str, dict[int, str]] = {}
+        before: dict[int, set[str]] = {}
         for line in self.lines:
             for log in line["logs"]:
-                before.setdefault(log["name"], {})[int(log["bytes"])] = log["sha256"]
+                before.setdefault(int(log["bytes"]), set()).add(log["sha256"])
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name, shown = names.get(path, path.name), names.get(path, path)
-            size, digest, prefixes = _hash(path, before.get(name, {}))
+            size, digest, prefixes = _hash(path, before)
             prefixes += _trained(path, size, base)
             if path.name in lookups:
                 described.append((path, Log(name, size, digest)))
             elif size in prefixes:
-                left_out.append(f"{shown} is a log of the dataset that the run was trained on: it is left out")
+                left_out.append(
+                    f"{shown} is a log of the dataset that the run was trained on: it is left out. If its rows were "
+                    "for validation or test only, take it with held_out=True (--held-out)"
+                )
             elif digest in used:
                 number, known = used[digest]
                 alias = "" if known == name else f" as {known}"
@@ -240,17 +244,23 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
 def _trained(path: Path, size: int, base: Mapping[str, Any]) -> list[int]:
     """Return how many bytes of a log the dataset of the run has, if it has any."""
     found = [each for each in base.get("sources", []) if each["rows"] and 0 < each["bytes"] <= size]
-    return [each["bytes"] for each in found if each.get("edges") == hash_edges(path, each["bytes"])]
+    heads = cache(partial(hash_edge, path, 0))  # of one length for all large files
+    return [
+        each["bytes"]
+        for each in found
+        if each.get("head") == heads(min(EDGE, each["bytes"]))
+        and each["tail"] == hash_edge(path, max(0, each["bytes"] - EDGE), min(EDGE, each["bytes"]))
+    ]
 
 
-def _hash(path: Path, sizes: Mapping[int, str]) -> tuple[int, str, list[int]]:
-    """Return the size and sha256 of a file, and which of its first ``sizes`` bytes have these sha256."""
+def _hash(path: Path, sizes: Mapping[int, Container[str]]) -> tuple[int, str, list[int]]:
+    """Return the size and sha256 of a file, and which of its first ``sizes`` bytes have such a sha256."""
     digest, done, found = hashlib.sha256(), 0, []
     with path.open("rb") as file:
         for stop in (*sorted(sizes), None):
             while block := file.read(_BLOCK if stop is None else min(_BLOCK, stop - done)):
                 digest.update(block)
                 done += len(block)
-            if stop is not None and done == stop and digest.hexdigest() == sizes[stop]:
+            if stop is not None and done == stop and digest.hexdigest() in sizes[stop]:
                 found.append(stop)
     return done, digest.hexdigest(), [size for size in found if size and size < done]

@@ -20,6 +20,9 @@ class UpdateSettings(Settings, panel="Update"):
     keep_ids: bool = setting(
         False, "Give no rows to new ids. They share row 0, as in training.", options=("--keep-ids",)
     )
+    held_out: bool = setting(
+        False, "Take logs of the dataset of the run, too: of its rows for validation and test.", options=("--held-out",)
+    )
     max_bad: str | float | None = setting(
         None, "Allowed share of bad lines, such as 0.1%.", unset="1%, from 10 bad lines on"
     )

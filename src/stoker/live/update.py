@@ -114,6 +114,8 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
         save_every: steps between segments within an update, from which a killed one continues; None: one, at the end.
         keep_ids: give no rows to new ids. They share row 0. So do ids that occur less often in the new rows than the
             ``min_count`` of their column says, and all new ids of a model with tensor trains.
+        held_out: take logs of the dataset of the run, too: of its rows for validation and test, on which the run was
+            not trained.
         max_bad: allowed share of bad lines.
         data: the dataset of the run, if it was moved.
         progress: called with what is being done, how much is done, and how much there is.
@@ -210,9 +212,13 @@ def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
 def _trained_on(journal: Journal, asked: UpdateArguments) -> Mapping[str, Any]:
     """Return the manifest of the dataset of the run; that of the last update, if it is no longer there."""
     first = journal.config["dataset"] if asked.data is None else asked.data
+    known = checkpoint.read_manifest(journal.checkpoint)["extra"].get("dataset") or {}
     if not journal.number or remote.url_of(first) is None:
         with suppress(DataError):
-            return open_dataset(first).manifest
+            found = open_dataset(first)
+            same = not journal.number or dataset_identity(found)["vocabulary_hash"] == known.get("first")
+            if same:  # and not prepared again from other logs
+                return {**found.manifest, **({"sources": []} if asked.held_out else {})}
     return open_dataset(journal.dataset).manifest
 
 

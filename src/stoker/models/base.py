@@ -256,7 +256,7 @@ class RecModel(nn.Module, ABC):
 
         Raises:
             ConfigError: the objective is over lists, and the batch does not hold whole lists.
-            ValueError: the batch has no labels.
+            ValueError: the batch has no labels, or not one for each example.
         """
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
@@ -268,6 +268,10 @@ class RecModel(nn.Module, ABC):
                 "batches with whole_groups=True, or take loss bce."
             )
         logits = self(batch)
+        if logits.shape != batch.labels.shape:
+            raise ValueError(
+                f"batch {batch.step} has labels of shape {list(batch.labels.shape)} for {len(logits)} examples."
+            )
         if batch.groups is not None and self.objective != "bce":
             labels, groups = batch.labels.to(logits.device), batch.groups.to(logits.device)
             return list_loss(self.objective, logits, labels, groups)

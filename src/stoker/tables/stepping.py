@@ -37,6 +37,7 @@ _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
     "[p for p in model.parameters() if p is not tables.handle]"
 )
+_MARK_READ = torch.tensor(_MARK).item()
 _NOTHING = nullcontext()
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
@@ -119,7 +120,6 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
-        self._known: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that have stepped after such steps, by id
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -301,31 +301,40 @@ class RowSteps:
         before = [float(each) for each in torch.tensor(_DIRECTION, dtype=handle.dtype) * self._norm]
         if self._norm == 0.0:
             return
-        if not math.isfinite(self._norm):
-            if first != before[0] and grad._version != self._version:  # clipped: by 0 for inf, by NaN for NaN
-                factor = 0.0 if math.isinf(self._norm) else math.nan
-                self._pending = [(group, each * factor) for group, each in self._pending]
-                self._norm = math.nan
-                self._published, self._version = grad, grad._version
-            return
         if first == second == 0.0:
             self.discard()
             return
+        if not math.isfinite(self._norm):
+            if grad._version == self._version or first == before[0]:
+                return
+            if not math.isnan(first):
+                self._refuse_change(before, [first, second])
+            factor = 0.0 if math.isinf(self._norm) else math.nan  # by which clip_grad_norm_ multiplies
+            self._pending = [(group, each * factor) for group, each in self._pending]
+            self._norm = math.nan
+            self._published, self._version = grad, grad._version
+            return
         factor = second / before[1]
         if math.isnan(first) and math.isnan(second):
+            self.discard()
+            if _enabled_scaler():  # which leaves this step out
+                return
             raise ConfigError(
                 f"the gradient of {self.name} became NaN after backward, by clip_grad_norm_ where a gradient of "
                 "another parameter is not finite. Skip such a step: zero_grad() and no step()."
             )
         if not math.isclose(first / before[0], factor, rel_tol=1e-3):
-            raise ConfigError(
-                f"the gradient of {self.name} was changed by more than a factor: from {before} to {[first, second]} "
-                "(clip_grad_value_, or noise?). Rows have no gradient to change element by element. Clip by norm "
-                "(clip_grad_norm_), or give the row optimizer clip_value."
-            )
+            self._refuse_change(before, [first, second])
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
         self._published, self._version = grad, grad._version
+
+    def _refuse_change(self, before: list[float], after: list[float]) -> None:
+        raise ConfigError(
+            f"the gradient of {self.name} was changed by more than a factor: from {before} to {after} "
+            "(clip_grad_value_, or noise?). Rows have no gradient to change element by element. Clip by norm "
+            "(clip_grad_norm_), or give the row optimizer clip_value."
+        )
 
     def _mark(self) -> None:
         """Give the handle a gradient that shows whether something clips or unscales it."""
@@ -373,7 +382,9 @@ class RowSteps:
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
         grad, expected, self._expects = self.trained.handle.grad, self._expects, False
-        if grad is None or grad is self._published or expected or _several_processes() or grad.tolist() == [0.0, 0.0]:
+        if grad is None or grad is self._published or expected or _several_processes():
+            return
+        if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):  # cleared, or put back by the loop
             return
         self.trained.handle.grad = self._published = None
         raise ConfigError(
@@ -386,9 +397,11 @@ class RowSteps:
         published, grad = self._published, self.trained.handle.grad
         if published is None or grad is None or (grad is published and grad._version == self._version):
             return
-        self._published = None
-        if grad.tolist() not in ([0.0, 0.0], [_MARK, _MARK]):
-            self.trained.handle.grad = None
+        self._published, found = None, grad.tolist()
+        if found == [0.0, 0.0]:
+            self.trained.handle.grad = None  # which nothing reads again
+        elif grad is published or found != [_MARK_READ, _MARK_READ]:  # not equal ones that were put back
+            self.trained.handle.grad, self.since_optimizer = None, 0
             raise ConfigError(
                 "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
                 f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
@@ -415,10 +428,6 @@ class RowSteps:
                     )
             return
         self._check_mark()
-        found = self._known.get(id(optimizer))
-        known = found is not None and found() is optimizer
-        if count and not known:
-            self._known[id(optimizer)] = weakref.ref(optimizer)
         # If another model's backward came last, this optimizer is not for these rows.
         if count < 2 or self.latest != latest():
             return
@@ -429,9 +438,7 @@ class RowSteps:
             for p in g["params"]
             if p is not handle
         )
-        # LBFGS's closure calls backward many times a step. An optimizer that has stepped before skips steps of the rows
-        # now: zero_grad() after a backward drops the gradients of parameters, but not the step of the rows.
-        if added or isinstance(optimizer, torch.optim.LBFGS) or known:
+        if added or isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
             raise ConfigError(
                 f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a "
                 f"step in each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. "
@@ -487,9 +494,14 @@ def _enabled_scaler() -> bool:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, TableOptimizer):
-        found = cache(_latest_backward)
-        for steps in list(_watched):
-            steps.check_optimizer(optimizer, found)
+        found, errors = cache(_latest_backward), list[ConfigError]()
+        for steps in list(_watched):  # all, so that none keeps a count of steps before an error
+            try:
+                steps.check_optimizer(optimizer, found)
+            except ConfigError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _latest_backward() -> int:

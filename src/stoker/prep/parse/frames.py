@@ -246,6 +246,8 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         failed |= values.is_infinite()
     elif series.dtype.is_float() or series.dtype.is_decimal():
         failed |= series != series.floor()
+        if series.dtype.is_float():  # which holds only some of the whole numbers from there on
+            failed |= series.abs() >= (2**53 if series.dtype == pl.Float64 else 2**24)
     for row in failed.fill_null(False).arg_true().to_list():
         wrong.setdefault(row, _reason(item, series[row]))
     return values

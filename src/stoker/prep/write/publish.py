@@ -18,7 +18,7 @@ import torch
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.base.files import hash_edges
+from stoker.base.files import EDGE, hash_edge
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
@@ -373,7 +373,8 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     # The recipe reads Parquet inputs by itself: take their numbers of rows from their footers.
     read = {part.file for part in rows.raw}
     found: list[dict[str, Any]] = [
-        {"file": path.name, "bytes": size, "edges": hash_edges(path, size),
+        {"file": path.name, "bytes": size, "head": hash_edge(path, 0, EDGE),
+         "tail": hash_edge(path, max(0, size - EDGE), EDGE),
          "rows": 0 if number in read else parquet_rows(path), "bad": 0}
         for number, path in enumerate(task.files) for size in [path.stat().st_size]
     ]  # fmt: skip

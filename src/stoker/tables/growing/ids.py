@@ -205,7 +205,7 @@ class GrowingIds:
             else:
                 own = () if grown is None else (grown,)
                 found = self._between(own, lambda: self._step(call, time, frozen, keeps=False))
-                fits = grown is not None and _same(grown.call, found.call)
+                fits = grown is not None and not grown.moved and _same(grown.call, found.call)
                 grown = found
             self.refused += grown.refused
             grown.taken, grown.changes, grown.touches = True, None, None

@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import accumulate
-from typing import Protocol
+from numbers import Number
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -199,12 +201,12 @@ class Ranks:
         return [values[:, at * length : (at + 1) * length] for at in range(self.size)]
 
     def check_alike(self, *settings: object) -> None:
-        """Check that all ranks made the same tables.
+        """Check that all ranks made the same tables; numbers of any type may be equal.
 
         Raises:
-            ConfigError: the text of ``settings`` is not the same on every rank.
+            ConfigError: the ``settings`` are not the same on every rank.
         """
-        texts = self.numbers("compare settings", [zlib.crc32(repr(settings).encode())])
+        texts = self.numbers("compare settings", [zlib.crc32(_plain(settings).encode())])
         if different := [rank for rank, found in enumerate(texts) if found != texts[0]]:
             raise ConfigError(
                 f"the tables of rank {different[0]} are not made like those of rank 0. Give all ranks the same tables, "
@@ -412,6 +414,19 @@ def check_same(lengths: Sequence[int], *others: Sequence[int]) -> None:
             f"the ranks have gradients of {', '.join(f'{each:,}' for each in lengths)} numbers, or of several types, "
             "so they cannot be added. Build the same model on every rank, and let the loss use all of its parameters."
         )
+
+
+def _plain(value: Any) -> str:
+    """Return a text that is equal for equal settings: of an object without fields, the name of its type."""
+    if isinstance(value, str | None):
+        return repr(value)
+    if isinstance(value, Number):
+        return repr(complex(value))  # type: ignore[call-overload]
+    if is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(_plain(getattr(value, each.name)) for each in fields(value))})"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_plain, value))}]"
+    return type(value).__name__
 
 
 def _bytes(value: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ def save(*given: Any, **settings: Any) -> Path:
 
     Raises:
         NotFiniteError: see ``require_finite``.
-        CheckpointError: the directory exists, the disk is full, or a checkpoint cannot contain a value.
+        CheckpointError: the directory exists or is one that the segment needs, the disk is full, a checkpoint cannot
+            contain a value, or another thread trains meanwhile.
 
     >>> import tempfile, torch, stoker
     >>> net = torch.nn.ModuleDict({
@@ -175,6 +176,7 @@ def save(*given: Any, **settings: Any) -> Path:
     if asked.parent is not None:
         before = Path(asked.parent)
         parent = on_first(ranks, "read a manifest", lambda: _parent_entry(before, target, module))
+    ticks = {name: tables.tick for name, tables in module_state.tables_in(module).items()}
     with writing(target, overwrite=overwrite, require_finite=asked.require_finite, ranks=ranks) as writer:
         manifest = _write_files(
             writer, module, optimizers, asked.stream, asked.extra_state, asked.shard_bytes, changes=parent is not None
@@ -184,6 +186,11 @@ def save(*given: Any, **settings: Any) -> Path:
             manifest |= {"parent": parent, "format_version": _SEGMENT}
         if asked.step is not None:
             manifest["step"] = asked.step
+        if ticks != {name: tables.tick for name, tables in module_state.tables_in(module).items()}:
+            raise CheckpointError(
+                f"rows were trained while {target} was written, by another thread, so it would have some rows of "
+                "before and some of after. Save between two steps."
+            )
         writer.finish(manifest)
     restart_changes(module, target)
     return target
@@ -282,6 +289,11 @@ def _parent_entry(parent: Path, target: Path, module: nn.Module) -> dict[str, An
     """
     if parent.absolute().parent != target.absolute().parent:
         raise CheckpointError(f"{parent} is not in the folder of {target}. A segment is written next to its parent.")
+    if target.name in {each.path.name for each in chain(parent)}:
+        raise CheckpointError(
+            f"{target} is one of the checkpoints that a segment after {parent} needs, so it cannot be replaced by it. "
+            "Choose another name."
+        )
     step, digest = int(read_manifest(parent)["step"]), hash_manifest(parent)
     for name, tables in module_state.tables_in(module).items():
         if tables.changes is None or tables.changes.origin != digest:
