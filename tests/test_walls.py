@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_245,
     "dataset": 3_105,
     "optim": 610,
-    "tables": 12_840,
+    "tables": 12_860,
     "models": 1_995,
     "placement": 2_890,
-    "training": 10_825,
+    "training": 10_840,
     "rewrite": 1_950,
     "prep": 12_560,
     "synthetic": 1_690,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_230,
     "serve": 1_500,
 }  # fmt: skip
-ALL_LINES = 64_440
+ALL_LINES = 64_470
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -105,3 +105,20 @@ def test_a_window_of_seconds_over_datetimes_is_said(tmp_path: Path) -> None:
         )
         found = run_prepare(schema, tmp_path / "log.csv", out=tmp_path / str(window)).warnings
         assert any("write window=604800000000" in each for each in found) == warns
+
+
+def test_an_empty_text_is_missing_wherever_it_is_read(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"item": ["a", "", "b", ""] * 30, "bought": [0, 1, 1, 0] * 30})
+    rows.write_csv(tmp_path / "log.csv")
+    rows.write_parquet(tmp_path / "log.parquet")
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"item":"{a}","bought":{b}}}\n' for a, b in rows.rows()))
+    values = {
+        "name": "shop", "label": "bought", "categorical": [{"name": "item", "missing": "category"}],
+        "split": {"rule": "hash", "train": 1.0, "valid": 0.0, "test": 0.0},
+    }  # fmt: skip
+    schema = Schema.from_dict(values)
+    found = []
+    for given in (tmp_path / "log.csv", tmp_path / "log.parquet", tmp_path / "log.jsonl", rows):
+        data = stoker.prepare(schema, given, out=tmp_path / f"data-{len(found)}")
+        found.append([batch.ids.tolist() for batch in data.train.batches(64)])
+    assert found == [found[0]] * 4

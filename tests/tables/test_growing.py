@@ -385,6 +385,22 @@ def test_a_gradient_of_a_row_that_has_another_raw_id_now_is_refused() -> None:
     accumulate(5, 5)
 
 
+def test_gradients_of_before_a_load_are_refused() -> None:
+    table = TableConfig(name="t", num_embeddings=9, embedding_dim=2, grow=Grow())
+    tables, other = (EmbeddingTables([table], optimizer=optim.SGD(lr=1.0)) for _ in range(2))
+    other(torch.tensor([[7], [8]])).sum().backward()
+    out = tables(torch.tensor([[300]])).sum()
+    tables.load_state_dict(other.state_dict())
+    before = tables.rows("t")
+    with pytest.raises(ConfigError, match="or after a load, and a row may be another raw id's"):
+        out.backward()
+    assert torch.equal(tables.rows("t"), before)
+    tables(torch.tensor([[300]])).sum().backward()
+    weights = {name: value for name, value in other.state_dict().items() if not name.endswith(("raw_ids", "waiting"))}
+    with pytest.raises(RuntimeError, match="rows of tables that grow need their raw ids"):
+        tables.load_state_dict(weights, strict=False)
+
+
 def test_steps_have_times_or_not() -> None:
     made = make(Grow(ttl=10))
     made(torch.tensor([[1]]), time=100).sum().backward()

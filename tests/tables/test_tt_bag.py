@@ -430,6 +430,8 @@ def test_calls_that_embedding_bag_refuses():
         bag(ids, torch.tensor([1]))
     with pytest.raises(ValueError, match="per_sample_weights"):
         make()(ids, torch.tensor([0]), torch.ones(3))
+    with pytest.raises(ValueError, match="the last offset is 1, but there are 2 ids"):
+        make(include_last_offset=True)(ids, torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize(

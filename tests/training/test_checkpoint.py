@@ -303,3 +303,16 @@ def test_rows_that_train_while_they_are_saved_are_noticed(tmp_path: Path, monkey
         with pytest.raises(CheckpointError, match=r"trained while .* was written, by another thread"):
             stoker.save(tmp_path / "saved", tables)
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_segment_after_another_row_optimizer_is_refused(tmp_path: Path) -> None:
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2)], optimizer=stoker.Adagrad(lr=1.0)
+    )
+    stoker.track_changes(tables)
+    base = stoker.save(tmp_path / "base", tables)
+    tables.optimizer = stoker.Adam(lr=0.1)
+    tables(torch.tensor([[1]])).sum().backward()
+    with pytest.raises(CheckpointError, match=r"the row optimizer was adagrad in .* and is adam now"):
+        stoker.save(tmp_path / "next", tables, parent=base)
+    stoker.save(tmp_path / "whole", tables)

@@ -108,6 +108,12 @@ def test_undefined_metrics() -> None:
         RankingMetrics(k=0)
     with pytest.raises(ValueError, match="must all be"):
         RankingMetrics().update(torch.zeros(2), torch.zeros(2), np.zeros(3, np.int32))
+    for groups in (np.array([0, 2**31]), np.array([-1, 0]), np.array([0.2, 0.7])):
+        with pytest.raises(ValueError, match="whole numbers from 0"):
+            RankingMetrics().update(torch.zeros(2), torch.zeros(2), groups)
+    for label in (float("nan"), 2.0, 0.5):
+        with pytest.raises(ValueError, match="is neither 0 nor 1"):
+            RankingMetrics().update(torch.zeros(2), torch.tensor([0.0, label]), np.zeros(2, np.int32))
 
 
 def test_what_decides() -> None:

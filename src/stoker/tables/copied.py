@@ -134,6 +134,8 @@ class CopiedTables(nn.Module):
             known.update((clock := f"{prefix}{_CLOCK}", *places.values()))
             if absent := [key for key in (clock, *places.values()) if key not in state_dict]:
                 missing_keys.extend(absent)
+                if any(f"{prefix}{name}.weight" in state_dict for name in self.raw.names):
+                    error_msgs.append("rows of tables that grow need their raw ids, or they would be of other ids.")
             else:
                 found = {of: state_dict[key] for of, key in places.items()}
                 try:

@@ -224,7 +224,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
-        return series if _TYPES[kind] == pl.String else _from_text(series, item, wrong)
+        return series.replace("", None) if _TYPES[kind] == pl.String else _from_text(series, item, wrong)
     moments = series.dtype in (pl.Date, pl.Datetime)
     if moments and kind == "datetime":
         return series.dt.epoch("us")

@@ -288,6 +288,8 @@ class TTEmbeddingBag(nn.Module):
         input, offsets = as_tensor(input, copy=True), None if offsets is None else as_tensor(offsets, copy=True)
         if per_sample_weights is not None:
             per_sample_weights = as_tensor(per_sample_weights, copy=True)
+        if self.include_last_offset and offsets is not None and len(offsets) and int(offsets[-1]) != input.numel():
+            raise ValueError(f"the last offset is {int(offsets[-1])}, but there are {input.numel()} ids.")
         ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
         wanted = ids.cpu()  # the host finds the rows: ids on a GPU make it wait
         self._check(wanted)

@@ -43,6 +43,9 @@ class Births:
     def __init__(self, raw: GrowingIds | None, groups: Sequence[TableGroup], seed: int) -> None:
         self.raw, self.groups, self.seed = raw, groups, seed
         self.step = 0  # lookups that trained
+        self._since = 0  # the step of the last load, before which rows had other raw ids
+        if raw is not None:
+            raw.loaded = self._forget
         spaces = [(index, group.space) for index, group in enumerate(groups)]
         places = {name: (i, int(space.first_row[at])) for i, space in spaces for at, name in enumerate(space.names)}
         own = [places[name] for name in ([] if raw is None else raw.names)]
@@ -112,6 +115,11 @@ class Births:
             self.groups[index].start_anew(where[index], fresh.to(device))
         self._recent.append((self.step, where))
 
+    def _forget(self) -> None:
+        """Note that all rows have other raw ids now."""
+        self.step += 1
+        self._since = self.step
+
     def check(self, gradients: Sequence[Gradient]) -> None:
         """Raise ConfigError for a gradient of a row that was given to another raw id since its lookup."""
         for each in gradients:
@@ -120,7 +128,7 @@ class Births:
             ids, space = each.lookups.bags.ids, each.lookups.space
             rows = addresses(ids, space.on(ids.device).bases, each.lookups.bags.offsets)
             oldest = self._recent[0][0] if len(self._recent) == _KEPT else 0
-            late = each.born + 1 < oldest
+            late = each.born + 1 < oldest or each.born < self._since
             if late or any(
                 step > each.born and each.group in where and bool(torch.isin(rows, where[each.group]).any())
                 for step, where in self._recent
@@ -128,8 +136,8 @@ class Births:
                 names = ", ".join(self.groups[each.group].space.names[:3])
                 raise ConfigError(
                     f"a lookup of tables {names}, which grow, gets its gradient after {self.step - each.born} further "
-                    "lookups that trained, and a row may be another raw id's now. Step after each lookup that trains, "
-                    "join the examples in one batch, or give the tables more rows."
+                    "lookups that trained, or after a load, and a row may be another raw id's now. Step after each "
+                    "lookup that trains, join the examples in one batch, or give the tables more rows."
                 )
 
 

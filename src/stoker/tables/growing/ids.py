@@ -133,6 +133,7 @@ class GrowingIds:
         self._ahead: deque[Grown] = deque()  # steps whose batch has not trained, in order
         self._undone = False  # whether these are undone
         self.refused = 0  # lookups in training that found no free row
+        self.loaded: Callable[[], None] = lambda: None  # called when rows may have got other raw ids
         self._places: tuple[Any, npt.NDArray[np.int32], Ints] | None = None  # of the last batch without offsets
         self.clear()
 
@@ -373,6 +374,7 @@ class GrowingIds:
         Raises:
             CheckpointError: the entries are not those of such tables. Then the tables have no raw ids.
         """
+        self.loaded()
         with self.lock:
             self.clear()
             pools, entries = self._state.pools, self._state.entries

@@ -294,8 +294,15 @@ def _parent_entry(parent: Path, target: Path, module: nn.Module) -> dict[str, An
             f"{target} is one of the checkpoints that a segment after {parent} needs, so it cannot be replaced by it. "
             "Choose another name."
         )
-    step, digest = int(read_manifest(parent)["step"]), hash_manifest(parent)
+    manifest, digest = read_manifest(parent), hash_manifest(parent)
+    step, rules = int(manifest["step"]), manifest.get("trained", {})
     for name, tables in module_state.tables_in(module).items():
+        own, before = tables.optimizer.kind, (rules.get(name, {}).get("row_optimizer") or {}).get("kind")
+        if before not in (None, own):
+            raise CheckpointError(
+                f"the row optimizer was {before} in {parent} and is {own} now, which has another state of each row, so "
+                "a segment of changed rows is not enough. Save a whole checkpoint, without parent."
+            )
         if tables.changes is None or tables.changes.origin != digest:
             since = "are not tracked" if tables.changes is None else "are tracked since another checkpoint"
             raise CheckpointError(

@@ -246,12 +246,17 @@ class RankingMetrics:
         Rows of a group may come in any order and in several calls.
 
         Raises:
-            ValueError: shapes differ.
+            ValueError: shapes differ, a label is neither 0 nor 1, or a group is no such number.
         """
         if not logits.shape == labels.shape == groups.shape or logits.dim() != 1:
             raise ValueError(
                 f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)} and groups {groups.shape} must all be [n]."
             )
+        if groups.dtype.kind not in "iu" or (len(groups) and not 0 <= groups.min() <= groups.max() < 2**31):
+            raise ValueError("groups must be whole numbers from 0 to 2**31 - 1.")
+        wrong = (labels != 0) & (labels != 1)
+        if bool(wrong.any()):
+            raise ValueError(f"label {float(labels[wrong][0])} is neither 0 nor 1.")
         self._finite &= bool(logits.isfinite().all())
         key = groups.astype(np.uint64) << _GROUP
         key |= (~_ordered(logits)).astype(np.uint64) << np.uint64(1)  # by falling score
