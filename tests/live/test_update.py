@@ -193,6 +193,7 @@ def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
         stoker.update(run, base)
     shutil.rmtree(place / "data")  # only the last update is needed to go on
     assert stoker.update(run, logs(place, 2)).rows == 300
+    assert "was used by update 2" in stoker.update(run, logs(place, 2)).notes[0]
 
 
 def test_files_about_users_and_items_go_with_each_update(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
 
 
 def _trained_on(journal: Journal, asked: UpdateArguments) -> Mapping[str, Any]:
-    """Return the manifest of the dataset of the run; that of the last update, if it is no longer there."""
+    """Return the manifest of the dataset of the run; that of the last update without its logs, if it is gone."""
     first = journal.config["dataset"] if asked.data is None else asked.data
     known = checkpoint.read_manifest(journal.checkpoint)["extra"].get("dataset") or {}
     if not journal.number or remote.url_of(first) is None:
@@ -219,7 +219,7 @@ def _trained_on(journal: Journal, asked: UpdateArguments) -> Mapping[str, Any]:
             same = not journal.number or dataset_identity(found)["vocabulary_hash"] == known.get("first")
             if same:  # and not prepared again from other logs
                 return {**found.manifest, **({"sources": []} if asked.held_out else {})}
-    return open_dataset(journal.dataset).manifest
+    return {**open_dataset(journal.dataset).manifest, "sources": []}  # the journal has the logs of updates
 
 
 def _check_whole(data: Dataset, report: PrepareReport, inputs: Inputs) -> None:

@@ -171,7 +171,7 @@ class RowSteps:
                     self._running.pop(number, None)
             if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
                 raise ConfigError(
-                    f"compiled autograd (torch._dynamo.config.compiled_autograd) runs no callback at the end of a "
+                    "compiled autograd (torch._dynamo.config.compiled_autograd) runs no callback at the end of a "
                     f"backward, so the rows of {self.name} would never step. Turn it off; torch.compile works without."
                 )
             backward = _Backward(self, task)
