@@ -189,3 +189,36 @@ def test_the_draft_proposes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["train", str(tmp_path / "log.csv"), "--out", str(tmp_path / "run")])
     assert "uncomment [negatives] there" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_new_rows_to_evaluate_get_rows_of_label_0_too(tmp_path: Path, history: bool) -> None:
+    data = prepared(tmp_path / "data", {**SCHEMA, **(HISTORY if history else {})})
+    plays = log()[-200:].with_columns(pl.col("at") + 200)
+    new = stoker.prepare(files=plays, like=data, negatives=True)
+    rows = kept(new, "test")
+    assert rows["label"].to_list() == [1.0, 0.0, 0.0, 0.0] * 200
+    own = rows.filter(pl.col("label") == 1)
+    assert own["song"].to_list() == plays["song"].to_list()
+    drawn = rows.filter(pl.col("label") == 0)
+    assert set(drawn["song"]) <= set(plays["song"])
+    assert not (drawn["song"] == own["song"].gather(drawn["row"])).any()
+    plays.write_csv(tmp_path / "new.csv")
+    with pytest.raises(SystemExit, match="0"):
+        main(["prepare", str(tmp_path / "new.csv"), "--like", str(data.path), "--negatives", "--out",
+              str(tmp_path / "same"), "--keep", "song"])  # fmt: skip
+    assert len(Dataset(tmp_path / "same").test) == 200 * (EACH + 1)
+    with pytest.raises(ConfigError, match="negatives samples rows as another dataset did: name it with like"):
+        stoker.prepare(Schema.from_dict(SCHEMA), plays, out=tmp_path / "z", negatives=True)
+
+
+@pytest.mark.parametrize("each", [0, EACH])
+def test_a_run_of_positive_rows_is_updated(tmp_path: Path, each: int) -> None:
+    data = prepared(tmp_path / "data", replaced(per_positive=each))
+    loss = {"loss": "in-batch"} if not each else {}
+    stoker.train(data, out=tmp_path / "run", model="two-tower", steps=3, batch_size=64, display="quiet", **loss)
+    plays = log()[-300:].with_columns(pl.col("at") + 300, user=pl.lit("new"))
+    found = stoker.update(tmp_path / "run", plays)
+    assert found.rows == 300 * (each + 1)
+    assert found.step > 3
+    assert "new" in stoker.Scorer(tmp_path / "run").encoder.fitted.ids["user"].values(np.array([51])).to_pylist()

@@ -65,7 +65,7 @@ def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Bu
 
     ``special`` has functions that build the values of some keys.
     """
-    allowed = [item.name for item in fields(cls)]
+    allowed = [item.name for item in fields(cls) if item.compare]
     if not isinstance(values, Mapping):
         raise SchemaError(f"{where}: must be a table with the keys {', '.join(allowed)}; found {values!r}.")
     for key in values:

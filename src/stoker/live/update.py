@@ -47,7 +47,6 @@ from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import DENSE_LR, MACHINE, MachineConfig
 
 _READ_EVERY = 50  # steps between two looks at the losses, for which a GPU waits
-_OTHER_UNIT = 500  # times that differ by this factor are in another unit: s, ms, us, ns
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,8 @@ def prepare_rows(
     config = TrainConfig.from_dict(journal.config["settings"])
     grow = not (asked.keep_ids or config.tensor_trains(like.schema))  # cores have no rows of their own
     report = run_prepare(
-        None, inputs, out=journal.run.rows_of(order.number), like=like, grow=grow, max_bad=asked.max_bad,
+        None, inputs, out=journal.run.rows_of(order.number), like=like, grow=grow,
+        negatives=bool(like.manifest["schema"].get("negatives")), max_bad=asked.max_bad,
         threads=asked.threads, progress=progress,
     )  # fmt: skip
     shutil.rmtree(report.path / ".work", ignore_errors=True)  # of a preparation that was killed at its very end
@@ -257,19 +257,8 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _late(before: list[Any], new: list[Any]) -> list[str]:
-    """Note rows that are older than the last row that the model has seen.
-
-    Raises:
-        DataError: the times are so far from those before that their unit must be another.
-    """
-    if not before or not new:
-        return []
-    if isinstance(new[0], int | float) and 0 < min(before[1], new[1]) * _OTHER_UNIT < max(before[1], new[1]):
-        raise DataError(
-            f"the times of the new rows end at {new[1]}, those that the model has seen at {before[1]}: one of them is "
-            "in another unit, such as milliseconds instead of seconds. Convert the times of the new rows."
-        )
-    if new[0] >= before[1]:
+    """Note rows that are older than the last row that the model has seen."""
+    if not before or not new or new[0] >= before[1]:
         return []
     return [
         f"the new rows begin at {new[0]}, before the last row that the model has seen, of {before[1]}. "

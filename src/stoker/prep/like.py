@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import polars as pl
 
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.units import listed
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
+from stoker.prep.parse.notation import AS_TYPED, notations
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
 FEATURES = "features"  # folder of the fitted features, within a dataset
+NOTATION = "notation"  # key of the manifest: how whole floats became texts
+_OTHER_UNIT = 500  # times that differ by this factor are in another unit: s, ms, us, ns
+_LARGE = 10**8  # times since 1970 in seconds are larger; those since the start of a log may differ by any factor
+
+
+def check_unit(known: object, new: object) -> None:
+    """Raise :class:`DataError` if the last time of new rows is so far from the last known one that units differ."""
+    if not isinstance(known, int | float) or not isinstance(new, int | float):
+        return
+    if 0 < min(known, new) * _OTHER_UNIT < max(known, new) > _LARGE:
+        raise UnusableInput(
+            f"the times of the new rows end at {new}, those that the model has seen at {known}: one of them is in "
+            "another unit, such as milliseconds instead of seconds. Convert the times of the new rows."
+        )
 
 
 class Like:
@@ -31,13 +50,16 @@ class Like:
         recipe: the recipe that derived its rows; None: find it by the name in the manifest.
         history: ``"auto"``: window features continue from the stored state; ``"ignore"``: they start empty.
         grow: new values get ids after those of the vocabularies.
+        negatives: rows of label 0 are sampled as for the dataset.
 
     Raises:
         DataError: there is no dataset, no preparation made it, a file is damaged, or the recipe does not exist.
     """
 
-    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto", *, grow: bool = False) -> None:
-        self.data, self.history, self.grow = Dataset(path), history, grow
+    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto", *, grow: bool = False,
+        negatives: bool = False,
+    ) -> None:  # fmt: skip
+        self.data, self.history, self.grow, self.negatives = Dataset(path), history, grow, negatives
         path = self.data.path
         manifest = self.data.manifest
         try:
@@ -65,6 +87,26 @@ class Like:
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
+        default = {} if NOTATION in manifest else {"": AS_TYPED}
+        self.schema = replace(self.schema, notation={**default, **notations(self._known_texts())})
+
+    @property
+    def last_time(self) -> Any:
+        """The last time of the rows; None if they have none."""
+        return max(
+            (each["time"]["last"] for each in self.data.manifest["splits"].values() if "time" in each), default=None
+        )
+
+    def _known_texts(self) -> Iterator[tuple[str, pl.Series]]:
+        """Yield raw columns and the texts that the dataset knows of them."""
+        for column in self.schema.features:
+            file = f"vocab/{column.table_name}.parquet"
+            if column.type == "string" and file in self.data.manifest["files"]:
+                yield column.raw, self.vocabulary(column.table_name).get_column("value")
+        for feature in self.schema.feature:
+            if feature.name in self.learned:
+                table = self.learned[feature.name].table
+                yield from ((name, table.get_column(name)) for name in feature.inputs if name in table.columns)
 
     def stores_state(self, feature: Derivation) -> bool:
         """Return True if the state of a window feature after the new rows is known and so can be stored."""
@@ -99,7 +141,7 @@ class Like:
         learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
         dense = [vars(item) for item in self.dense]
         found = {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
-        return found | ({"grow": True} if self.grow else {})
+        return found | {name: True for name in ("grow", "negatives") if getattr(self, name)}
 
     def check(self, file: str) -> Path:
         """Return the path of a file; raise :class:`DataError` if its bytes are not those of the manifest."""

@@ -114,6 +114,11 @@ class Preparation(PrepareSettings):
                     "grow adds values to the vocabularies of another dataset: name it with like, or leave grow out.",
                     settings=("grow", "like"),
                 )
+            if self.negatives:
+                raise ConfigError(
+                    "negatives samples rows as another dataset did: name it with like. Without like, [negatives] of "
+                    "the schema is enough.", settings=("negatives", "like"),
+                )  # fmt: skip
             return
         if self.reorder is not False:
             raise ConfigError(
@@ -134,7 +139,7 @@ class Preparation(PrepareSettings):
         drafted: Draft | None = None
         if self.like is not None:
             path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
-            measure = _like(path, recipe, self.preset, self.history, grow=self.grow)
+            measure = _like(path, recipe, self.preset, self.history, grow=self.grow, negatives=self.negatives)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
@@ -206,6 +211,8 @@ def prepare(
             then NaN, and :func:`stoker.predict` scores the rows.
         grow: with ``like``, values that its vocabularies do not have get ids after its own, if they occur as often as
             the column's ``min_count`` says. Ids of the other dataset remain what they are.
+        negatives: with ``like``, rows of label 0 are sampled by ``[negatives]`` of its schema, and without a label column
+            each row of the log has label 1. Otherwise such rows have no label, as ``stoker predict`` needs them.
         history: for window features, with ``like``. ``"auto"``: the new rows continue the rows of the dataset, and
             older rows are an error. ``"ignore"``: only the new rows count.
         preset: preset of the recipe; None: its first.
@@ -361,7 +368,7 @@ def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
         )  # fmt: skip
 
 
-def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow: bool) -> Like:
+def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow: bool, negatives: bool) -> Like:
     """Open the dataset of ``like``."""
     if preset is not None:
         raise ConfigError(
@@ -372,7 +379,10 @@ def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow:
         raise ConfigError(
             f"{path} has a schema, so {named} cannot be used as well. Leave the recipe out.", settings=("like",)
         )
-    return Like(path, recipe, history, grow=grow)
+    like = Like(path, recipe, history, grow=grow, negatives=negatives)
+    if negatives and like.schema.negatives is None:
+        raise ConfigError(f"the schema of {path} has no [negatives]: leave negatives out.", settings=("negatives",))
+    return like
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:

@@ -31,7 +31,7 @@ from stoker.prep.features.pipeline import FrameBlocks
 from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.inputs import arrow_of
-from stoker.prep.like import Like
+from stoker.prep.like import Like, check_unit
 from stoker.prep.parse.dictionaries import find_texts, spans_of, splitmix, text_hashes, values_of
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
@@ -133,6 +133,7 @@ class Fitted:
     ids: Mapping[str, Ids]  # table -> its vocabulary, where it has one
     learned: Mapping[str, LearnedTable] = field(default_factory=dict)
     state: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of window features
+    last_time: Any = None  # of the dataset's rows
     source: object = None  # the dataset, for errors
 
     @classmethod
@@ -151,7 +152,7 @@ class Fitted:
         ids = {name: Ids.of(like.vocabulary(name)) for name in sorted(named)}
         return cls(
             schema=like.schema, dense=like.dense, ids=ids, learned=like.learned, state=like.state,
-            source=like.data.path,
+            last_time=like.last_time, source=like.data.path,
         )  # fmt: skip
 
 
@@ -189,6 +190,7 @@ class RowEncoder:
         self.columns = list(dict.fromkeys(item.column for item in self.fields))
         #: raw columns of training that scoring does not need
         self.others = sorted({item.column for item in known.fields} - set(self.columns))
+        self._time = "" if schema.timestamp is None else schema.timestamp.column
         self._window = [one for one in schema.feature if isinstance(one, Past)]
 
     def columns_of(self, names: Collection[str]) -> set[str]:
@@ -253,6 +255,8 @@ class RowEncoder:
             _refuse(block)
             frame = self._sink.typed(block)
             _refuse(block)  # times that cannot be read
+            if self._time in frame.columns:
+                check_unit(self.fitted.last_time, frame.get_column(self._time).max())
             block = frame_block(self._with_features(frame), self._needed, typed=True)
         _refuse(block)
         raw = [block.columns[item].to_numpy() for item in self._layout.dense]

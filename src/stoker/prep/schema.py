@@ -378,6 +378,8 @@ class Schema:
     feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are computed (stoker.features)
     derive: tuple[str, ...] = ()  # features in one line each; they are moved to ``feature``, with their columns
     keep: tuple[str, ...] = ()  # raw columns, or outputs of features, to copy to the scores
+    #: raw column -> how a dataset writes its texts (stoker.prep.parse.notation); "": of all others. Not of a file
+    notation: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for text in self.derive:
@@ -562,10 +564,14 @@ class Schema:
         """Categorical, then sequence columns: the order of ids in every batch."""
         return (*self.categorical, *self.sequence)
 
+    def notation_of(self, column: str) -> str:
+        """Return how texts of a raw column are written."""
+        return self.notation.get(column, self.notation.get("", ""))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with all defaults; :meth:`from_dict` is the inverse."""
         values = asdict(self)
-        del values["derive"]
+        del values["derive"], values["notation"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
         for key in ("feature", "keep"):  # schemas without these keep the hash of earlier versions
             if not values[key]:

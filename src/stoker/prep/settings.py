@@ -20,6 +20,11 @@ class PrepareSettings(Settings):
     history: str = setting(
         "auto", "With --like: window features continue from that dataset (auto), or see new rows only (ignore)."
     )
+    negatives: bool = setting(
+        False,
+        "With --like: sample rows of label 0 by [negatives] of the schema, to evaluate.",
+        options=("--negatives",),
+    )
     preset: str | None = setting(None, "Preset of the recipe; the first one if left out.")
     strict: bool = setting(False, "Stop at the first bad line.", options=("--strict",))
     max_bad: str | float | None = setting(

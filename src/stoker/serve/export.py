@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like
+from stoker.prep.parse.notation import AS_TYPED
 from stoker.prep.requests import Fitted, Ids, RowEncoder
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items, write_items
@@ -148,6 +149,8 @@ def export(
         description = {
             "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
+            "notation": dict(like.schema.notation),
+            "last_time": like.last_time,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
             "version": version_of(manifest),
         }  # fmt: skip
@@ -302,13 +305,14 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
     schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
+    schema = replace(schema, notation=manifest.get("notation", {"": AS_TYPED}))
     learned = load_features(path / FEATURES)[1] if schema.feature else {}
     state = {one.name: learned[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = Fitted(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
         ids={file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))},
-        learned=learned, state=state, source=path,
+        learned=learned, state=state, last_time=manifest.get("last_time"), source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

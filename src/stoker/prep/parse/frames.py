@@ -25,6 +25,7 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.lists import lists_of
+from stoker.prep.parse.notation import AS_TYPED, text_of_floats, written
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -51,6 +52,7 @@ class Field:
     required: bool = False  # an empty field makes the line bad
     optional: bool = False  # a file may lack the column; all its fields then count as empty
     kept: bool = False  # goes to the scores; a typed file's column then keeps its type, whatever ``kind`` says
+    notation: str = field(default="", compare=False)  # of texts: how numbers are written (stoker.prep.parse.notation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +226,14 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     if series.dtype == pl.String:
-        return series.replace("", None) if _TYPES[kind] == pl.String else _from_text(series, item, wrong)
+        if _TYPES[kind] == pl.String:
+            return written(series.replace("", None), item.notation)
+        return _from_text(series, item, wrong)
     moments = series.dtype in (pl.Date, pl.Datetime)
     if moments and kind == "datetime":
         return series.dt.epoch("us")
     if _TYPES[kind] == pl.String:
-        if series.dtype.is_float():
-            series = series.fill_nan(None)
-        return series.dt.to_string("iso") if series.dtype.is_temporal() else series.cast(pl.String)
+        return _as_texts(series, item, wrong)
     if moments:
         series = series.cast(pl.Datetime("us")).to_physical()
     plain = series.dtype.is_integer()
@@ -251,6 +253,21 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     for row in failed.fill_null(False).arg_true().to_list():
         wrong.setdefault(row, _reason(item, series[row]))
     return values
+
+
+def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Convert single values of another type to texts; note rows with floats that may have lost digits."""
+    if series.dtype.is_temporal():
+        return series.dt.to_string("iso")
+    if not series.dtype.is_float():
+        return written(series.cast(pl.String), item.notation)
+    series = series.fill_nan(None)
+    if item.notation == AS_TYPED:
+        return series.cast(pl.String)
+    texts = text_of_floats(series)
+    for row in (texts.is_null() & series.is_not_null()).arg_true().to_list():
+        wrong.setdefault(row, f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id")
+    return written(texts, item.notation)
 
 
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:

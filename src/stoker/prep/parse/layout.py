@@ -56,8 +56,9 @@ class Layout:
         self.feature_fields = [
             Field(
                 column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
-                keep=column.keep,
-            ) if isinstance(column, SequenceColumn) else Field(column=column.raw, kind=column.type)
+                keep=column.keep, notation=schema.notation_of(column.raw),
+            ) if isinstance(column, SequenceColumn)
+            else Field(column=column.raw, kind=column.type, notation=schema.notation_of(column.raw))
             for column in self.features
         ]  # fmt: skip
         self.time: Field | None = None

@@ -374,7 +374,7 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
                 own.append(Field(column=column, kind="float"))
                 readers[column] = feature
             elif not kinds:
-                own.append(Field(column=column, kind="string"))
+                own.append(Field(column=column, kind="string", notation=schema.notation_of(column)))
     return list(dict.fromkeys([*own, *(item for item in fields if item.kept)])), readers
 
 

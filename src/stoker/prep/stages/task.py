@@ -98,6 +98,8 @@ class Task:
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else all_test(self.schema)
+        if self.like is not None and self.like.negatives and not self.schema.label.column:
+            self.splitting = replace(self.splitting, label=self.schema.label)  # each row has label 1
         self.inner = schema_after_features(self.splitting) if self.in_passes else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = home_of(self.out) is not None
@@ -106,7 +108,8 @@ class Task:
     def negatives(self) -> Negatives | None:
         """How to sample rows of label 0; None for none."""
         found = self.schema.negatives
-        return found if found is not None and found.per_positive and self.like is None else None
+        wanted = self.like is None or self.like.negatives
+        return found if found is not None and found.per_positive and wanted else None
 
     @property
     def in_passes(self) -> bool:

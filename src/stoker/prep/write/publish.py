@@ -30,10 +30,11 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import number_groups
-from stoker.prep.like import FEATURES
+from stoker.prep.like import FEATURES, NOTATION, check_unit
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
+from stoker.prep.parse.notation import WHOLE
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
@@ -61,6 +62,8 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
             fitting.drop(part, encoder.without_ids(part, fitting.place_of))
     counts = encoder.counts(fitting.parts if fitting.any_dropped and task.like is None else ())
     times = _times(fitting)
+    if task.like is not None and times:
+        check_unit(task.like.last_time, max(entry["last"] for entry in times.values()))
     shard_rows = _plan_shards(fitting, wide=encoder.wide)
     with ThreadPoolExecutor(2, thread_name_prefix="stoker-groups") as pool:
         # One thread reads all rows for the groups and one for kept columns, while others write shards.
@@ -363,6 +366,8 @@ def _finish(
         "sources": _sources(task, rows),
         "quarantined": bad,
     }
+    if like is None or NOTATION in like.data.manifest:
+        manifest[NOTATION] = WHOLE
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)

@@ -1,0 +1,65 @@
+"""How texts write whole numbers and truth values, so that one id is one text whatever type a file gives it.
+
+One missing value makes pandas read a column of ids as floats: 136 becomes 136.0, in its frames and in the files it
+writes. A whole float is therefore the text ``136``. Rows that are prepared like a dataset follow what it has: if all
+texts that are known of a column are written in one way, new ones are written in this way, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
+WHOLE, DOTTED, LOWER, CAPITAL = "1", "1.0", "true", "True"
+_PATTERNS = {WHOLE: r"^-?\d+$", DOTTED: r"^-?\d+\.\d+$", LOWER: "^(true|false)$", CAPITAL: "^(True|False)$"}
+_CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
+    WHOLE: (r"\.0$", [(r"^(-?\d+)\.0$", r"\1")]),
+    DOTTED: (r"^-?\d+$", [(r"^(-?\d+)$", r"\1.0")]),
+    LOWER: ("^[TF]", [("^True$", "true"), ("^False$", "false")]),
+    CAPITAL: ("^[tf]", [("^true$", "True"), ("^false$", "False")]),
+}
+_FIRST = 1_000  # texts that decide whether to look at all
+
+
+def notation_of(texts: pl.Series) -> str:
+    """Return how all of these texts are written, or an empty text if they are not all written in one way."""
+    texts = texts.drop_nulls()
+    texts = texts.filter(texts != "") if len(texts) else texts
+    for name, pattern in _PATTERNS.items() if len(texts) else ():
+        if texts.head(_FIRST).str.contains(pattern).all():
+            return name if texts.str.contains(pattern).all() else ""
+    return ""
+
+
+def notations(known: Iterable[tuple[str, pl.Series]]) -> dict[str, str]:
+    """Return the notation of each column whose known texts agree on one."""
+    found: dict[str, set[str]] = {}
+    for column, texts in known:
+        if texts.dtype == pl.String:
+            found.setdefault(column, set()).add(notation_of(texts))
+    return {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+
+
+def text_of_floats(series: pl.Series) -> pl.Series:
+    """Return floats as texts, whole numbers without a point; null where digits may be lost."""
+    exact = 2**53 if series.dtype == pl.Float64 else 2**24  # a float holds all whole numbers below
+    whole = (series == series.floor()) & series.is_finite()
+    texts = series.cast(pl.Int64, strict=False).cast(pl.String).zip_with(whole.fill_null(False), series.cast(pl.String))
+    return texts.set(whole & (series.abs() >= exact), None)
+
+
+def written(texts: pl.Series, notation: str) -> pl.Series:
+    """Return texts in a notation."""
+    if notation not in _CHANGES or not len(texts):
+        return texts
+    rare, changes = _CHANGES[notation]
+    arrow = texts.to_arrow(compat_level=pl.CompatLevel.oldest())  # Polars would take five times as long for a request
+    if not pc.any(pc.ends_with(arrow, ".0") if notation == WHOLE else pc.match_substring_regex(arrow, rare)).as_py():
+        return texts
+    for pattern, replacement in changes:
+        arrow = pc.replace_substring_regex(arrow, pattern, replacement)
+    return pl.Series(texts.name, pl.from_arrow(pa.chunked_array([arrow])))
