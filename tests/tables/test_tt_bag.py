@@ -564,6 +564,16 @@ def test_from_pretrained_takes_what_embedding_bag_takes():
         TTEmbeddingBag.from_pretrained(weight, optimizer=stoker.SGD(lr=0.1))
 
 
+@pytest.mark.parametrize("core", [0, 1, 2])
+def test_some_frozen_cores_are_refused_with_an_optimizer(core: int) -> None:
+    bag, ids = make(optimizer=stoker.SGD(lr=0.1)), torch.tensor([3, 4, 5])
+    bag.cores[core].requires_grad_(False)
+    with pytest.raises(ConfigError, match="some cores are frozen"):
+        bag(ids, torch.tensor([0]))
+    bag.requires_grad_(False)
+    assert not bag(ids, torch.tensor([0])).requires_grad
+
+
 def test_reset_parameters_starts_anew():
     bag = make(optimizer=stoker.Adam(lr=0.1), seed=5)
     fresh = copy.deepcopy(bag.state_dict())

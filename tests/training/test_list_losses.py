@@ -131,3 +131,20 @@ def test_refusals(tmp_path: Path) -> None:
     model.objective = "softmax"
     with pytest.raises(ConfigError, match="does not say which rows"):
         model.loss(next(iter(plain.train.batches(8))))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "bpr"])
+def test_rows_of_a_list_may_be_scattered(kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    groups = torch.randint(0, 7, (40,), generator=random).sort().values
+    labels = torch.randint(0, 2, (40,), generator=random).float()
+    order = torch.randperm(40, generator=random)
+    in_order = torch.randn(40, generator=random).requires_grad_()
+    scattered = in_order.detach()[order].requires_grad_()
+    wanted = list_loss(kind, in_order, labels, groups)
+    found = list_loss(kind, scattered, labels[order], groups[order])
+    torch.testing.assert_close(found, wanted)
+    wanted.backward()
+    found.backward()
+    assert in_order.grad is not None
+    torch.testing.assert_close(scattered.grad, in_order.grad[order])

@@ -535,3 +535,20 @@ def test_newer_formats_are_refused(tmp_path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps({**manifest, "format_version": newer}))
     with pytest.raises(CheckpointError, match=rf"format {newer}.*Update"):
         stoker.load(path, Net())
+
+
+def test_tables_that_grow_are_resumed_with_their_seed_only(tmp_path: Path) -> None:
+    """Rows of new ids are drawn by it."""
+
+    def net(seed: int) -> stoker.EmbeddingTables:
+        table = stoker.TableConfig(name="t", num_embeddings=50, embedding_dim=4, grow=stoker.Grow())
+        return stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), seed=seed)
+
+    tables = net(0)
+    tables(torch.arange(5).reshape(5, 1)).sum().backward()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    path = stoker.save(tmp_path / "a", tables, optimizer)
+    stoker.load(path, net(1))
+    stoker.load(path, net(0), optimizer)
+    with pytest.raises(CheckpointError, match=r"by which rows of new ids are drawn, but .* has seed=1"):
+        stoker.load(path, net(1), optimizer)

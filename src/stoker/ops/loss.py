@@ -54,7 +54,10 @@ class _ListLoss(torch.autograd.Function):
     def forward(ctx: Any, kind: str, logits: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
         lengths = torch.bincount(groups)
         starts = lengths.cumsum(0) - lengths
-        place = groups, torch.arange(len(groups), device=groups.device) - starts[groups]
+        order = groups.argsort(stable=True)  # rows of a list need not follow each other
+        within = torch.empty_like(groups)
+        within[order] = torch.arange(len(groups), device=groups.device) - starts[groups[order]]
+        place = groups, within
         shape = len(lengths), int(lengths.max()) if len(lengths) else 0
         scores, marks = logits.new_full(shape, -torch.inf), logits.new_full(shape, -1.0)  # marks of padding are -1
         scores[place], marks[place] = logits, labels.to(logits.dtype)
@@ -110,7 +113,7 @@ def list_loss(kind: str, logits: Tensor, labels: Tensor, groups: Tensor) -> Tens
             not count.
         logits: [B].
         labels: [B] in {0, 1}.
-        groups: [B] int64 rising from 0: the list of each row.
+        groups: [B] int64 from 0 on: the list of each row, in any order.
     """
     result: Tensor = _ListLoss.apply(kind, logits, labels, groups)  # type: ignore[no-untyped-call]
     return result

@@ -278,7 +278,8 @@ class TTEmbeddingBag(nn.Module):
         Raises:
             IndexError: an id is outside the table.
             ValueError: ids are not integers, or offsets do not fit them.
-            ConfigError: cores with an optimizer were converted to another type than float32; or the call is inside
+            ConfigError: cores with an optimizer were converted to another type than float32, or only some of them are
+                frozen; or the call is inside
                 torch.export, torch.func or torch.jit.trace.
         """
         if torch.compiler.is_compiling():
@@ -319,6 +320,11 @@ class TTEmbeddingBag(nn.Module):
             raise ConfigError(
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
                 "float32. Turn them back (.float()), or make the bag without optimizer."
+            )
+        if self.optimizer is not None and len({core.requires_grad for core in self.cores}) > 1:
+            raise ConfigError(
+                "some cores are frozen (requires_grad=False) and others are not, but with an optimizer all of them are "
+                "updated inside backward. Freeze the bag as a whole, or make it without optimizer."
             )
         trained = self.optimizer is not None and self.cores[0].requires_grad
         if trained and torch.is_grad_enabled() and self.training:

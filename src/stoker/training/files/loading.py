@@ -396,9 +396,10 @@ class _Saved:
                     f"table {key[1]!r} {first} in {self.directory}, but {second} in the module given. {_REBUILD}"
                 )
             seed, own = self.trained[key[0]].get("seed"), self.tables[key[0]].seed
-            if resuming and entry["dtype"] == "bfloat16" and seed not in (None, own):
+            does = "rows of new ids are drawn" if "clock" in entry else "its bfloat16 rows are rounded"
+            if resuming and ("clock" in entry or entry["dtype"] == "bfloat16") and seed not in (None, own):
                 raise CheckpointError(
-                    f"{key[0]!r} was trained with seed={seed}, by which its bfloat16 rows are rounded, but the module "
+                    f"{key[0]!r} was trained with seed={seed}, by which {does}, but the module "
                     f"given has seed={own}. Build it with seed={seed}."
                 )
 
