@@ -211,8 +211,8 @@ def prepare(
             then NaN, and :func:`stoker.predict` scores the rows.
         grow: with ``like``, values that its vocabularies do not have get ids after its own, if they occur as often as
             the column's ``min_count`` says. Ids of the other dataset remain what they are.
-        negatives: with ``like``, rows of label 0 are sampled by ``[negatives]`` of its schema, and without a label column
-            each row of the log has label 1. Otherwise such rows have no label, as ``stoker predict`` needs them.
+        negatives: with ``like``, rows of label 0 are sampled by ``[negatives]`` of its schema, and without a label
+            column each row of the log has label 1. Otherwise such rows have no label, as ``stoker predict`` needs them.
         history: for window features, with ``like``. ``"auto"``: the new rows continue the rows of the dataset, and
             older rows are an error. ``"ignore"``: only the new rows count.
         preset: preset of the recipe; None: its first.

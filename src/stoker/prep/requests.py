@@ -36,6 +36,7 @@ from stoker.prep.parse.dictionaries import find_texts, spans_of, splitmix, text_
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
+from stoker.prep.parse.notation import AS_TYPED, written
 from stoker.prep.rows.featured import RowsSink, raw_fields
 from stoker.prep.schema import CategoricalColumn, Schema
 from stoker.prep.stages.task import all_test, schema_after_features
@@ -181,11 +182,13 @@ class RowEncoder:
         self._own = leading(schema.feature)
         self._sink = RowsSink(schema=schema, kept={})
         self._layout = Layout(schema_after_features(schema) if schema.feature else schema)
-        self._needed = [*self._layout.dense, *self._layout.feature_fields]
         read = {column for feature in schema.feature for column in feature.inputs}
+        exact = {one.raw for one in self._layout.features if one.hash_buckets is not None or one.oov == "grow"} | read
+        self._feature_fields = [_as_given(item, exact) for item in self._layout.feature_fields]
+        self._needed = [*self._layout.dense, *self._feature_fields]
         wanted = {item.column for item in self._needed} | read
         #: fields that are read of a request
-        self.fields = [item for item in raw_fields(schema) if item.column in wanted]
+        self.fields = [_as_given(item, exact) for item in raw_fields(schema) if item.column in wanted]
         #: raw columns that a request must have
         self.columns = list(dict.fromkeys(item.column for item in self.fields))
         #: raw columns of training that scoring does not need
@@ -197,7 +200,7 @@ class RowEncoder:
         """Return the raw columns that only these columns of the model read, and no derived feature."""
         own: set[str] = set()
         others = {column for one in self.fitted.schema.feature for column in one.inputs}
-        pairs = [*zip(self._layout.features, self._layout.feature_fields, strict=True),
+        pairs = [*self._items(),
                  *zip(self._layout.columns, self._layout.dense, strict=True)]  # fmt: skip
         for column, item in pairs:
             (own if column.name in names else others).add(item.column)
@@ -266,7 +269,7 @@ class RowEncoder:
         return _batch(dense, [self._ids(column, block.columns[item]) for column, item in self._items()])
 
     def _items(self) -> list[tuple[CategoricalColumn, Field]]:
-        return list(zip(self._layout.features, self._layout.feature_fields, strict=True))
+        return list(zip(self._layout.features, self._feature_fields, strict=True))
 
     def _with_features(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Return the rows with all features."""
@@ -306,6 +309,8 @@ class RowEncoder:
             return np.where(absent, own, as_raw_ids(hashes)), lengths
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
+        if textual and not ids.all():  # only then is it worth the time to look at how texts are written
+            ids = known.find(written(column, self.fitted.schema.notation_of(feature.raw)))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
             raise DataError(
@@ -315,6 +320,11 @@ class RowEncoder:
         if feature.missing == "category":
             ids[nulls(column)] = known.missing
         return ids, lengths
+
+
+def _as_given(item: Field, exact: Collection[str]) -> Field:
+    """Return a field whose texts stay as they are given, if it is looked up in a vocabulary only."""
+    return item if item.column in exact or item.notation == AS_TYPED else replace(item, notation="")
 
 
 def as_frame(table: Any) -> pl.DataFrame:
