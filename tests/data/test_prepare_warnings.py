@@ -122,3 +122,15 @@ def test_an_empty_text_is_missing_wherever_it_is_read(tmp_path: Path) -> None:
         data = stoker.prepare(schema, given, out=tmp_path / f"data-{len(found)}")
         found.append([batch.ids.tolist() for batch in data.train.batches(64)])
     assert found == [found[0]] * 4
+
+
+def test_a_column_without_a_known_value_is_named(tmp_path: Path) -> None:
+    """As when JSON lines have its key in upper case, which counts as a missing value in each row."""
+    data = stoker.Dataset(report(tmp_path, {"user": [f"u{i % 9}" for i in range(ROWS)]}).path)
+    rows = pl.read_csv(tmp_path / "log.csv")
+    rows.rename({"user": "User"}).write_ndjson(tmp_path / "new.jsonl")
+    found = run_prepare(None, tmp_path / "new.jsonl", like=data, out=tmp_path / "new")
+    (said,) = found.warnings
+    assert said.startswith("no row has a known value of column 'user'")
+    rows.write_ndjson(tmp_path / "new.jsonl")
+    assert not run_prepare(None, tmp_path / "new.jsonl", like=data, out=tmp_path / "good").warnings

@@ -255,7 +255,7 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
 
 
 def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
-    """Return a warning for each split that the rule names and that has no rows, and for columns of new ids."""
+    """Return a warning for each split that the rule names and that has no rows, and for columns without known ids."""
     rule, found = schema.split, []
     named = {"column": rule.values.values(), "files": rule.files.values()}.get(rule.rule)
     rows = sum(entry["rows"] for entry in manifest["splits"].values())
@@ -266,6 +266,13 @@ def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
                 "no best checkpoint is chosen and nothing stops training" if name == "valid" else "nothing is tested"
             )
             found.append(f"the split rule {rule.rule!r} leaves no {name} rows, so {without}. Change the split.")
+    for name in manifest["unknown"]["train"] if rows >= _FEW else ():
+        zeros, ids = np.sum([manifest["unknown"][split][name] for split in SPLITS], axis=0)
+        if zeros == ids:
+            found.append(
+                f"no row has a known value of column {name!r}: they are missing, or written in another way than before. "
+                "Compare the name of the column, also upper and lower case, and a value."
+            )
     own = "like" not in manifest and manifest["recipe"]["preset"] == "schema"  # what public logs do is known
     for name, (zeros, ids) in manifest["unknown"]["train"].items() if own else ():
         held = [manifest["unknown"][split][name] for split in SPLITS[1:]]
