@@ -137,3 +137,28 @@ def test_models_that_differ_in_weights_only_share_trials() -> None:
     one, two, other = (stoker.DLRM(_SPEC, embedding_dim=8, bottom=(24,), top=top) for top in ((40,), (40,), (41,)))
     assert tiles._blocks_of(one) is tiles._blocks_of(two)
     assert tiles._blocks_of(one) is not tiles._blocks_of(other)
+
+
+@pytest.mark.parametrize("places", [1, 4, 16, 32])
+def test_a_score_does_not_depend_on_the_place_of_a_row(monkeypatch: pytest.MonkeyPatch, places: int) -> None:
+    """Even if the library of products adds in another order at another place in a vector."""
+    model = MODELS["dlrm"]().eval()
+    watch(model, monkeypatch)
+    inner: Any = model.dense_part
+
+    def slipping(dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return inner(dense, embedded) + 1e-3 * (torch.arange(len(dense)) % places)
+
+    monkeypatch.setattr(model, "dense_part", slipping)
+    whole = tiled_scores(model, examples(_SPEC, 0, _ROWS))
+    for start, stop in ((0, 300), (1, 2), (5, 100), (7, _ROWS)):
+        assert torch.equal(tiled_scores(model, examples(_SPEC, start, stop)), whole[start:stop])
+    torch.testing.assert_close(whole, torch.sigmoid(inner(*model.inputs(examples(_SPEC, 0, _ROWS)))).detach())
+
+
+@pytest.mark.parametrize("width", [5, 10, 17])
+def test_rows_of_odd_widths_have_one_score(width: int) -> None:
+    for model in (stoker.SASRec(_HISTORY, embedding_dim=width), stoker.DIN(_HISTORY, embedding_dim=width)):
+        whole = tiled_scores(model.eval(), examples(_HISTORY, 0, 300))
+        for start in (1, 2, 3, 70):
+            assert torch.equal(tiled_scores(model, examples(_HISTORY, start, 300)), whole[start:])

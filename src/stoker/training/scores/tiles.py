@@ -5,6 +5,10 @@ row in a block of one size, on one thread. A block of another size, or on all th
 that its scores have the same bits: random rows of the model's shapes, scored both ways. The order of a sum depends on
 shapes and threads, not on values. A function such as exp may have another value for the elements that fill no vector,
 and a trial may miss that; so blocks and the parts of threads are multiples of two vectors, whatever the machine.
+
+A library may also add in another order where a row begins at another address within a vector, as with 10 columns. If a
+trial finds that the bits depend on the place of a row, fewer rows are scored in a block, so far from each other that
+all begin alike.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ SMALL = (64, 128)  # of the last rows of a batch: a block of TILE rows takes two
 MIDDLE = 512  # two threads take Python's lock from each other half as often
 LARGE = 2048  # on all threads; for fewer rows, waking threads takes longer than they save
 _TRIALS = 4  # blocks of a trial
+_SPREADS = (1, 2, 4, 8, 16)  # places in a block for a row: 16 floats are a vector
+_MOVES = (1, 2, 3, 5, 8)  # places by which rows move in a trial
 _ALIGNED = 64  # bytes: products may differ for other addresses
 
 
@@ -36,6 +42,7 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._same: dict[tuple[object, ...], bool] = {}  # what trials found
+        self._spread: dict[tuple[object, ...], int] = {}
 
     def size(self, model: RecModel, inputs: Sequence[Tensor], rows: int) -> int:
         """Return the size of the next block on one thread, if so many rows are left."""
@@ -52,13 +59,25 @@ class _Blocks:
             size: rows of a block.
             threads: that work on it.
         """
-        if threads & (threads - 1):  # their parts are no multiples of vectors
+        if threads & (threads - 1) or self.spread(model, inputs) > 1:  # the parts of threads are multiples of vectors
             return False
-        shapes = tuple((each.dtype, each.shape[1:]) for each in inputs)
-        key = size, threads, shapes, model.matmul, torch.get_float32_matmul_precision()
+        key = size, threads, *_kind(model, inputs)
         if key not in self._same:
             self._same[key] = all(each.is_floating_point() for each in inputs) and _try(model, inputs, size, threads)
         return self._same[key]
+
+    def spread(self, model: RecModel, inputs: Sequence[Tensor]) -> int:
+        """Return how many places of a block a row needs, so that its score does not depend on which it has."""
+        if (key := _kind(model, inputs)) not in self._spread:
+            alike = (spread for spread in _SPREADS if _moved_alike(model, inputs, spread))
+            self._spread[key] = next(alike, TILE)
+        return self._spread[key]
+
+
+def _kind(model: RecModel, inputs: Sequence[Tensor]) -> tuple[object, ...]:
+    """Return all that decides the kernels of a model's products."""
+    shapes = tuple((each.dtype, each.shape[1:]) for each in inputs)
+    return shapes, model.matmul, torch.get_float32_matmul_precision()
 
 
 _blocks: WeakKeyDictionary[RecModel, _Blocks] = WeakKeyDictionary()
@@ -92,6 +111,21 @@ def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> 
     return torch.equal(found, expected[:, : found.shape[1]])
 
 
+def _moved_alike(model: RecModel, inputs: Sequence[Tensor], spread: int) -> bool:
+    """Return True if random rows have the same logits wherever they are in a block, ``spread`` places for each."""
+    random = torch.Generator().manual_seed(0)
+    rows = TILE // spread
+    drawn = [torch.randn((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
+
+    def scored(by: int) -> Tensor:
+        parts = tuple(_tile(each.roll(by, 0), 0, TILE, spread) for each in drawn)
+        return model._logits(model.dense_part, parts)[::spread].roll(-by)
+
+    with torch.no_grad(), one_thread():
+        expected = scored(0)
+        return all(torch.equal(scored(by), expected) for by in _MOVES)
+
+
 def try_blocks(model: RecModel, batch: Batch) -> None:
     """Try all blocks now, so that no later call waits. ``model`` is in eval mode, and ``batch`` has a row of it."""
     if model.device.type == "cpu" and not model.embeddings.divided:
@@ -122,18 +156,19 @@ def _scores(model: RecModel, batch: Batch) -> Tensor:
         inputs = model.inputs(batch)
     if any(each.shape[0] != count for each in inputs):
         return model.predict(batch)
-    out, known = torch.empty(count, device=model.device), Known()
+    out, known, spread = torch.empty(count, device=model.device), Known(), 1
 
     def work(start: int, size: int) -> None:
         with torch.no_grad(), recorded(known):  # weights are brought into their layout once
-            logits = model._logits(model.dense_part, tuple(_tile(each, start, size) for each in inputs))
-            out[start : start + size] = torch.sigmoid(logits)[: count - start]
+            logits = model._logits(model.dense_part, tuple(_tile(each, start, size, spread) for each in inputs))
+            out[start : start + size // spread] = torch.sigmoid(logits)[::spread][: count - start]
 
     if model.device.type != "cpu":
         for start in range(0, count, GPU_TILE):
             work(start, GPU_TILE)
         return out
     blocks, threads, done = _blocks_of(model), torch.get_num_threads(), 0
+    spread = blocks.spread(model, inputs)
     while count - done >= LARGE and blocks.fits(model, inputs, LARGE, threads):
         work(done, LARGE)
         done += LARGE
@@ -141,7 +176,7 @@ def _scores(model: RecModel, batch: Batch) -> Tensor:
         sizes, at = dict[int, int](), done
         while at < count:
             sizes[at] = blocks.size(model, inputs, count - at)
-            at += sizes[at]
+            at += sizes[at] // spread
         with _threads_for(count - done):
             each_on_one_thread(lambda start: work(start, sizes[start]), [*sizes])
     return out
@@ -152,12 +187,12 @@ def _threads_for(rows: int) -> AbstractContextManager[None]:
     return one_thread() if rows <= TILE else own_threads()
 
 
-def _tile(values: Tensor, start: int, size: int) -> Tensor:
-    """Return ``size`` entries from ``start`` on, zeros after the last one."""
-    part = values[start : start + size]
+def _tile(values: Tensor, start: int, size: int, spread: int = 1) -> Tensor:
+    """Return a block of ``size`` places with the entries from ``start`` on, one in ``spread`` places, and zeros."""
+    part = values[start : start + size // spread]
     if len(part) < size:
         filled = values.new_zeros((size, *values.shape[1:]))
-        filled[: len(part)] = part
+        filled[: len(part) * spread : spread] = part
         return filled
     return (
         part
