@@ -669,3 +669,19 @@ def opening(call: Any) -> Any:
         return call(path, *given, **more)
 
     return opened
+
+
+def test_a_log_that_begins_with_another_of_the_same_update_is_refused(place: Path) -> None:
+    """Its rows would be trained on twice. A header alone is no log that others begin with."""
+    run, text = place / "run", day(1).write_csv().encode()
+    (place / "10h.csv").write_bytes(text[: text.index(b"\n", 4000) + 1])
+    (place / "11h.csv").write_bytes(text)
+    with pytest.raises(
+        DataError, match=r"11h.csv begins with all [\d,]+ bytes of .*10h.csv, whose rows would count twice"
+    ):
+        stoker.update(run, [place / "11h.csv", place / "10h.csv"])
+    header = text[: text.index(b"\n") + 1]
+    (place / "12h.csv").write_bytes(header)
+    assert stoker.update(run, [place / "12h.csv", place / "11h.csv"]).rows == 300
+    found = stoker.update(run, logs(place, 2))  # begins with the bytes of 12h.csv
+    assert (found.number, found.rows) == (2, 300)

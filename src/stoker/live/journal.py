@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -125,24 +125,30 @@ class Journal:
             base: the manifest of the dataset that the run was trained on.
 
         Raises:
-            DataError: a log has grown since it was used.
+            DataError: a log has grown since it was used, or begins with another of the logs.
         """
         lookups = recipes.lookups(base, [path.name for path in files])
         used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
-        before: dict[int, set[str]] = {}
+        before: dict[int, dict[str, object]] = {}  # size -> sha256 -> None, or another log of this call
         for line in self.lines:
             for log in line["logs"]:
-                before.setdefault(int(log["bytes"]), set()).add(log["sha256"])
+                if log.get("rows", 1):  # others may begin with the same header
+                    before.setdefault(int(log["bytes"]), {})[log["sha256"]] = None
+        hashed = {}
+        for path in sorted(files, key=lambda path: path.stat().st_size):
+            size, digest, _ = hashed[path] = _hash(path, before)
+            if path.name not in lookups and not _header_only(path):
+                before.setdefault(size, {}).setdefault(digest, names.get(path, path))
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name, shown = names.get(path, path.name), names.get(path, path)
-            size, digest, prefixes = _hash(path, before)
-            prefixes += _trained(path, size, base)
+            size, digest, begins = hashed[path]
+            trained = _trained(path, size, base)
             if path.name in lookups:
                 described.append((path, Log(name, size, digest)))
-            elif size in prefixes:
+            elif size in trained:
                 left_out.append(
                     f"{shown} is a log of the dataset that the run was trained on: it is left out. If its rows were "
                     "for validation or test only, take it with held_out=True (--held-out)"
@@ -151,10 +157,17 @@ class Journal:
                 number, known = used[digest]
                 alias = "" if known == name else f" as {known}"
                 left_out.append(f"{shown} was used by update {number}{alias}: it is left out")
-            elif prefixes:
+            elif trained or None in begins.values():
+                count = max(*trained, *(size for size, other in begins.items() if other is None), 0)
                 raise DataError(
-                    f"{path} begins with {prefixes[-1]:,} bytes on which the run was trained. Give a file of the "
+                    f"{path} begins with {count:,} bytes on which the run was trained. Give a file of the "
                     "new rows only."
+                )
+            elif begins:
+                size, other = max(begins.items())
+                raise DataError(
+                    f"{path} begins with all {size:,} bytes of {other}, whose rows would count twice. Leave {other} "
+                    "out."
                 )
             elif digest in {log.sha256 for _, log in fresh}:
                 left_out.append(f"{shown} has the same contents as another of these logs: it is left out")
@@ -253,14 +266,21 @@ def _trained(path: Path, size: int, base: Mapping[str, Any]) -> list[int]:
     ]
 
 
-def _hash(path: Path, sizes: Mapping[int, Container[str]]) -> tuple[int, str, list[int]]:
-    """Return the size and sha256 of a file, and which of its first ``sizes`` bytes have such a sha256."""
-    digest, done, found = hashlib.sha256(), 0, []
+def _header_only(path: Path) -> bool:
+    """Return True if a file has one line, which is no object of JSON: other logs may begin with the same header."""
     with path.open("rb") as file:
-        for stop in (*sorted(sizes), None):
+        data = file.read(EDGE)
+    return len(data) < EDGE and len(data.splitlines()) <= 1 and not data.lstrip().startswith(b"{")
+
+
+def _hash(path: Path, known: Mapping[int, Mapping[str, object]]) -> tuple[int, str, dict[int, object]]:
+    """Return the size and sha256 of a file; and the sizes of known logs that it begins with, with what is known."""
+    digest, done, found = hashlib.sha256(), 0, dict[int, object]()
+    with path.open("rb") as file:
+        for stop in (*sorted(known), None):
             while block := file.read(_BLOCK if stop is None else min(_BLOCK, stop - done)):
                 digest.update(block)
                 done += len(block)
-            if stop is not None and done == stop and digest.hexdigest() in sizes[stop]:
-                found.append(stop)
-    return done, digest.hexdigest(), [size for size in found if size and size < done]
+            if stop is not None and done == stop and digest.hexdigest() in known[stop]:
+                found[stop] = known[stop][digest.hexdigest()]
+    return done, digest.hexdigest(), {size: what for size, what in found.items() if 0 < size < done}

@@ -306,7 +306,17 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
                 replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k,
                 catalogue=catalogue_of(replica.model, own, parent),
             ))  # fmt: skip
-            note = {**order.to_dict(), "rows": len(rows), "before": before, "first": first, "loss_sum": 0.0}
+            read = [each["rows"] if each["bytes"] == log.bytes else None
+                    for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
+            logs = [log._asdict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
+            note = {
+                **order.to_dict(),
+                "logs": logs,
+                "rows": len(rows),
+                "before": before,
+                "first": first,
+                "loss_sum": 0.0,
+            }
         else:
             note = dict(begun["extra"]["update"])
         replica.model.train()

@@ -266,15 +266,15 @@ def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
                 "no best checkpoint is chosen and nothing stops training" if name == "valid" else "nothing is tested"
             )
             found.append(f"the split rule {rule.rule!r} leaves no {name} rows, so {without}. Change the split.")
-    for name in manifest["unknown"]["train"] if rows >= _FEW else ():
+    own = manifest["recipe"]["preset"] == "schema"  # what public logs do is known
+    for name in manifest["unknown"]["train"] if own and rows >= _FEW else ():
         zeros, ids = np.sum([manifest["unknown"][split][name] for split in SPLITS], axis=0)
         if zeros == ids:
             found.append(
-                f"no row has a known value of column {name!r}: they are missing, or written in another way than before. "
-                "Compare the name of the column, also upper and lower case, and a value."
+                f"no row has a known value of column {name!r}: all are missing, or written in another way than before. "
+                "Compare its name, also upper and lower case, and a value."
             )
-    own = "like" not in manifest and manifest["recipe"]["preset"] == "schema"  # what public logs do is known
-    for name, (zeros, ids) in manifest["unknown"]["train"].items() if own else ():
+    for name, (zeros, ids) in manifest["unknown"]["train"].items() if own and "like" not in manifest else ():
         held = [manifest["unknown"][split][name] for split in SPLITS[1:]]
         new, count = sum(pair[0] for pair in held), sum(pair[1] for pair in held)
         if count >= _JUDGED and new >= _NEW * count and zeros <= (1 - _NEW) * ids:
