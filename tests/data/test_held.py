@@ -79,9 +79,9 @@ def test_a_batch_is_one_gather_of_packed_rows(tmp_path: Path) -> None:
     assert resident_bytes(split, 10) == 10 * 4 * width
     batch = next(iter(split.batches(7, data_memory="1GiB")))
     assert batch.labels is not None
-    views = (batch.ids, batch.dense, batch.labels)
-    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
-    assert {view.stride(0) for view in views} == {width}
+    assert batch.ids.stride(0) == width
+    assert batch.dense.is_contiguous()  # sums over strided memory may have other bits
+    assert batch.labels.is_contiguous()
     wide = dataset(tmp_path / "wide", "no dense, wide ids").train
     width = 2 * len(wide.schema.features) + 1
     assert resident_bytes(wide, 10) == 10 * 4 * (width + width % 2)

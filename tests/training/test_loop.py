@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import small_runs
 import torch
@@ -27,9 +28,11 @@ from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
 from stoker.training.display import Display, make_display
+from stoker.training.files.checkpoint import read_manifest
 from stoker.training.files.logs import RunLog
-from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.progress import SaveTimer
+from stoker.training.scores.evaluation import check_dataset
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
@@ -417,6 +420,29 @@ def test_resuming_refuses_what_would_change_the_numbers(data: Dataset, tmp_path:
     same_shape = make_dataset(tmp_path / "same", rows=4000, sequence={1: 4}, seed=1)
     with pytest.raises(StokerError, match="other rows"):
         stoker.train(same_shape, resume=tmp_path / "run", display="quiet")
+
+
+def test_datasets_fitted_to_other_rows_are_refused(tmp_path: Path) -> None:
+    """With hash buckets there is no vocabulary that would tell."""
+    random = np.random.default_rng(0)
+    days = [pl.DataFrame({"click": random.integers(0, 2, 300), "user": random.integers(0, 40, 300),
+                          "price": scale * random.random(300)}) for scale in (1, 9)]  # fmt: skip
+    schema = stoker.Schema.from_dict(
+        {
+            "label": "click", "dense": [{"name": "price", "transforms": ["zscore"]}],
+            "categorical": [{"name": "user", "hash_buckets": 20}], "derive": ["count by=user"],
+        }
+    )  # fmt: skip
+    first, second = (stoker.prepare(schema, day, out=tmp_path / f"day{at}") for at, day in enumerate(days))
+    same = stoker.prepare(schema, days[0], out=tmp_path / "same")
+    stoker.train(first, out=tmp_path / "run", steps=5, **SMALL)
+    model = stoker.load(tmp_path / "run").model
+    known = read_manifest(find_checkpoint(tmp_path / "run"))["extra"]["dataset"]
+    for fits in (first, same, stoker.prepare(None, days[1], out=tmp_path / "like", like=first)):
+        check_dataset(fits, model.spec, known)
+    with pytest.raises(ConfigError, match=r"day1 was prepared by itself: its fills, scales and features .* --like"):
+        check_dataset(second, model.spec, known)
+    check_dataset(second, model.spec, {name: known[name] for name in ("schema_hash", "vocabulary_hash")})  # an old run
 
 
 def test_ids_of_another_vocabulary_are_refused(data: Dataset, tmp_path: Path) -> None:

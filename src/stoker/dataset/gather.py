@@ -255,6 +255,8 @@ class ResidentRows:
             name: views[kind].select(1, place) if size is None else views[kind].narrow(1, place, size)
             for name, kind, place, size in self._columns
         }
+        # Sums over strided memory may be in another order than over that of a batch from files.
+        found |= {name: each.contiguous() for name, each in found.items() if each.is_floating_point()}
         if self._ids is None:
             return found
         lengths = found.pop("lengths").to(torch.int64)  # [B, F]

@@ -48,10 +48,22 @@ _REMEDY = (
 
 
 def dataset_identity(dataset: Dataset) -> dict[str, str]:
-    """Return hashes of schema and vocabularies. If they are equal, the rows of a model mean the same ids."""
-    files = dataset.manifest.get("files", {})
+    """Return hashes of schema, vocabularies and fits.
+
+    If they are equal, the rows of a model mean the same ids, and dense values are scaled alike.
+    """
+    files, schema = dataset.manifest.get("files", {}), dataset.manifest.get("schema") or {}
     vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
-    return {"schema_hash": dataset.schema_hash, "vocabulary_hash": hash_json(vocabulary)}
+    # Tables of features over time are states, which go on with later rows.
+    fitted = [f"features/{one['name']}.parquet" for one in schema.get("feature", ()) if "order" not in one]
+    stats = {
+        column: {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in each.items()}
+        for column, each in dataset.manifest.get("dense_stats", {}).items()  # last bits depend on the machine
+    }
+    fits = [stats, {name: files[name]["sha256"] for name in fitted if name in files}]
+    return {
+        "schema_hash": dataset.schema_hash, "vocabulary_hash": hash_json(vocabulary), "fitted_hash": hash_json(fits),
+    }  # fmt: skip
 
 
 def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str] | None) -> None:
@@ -72,7 +84,15 @@ def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str
                 f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are "
                 f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. {_REMEDY}"
             )
-    if trained_on is not None and {name: trained_on.get(name) for name in identity} != identity:
+    known = identity if trained_on is None else trained_on
+    different = [name for name in identity if known.get(name, identity[name]) != identity[name]]
+    if different == ["fitted_hash"]:
+        raise ConfigError(
+            f"{dataset.path} was prepared by itself: its fills, scales and features were fitted to other rows than "
+            "those of the model's dataset, so the scores would mean nothing. Prepare its logs with "
+            "stoker prepare --like DATASET, the dataset of the model."
+        )
+    if different:
         raise ConfigError(
             f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
             f"its ids stand for other values and the scores would mean nothing. {_REMEDY}"
