@@ -685,3 +685,19 @@ def test_a_log_that_begins_with_another_of_the_same_update_is_refused(place: Pat
     assert stoker.update(run, [place / "12h.csv", place / "11h.csv"]).rows == 300
     found = stoker.update(run, logs(place, 2))  # begins with the bytes of 12h.csv
     assert (found.number, found.rows) == (2, 300)
+
+
+def test_a_tabular_model_keeps_its_columns_while_its_tables_grow(tmp_path: Path) -> None:
+    """Its columns follow from the number of rows, which a new model of the same settings would count anew."""
+
+    def rows(first: int, last: int) -> pl.DataFrame:
+        return pl.DataFrame({"y": [i % 2 for i in range(300)], "item": [f"i{first + i % last}" for i in range(300)]})
+
+    schema = stoker.Schema.from_dict({"label": "y", "categorical": [{"name": "item"}]})
+    data = stoker.prepare(schema, rows(0, 20), out=tmp_path / "data")
+    stoker.train(data, out=tmp_path / "run", model="tabular", epochs=1, batch_size=64, display="quiet")
+    dims = stoker.load(tmp_path / "run").model.config()["dims"]
+    stoker.update(tmp_path / "run", rows(15, 40))
+    model = stoker.load(tmp_path / "run").model
+    assert model.config()["dims"] == dims
+    assert model.spec.num_embeddings["item"] > 40

@@ -27,7 +27,8 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream, Split
 from stoker.live.journal import Journal, Order, opened
 from stoker.live.settings import UpdateSettings
-from stoker.models import RecModel
+from stoker.models import MODELS, RecModel
+from stoker.models.options import own_options
 from stoker.optim import ROW_OPTIMIZERS, Constant
 from stoker.placement.budget import MemoryBudget
 from stoker.prep.inputs import Inputs, files_of
@@ -280,6 +281,9 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
     begun = checkpoint.read_manifest(parent or journal.checkpoint)
     with process_settings(config) as models:
         rates = _scaled(config, order.settings["rate"])
+        # What the model derived from the sizes of the tables then, such as their columns.
+        own = {name: begun["model"][name] for name in own_options(MODELS[config.model]) if name in begun["model"]}
+        rates = rates.replace(model_options={**rates.model_options, **own})
         placement = place_run(rates, data, rates.make_row_optimizer(Constant()))
         replica = Replica(rates, data.schema, Constant(), placement)
         models.append(replica.model)
