@@ -140,6 +140,11 @@ class TableGroup:
         """
         keys = self.rounding_keys()
         rule = self.optimizer.rule(self.tick)
+        lease, layers = self._begin(lookups, lease), rule.definition.scope == "table"
+        if lease is None and layers:
+            found = shard_sums(self.backend, lookups, grad, lookups.bags.shards)
+            self.step(found.sums.rows, found.sums.values, found.counts)
+            return
         self._note_change(lookups)
 
         def work(lease: Lease) -> None:
@@ -147,16 +152,15 @@ class TableGroup:
                 self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
             )
 
-        lease = self._begin(lookups, lease)
-        if lease is not None and lookups.bags.shards is not None:
-            lease.bags = replace(lease.bags, shards=lookups.bags.shards)
-        if rule.definition.scope == "table":
-            self._update_layers(lookups, grad, lease, rule, keys)
-        elif lease is None:
+        if lease is None:
             self._by_rows(work, lookups)
         else:
-            work(lease)
-        if lease is not None:
+            if lookups.bags.shards is not None:
+                lease.bags = replace(lease.bags, shards=lookups.bags.shards)
+            if layers:
+                self._update_layers(grad, lease, rule, keys)
+            else:
+                work(lease)
             lease.release(changed=True)
         self.tick += 1
 
@@ -286,13 +290,8 @@ class TableGroup:
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """Return the sum of squares of the gradients of all distinct rows, duplicates summed first."""
-        bags, space = lookups
-        if not bags.ids.numel():
-            return 0.0
-        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
-        distinct, inverse = torch.unique(wanted, return_inverse=True)
-        sums = row_gradients(self.backend, len(distinct), space, bags, inverse.view(bags.ids.shape), grad)
-        return square_sum(sums, bags.shards)
+        shards = lookups.bags.shards
+        return square_sum(shard_sums(self.backend, lookups, grad, shards).sums.values, shards)
 
     def norm_squared(self, found: ShardSums) -> float:
         """Return :meth:`gradient_norm_squared` of gradients that are summed already."""
@@ -329,41 +328,18 @@ class TableGroup:
             ]
         return self._squares
 
-    def _update_layers(
-        self, lookups: Lookups, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
-    ) -> None:
+    def _update_layers(self, grad: Tensor, lease: Lease, rule: RowRule, keys: tuple[int, ...]) -> None:
         """Take one step of LAMB: a first pass updates moments and measures norms, a second updates rows."""
         self.backend.synchronize()  # a device that reports a bad id late must do so before its rows are addressed
-        squares_of = self.squares()
-        storage, backend = self.storage, self.backend
-        lengths = [0] * len(squares_of)
-
-        def measure(lease: Lease) -> tuple[Touched, Tensor]:
+        squares_of, storage, backend = self.squares(), self.storage, self.backend
+        try:
             found = touched(lease.bags, lease.space)
             summed = row_gradients(backend, len(found.rows), lease.space, lease.bags, found.which.to(torch.int32), grad)
-            directions, more = backend.lamb_direct(storage.weight, storage.state, found, summed, rule)
-            _add(lengths, more)
-            return found, directions
-
-        def move(lease: Lease, found: Touched, directions: Tensor, ratios: list[float]) -> None:
-            grown = backend.lamb_move(
-                storage.weight, found, directions, ratios, rule, lease.rounding(keys), lease.space
-            )
-            _add(squares_of, grown)
-
-        def move_chunk(lease: Lease) -> None:
-            found = touched(lease.bags, lease.space)
-            directions, _ = backend.lamb_direct(storage.weight, storage.state, found, None, rule)  # moments are done
-            move(lease, found, directions, ratios)
-
-        try:
-            if lease is not None:
-                measured = measure(lease)
-                move(lease, *measured, trust_ratios(squares_of, lengths, rule))
-            else:
-                self._by_rows(measure, lookups)
-                ratios = trust_ratios(squares_of, lengths, rule)
-                self._by_rows(move_chunk, lookups)
+            directions, lengths = backend.lamb_direct(storage.weight, storage.state, found, summed, rule)
+            ratios, rounding = trust_ratios(squares_of, lengths, rule), lease.rounding(keys)
+            _add(squares_of, backend.lamb_move(
+                storage.weight, found, directions, ratios, rule, rounding, lease.space
+            ))  # fmt: skip
         except BaseException:
             self._squares = None
             raise
@@ -410,7 +386,7 @@ class TableGroup:
                     raise
                 if size == 1:
                     raise TooFewSlots(error.needed, error.slots, error.hot, spill=True) from None
-                size = max(1, (stop - start) // 2)
+                size = max(1, min(stop - start, 2 * (stop - start) * error.slots // error.needed) // 2)
                 continue
             if lease.begin():  # else another thread took its slots
                 yield start, stop, lease

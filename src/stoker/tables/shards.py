@@ -21,7 +21,7 @@ from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_of
 from stoker.ops.space import make_space, slot_space
-from stoker.ops.tree import RowSums, Shards, nodes_of, sum_counted
+from stoker.ops.tree import Node, RowSums, Shards, nodes_of, sum_counted
 from stoker.tables.lookups import Lookups, examples_of
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
@@ -88,23 +88,23 @@ def by_shard(
     return pieces or list(many[:1]), Shards(tuple(bounds), shards[0].first)
 
 
-def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards) -> ShardSums:
+def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards | None) -> ShardSums:
     """Sum the gradients of each row over consecutive shards, as far as these hold whole nodes of the tree.
 
     Args:
         backend: of the group.
         lookups: of the examples of these shards; their ids are in their tables.
         grad: [B, P, D].
-        shards: of the examples.
+        shards: of the examples; None: they are one.
 
     Returns:
         The sums of addresses in the space of the lookups, sorted by row, then by first shard.
     """
     bags, space = lookups
-    nodes, device = nodes_of(shards.numbers), bags.ids.device
+    nodes, device = [Node(0, 1)] if shards is None else nodes_of(shards.numbers), bags.ids.device
     starts, sizes = (torch.tensor(each, device=device) for each in zip(*nodes, strict=True))
     keys = addresses(bags.ids, space.on(device).bases, bags.offsets)
-    if len(nodes) > 1:
+    if shards is not None and len(nodes) > 1:
         node = torch.repeat_interleave(sizes)[shards.of_bags(grad.flatten(0, 1)) - shards.first]
         node = node if bags.offsets is None else node[bag_of(bags.offsets, bags.ids.numel())]
         keys = keys * len(nodes) + node
