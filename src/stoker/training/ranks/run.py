@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +13,32 @@ from stoker.training.files.rundir import Place, RunDirectory, Upload
 from stoker.training.ranks.first import on_first
 
 
+#: What the first rank does in each method, for messages.
+_WORK = {
+    "check_new": "check the run directory", "write": "write {}", "read": "read {}", "head": "read the head",
+    "steps": "list checkpoints", "newest_whole": "check checkpoints", "evaluated": "list evaluations",
+    "prune": "delete checkpoints", "manifest": "read a manifest", "set_aside": "rename a checkpoint",
+}  # fmt: skip
+
+
 class RankRun(RunDirectory):
     """As :class:`RunDirectory`; all ranks call its methods, get the same results and raise the same errors."""
 
     def __init__(self, path: str | Path, ranks: Ranks) -> None:
         super().__init__(path)
-        self.ranks, self._here = ranks, RunDirectory(path)
+        self.ranks, here = ranks, RunDirectory(path)
+        for name, work in _WORK.items():
+            setattr(self, name, partial(self._on_first, work, getattr(here, name)))
 
-    def check_new(self) -> None:
-        on_first(self.ranks, "check the run directory", self._here.check_new)
+    def _on_first(self, work: str, method: Callable[..., Any], *given: Any) -> Any:
+        return on_first(self.ranks, work.format(*given), partial(method, *given))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         with ExitStack() as stack:
-            on_first(self.ranks, "lock the run", lambda: stack.enter_context(self._here.locked()))
+            here = RunDirectory(self.path)
+            on_first(self.ranks, "lock the run", lambda: stack.enter_context(here.locked()))
             yield
-
-    def write(self, name: str, values: Mapping[str, Any]) -> None:
-        on_first(self.ranks, f"write {name}", lambda: self._here.write(name, values))
-
-    def read(self, name: str) -> dict[str, Any]:
-        return on_first(self.ranks, f"read {name}", lambda: self._here.read(name))
-
-    def head(self) -> dict[str, Any] | None:
-        return on_first(self.ranks, "read the head", self._here.head)
-
-    def steps(self) -> list[int]:
-        return on_first(self.ranks, "list checkpoints", self._here.steps)
-
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
-        return on_first(self.ranks, "check checkpoints", self._here.newest_whole)
-
-    def evaluated(self, metric: str) -> list[dict[str, Any]]:
-        return on_first(self.ranks, "list evaluations", lambda: self._here.evaluated(metric))
-
-    def prune(self, keep_last: int, best: int | None) -> None:
-        on_first(self.ranks, "delete checkpoints", lambda: self._here.prune(keep_last, best))
-
-    def manifest(self, checkpoint: Path) -> dict[str, Any]:
-        return on_first(self.ranks, "read a manifest", lambda: self._here.manifest(checkpoint))
-
-    def set_aside(self, step: int) -> Path | None:
-        return on_first(self.ranks, "rename a checkpoint", lambda: self._here.set_aside(step))
 
 
 def open_run_directory(path: str | Path, ranks: Ranks | None) -> RunDirectory:
