@@ -48,9 +48,9 @@ ADDRESS, SLOT, USE, LAST = 0, 1, 2, 3  # columns of the directory
 ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot
 CHANGED, PARKED_FLAG = 1, 2  # flags: must be stored when it leaves; may be given up
 USER = 4  # unit of the count of batches in flight, above the flags
-# Counters: empty slots, parked slots, records of the directory, rows with an announced use; keys in the heap, whether
-# it exists, keys taken since it was rebuilt, the first step of keys; whether rows are transient.
-FREE, PARKED, RECORDS, WANTED, HEAP, KEPT, POPPED, BASE, TRANSIENT = range(9)
+# Counters: empty slots, parked slots, records of the directory; keys in the heap, whether it exists, keys taken since
+# it was rebuilt, the first step of keys; whether rows are transient.
+FREE, PARKED, RECORDS, HEAP, KEPT, POPPED, BASE, TRANSIENT = range(8)
 
 
 @jit(**PLAIN)
@@ -401,7 +401,6 @@ def _announce(rows, hints, places, begin, step, directory, window, slots, order,
             window[last & ring] = step
             continue
         directory[at, USE] = step
-        counters[WANTED] += 1
         slot = directory[at, SLOT]
         if slot >= 0:
             _set_next(slot, step, slots, order, counters)
@@ -450,7 +449,6 @@ def _plan(
             following[i] = window[(begin + i) & ring]
             if directory[at, LAST] == begin + i:  # the use after it is only hinted
                 directory[at, USE] = directory[at, LAST] = -1
-                counters[WANTED] -= 1
             else:
                 directory[at, USE] = following[i]
             if slot >= 0:
@@ -556,7 +554,6 @@ def _cancel(rows, directory, slots, order, counters):
         if directory[at, ADDRESS] == 0 or directory[at, USE] < 0:
             continue
         directory[at, USE] = directory[at, LAST] = -1
-        counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
             _set_next(slot, np.int64(-1), slots, order, counters)
@@ -580,7 +577,6 @@ def _skip(rows, begin, directory, window, slots, order, counters):
         following = window[(begin + i) & (window.size - 1)]
         if directory[at, LAST] == begin + i:
             directory[at, USE] = directory[at, LAST] = -1
-            counters[WANTED] -= 1
         else:
             directory[at, USE] = following
         slot = directory[at, SLOT]
@@ -638,7 +634,7 @@ class FastResidency(Residency):
         self.row_in_slot = self._slots[:, ROW]
         self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self._heap = np.zeros(2 * slots, np.int64)  # untouched pages take no memory; few runs use it
-        self._counters = np.zeros(9, np.int64)
+        self._counters = np.zeros(8, np.int64)
         self._counters[TRANSIENT] = self.transient
         self._counters[FREE] = slots
 
@@ -735,7 +731,3 @@ class FastResidency(Residency):
     @property
     def guesses(self) -> bool:
         return bool(self._counters[FREE] == 0 and self._tree[self._levels[-1]] != 0)
-
-    @property
-    def wanted(self) -> int:
-        return int(self._counters[WANTED])

@@ -329,8 +329,3 @@ class Residency:
         """
         idle = (self._rows[int(self.row_in_slot[slot])].next_use == NEVER for slot in self._parked)
         return not self._unused and not self.transient and any(idle)
-
-    @property
-    def wanted(self) -> int:
-        """Distinct rows that announced batches will use."""
-        return sum(bool(item.uses) for item in self._rows.values())

@@ -58,38 +58,6 @@ def join(blocks: Ints, shard: int, shards: int) -> Ints:
     return rows
 
 
-def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
-    """Divide a batch (:class:`Parts`): the definition of the kernel."""
-    blocks = rows // shards
-    shard = (rows ^ _turn(blocks, shards)) & (shards - 1)
-    order = np.argsort(shard, kind="stable")
-    return blocks[order], order.astype(np.int32), np.searchsorted(shard[order], np.arange(shards + 1))
-
-
-def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, slots: Ints) -> list[Ints]:
-    """Write the slots of a shard's plan to their places in the batch, and return what moves.
-
-    Args:
-        made: its plan.
-        order: places of its rows in the batch.
-        shard: its number.
-        shards: S.
-        first: its first slot.
-        slots: [U] of the batch.
-
-    Returns:
-        Addresses and slots of the fetched rows, and of those to write back.
-    """
-    slots[order] = made.slots + first
-    fetched, gone = join(made.fetch_rows, shard, shards), join(made.evict_rows, shard, shards)
-    return [fetched, made.fetch_slots + first, gone, made.evict_slots + first]
-
-
-def pick(slots: Ints, start: int, stop: int) -> Ints:
-    """Return the slots in ``start..stop``, less ``start``."""
-    return slots[(slots >= start) & (slots < stop)] - start
-
-
 def _turn(blocks: Ints, shards: int) -> Ints:
     """Return how the rows of each block are turned among the shards."""
     hashed = blocks.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -109,12 +77,9 @@ class ShardedResidency:
 
     def __init__(self, first_row: Ints, slots: int, *, transient: bool, kind: type[Residency], shards: int) -> None:
         self.first_row, self.slots, self.transient = first_row, slots, transient
-        if kind is Residency:
-            self._divide, self._merge, self._pick = divide, merge, pick
-        else:
-            from stoker.tables.slots import sharded_kernels as kernels
+        from stoker.tables.slots import sharded_kernels as kernels
 
-            self._divide, self._merge, self._pick = kernels.divide, kernels.merge, kernels.pick
+        self._divide, self._merge, self._pick = kernels.divide, kernels.merge, kernels.pick
         edge = first_row // shards
         firsts = [edge + (join(edge, shard, shards) < first_row) for shard in range(shards)]
         rows = np.cumsum([0, *(first[-1] for first in firsts)])
@@ -252,8 +217,3 @@ class ShardedResidency:
     def guesses(self) -> bool:
         """True if the last plan of a shard was a guess (:attr:`Residency.guesses`)."""
         return any(shard.guesses for shard in self.shards)
-
-    @property
-    def wanted(self) -> int:
-        """Distinct rows that announced batches will use."""
-        return sum(shard.wanted for shard in self.shards)

@@ -1,4 +1,4 @@
-"""The kernels of :mod:`stoker.tables.slots.sharded`: each does what its definition there does."""
+"""The kernels of :mod:`stoker.tables.slots.sharded`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
 
@@ -64,7 +64,7 @@ def _pick(slots, start, stop, found):
 
 
 def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
-    """Do as :func:`stoker.tables.slots.sharded.divide`."""
+    """Return the rows of a batch by shard: :class:`stoker.tables.slots.sharded.Parts`."""
     blocks, order = np.empty_like(rows), np.empty(len(rows), np.int32)
     begins = np.zeros(shards + 1, np.int64)
     _divide(rows, shards.bit_length() - 1, blocks, order, begins)
@@ -72,7 +72,19 @@ def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
 
 
 def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, slots: Ints) -> list[Ints]:
-    """Do as :func:`stoker.tables.slots.sharded.merge`."""
+    """Write the slots of a shard's plan to their places in the batch, and return what moves.
+
+    Args:
+        made: its plan.
+        order: places of its rows in the batch.
+        shard: its number.
+        shards: S.
+        first: its first slot.
+        slots: [U] of the batch.
+
+    Returns:
+        Addresses and slots of the fetched rows, and of those to write back.
+    """
     fetched, gone = np.empty((2, len(made.fetch_rows)), np.int64), np.empty((2, len(made.evict_rows)), np.int64)
     _merge(
         made.slots, made.fetch_rows, made.fetch_slots, made.evict_rows, made.evict_slots, order, shard,
@@ -82,6 +94,6 @@ def merge(made: SlotPlan, order: Places, shard: int, shards: int, first: int, sl
 
 
 def pick(slots: Ints, start: int, stop: int) -> Ints:
-    """Do as :func:`stoker.tables.slots.sharded.pick`."""
+    """Return the slots in ``start..stop``, less ``start``."""
     found = np.empty_like(slots)
     return found[: _pick(slots, start, stop, found)]

@@ -466,15 +466,15 @@ def make_residency(
     first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
 ) -> Residency | ShardedResidency:
     """Return the fastest residency that is installed; ``fast``: True for Numba, False for plain Python."""
-    kind, first_row = Residency, np.ascontiguousarray(first_row, np.int64)
-    if importlib.util.find_spec("numba") is not None if fast is None else fast:
-        from stoker.tables.slots.fast_residency import FastResidency
+    first_row = np.ascontiguousarray(first_row, np.int64)
+    if not (importlib.util.find_spec("numba") is not None if fast is None else fast):
+        return Residency(first_row, slots, transient=transient)
+    from stoker.tables.slots.fast_residency import FastResidency
 
-        kind = FastResidency
     shards = count_shards(slots, int(first_row[-1]))
     if shards == 1:
-        return kind(first_row, slots, transient=transient)
-    return ShardedResidency(first_row, slots, transient=transient, kind=kind, shards=shards)
+        return FastResidency(first_row, slots, transient=transient)
+    return ShardedResidency(first_row, slots, transient=transient, kind=FastResidency, shards=shards)
 
 
 def make_slotted(

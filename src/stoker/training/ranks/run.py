@@ -12,7 +12,6 @@ from stoker.tables.ranks.transport import Ranks
 from stoker.training.files.rundir import Place, RunDirectory, Upload
 from stoker.training.ranks.first import on_first
 
-
 #: What the first rank does in each method, for messages.
 _WORK = {
     "check_new": "check the run directory", "write": "write {}", "read": "read {}", "head": "read the head",
