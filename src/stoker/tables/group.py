@@ -112,25 +112,26 @@ class TableGroup:
     @spanned("lookup")
     def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
         """Return pooled rows [B, P, D] float32."""
-        return self._read(self._lookup, lookups, lease)
+        return self._read(self.backend.lookup, lookups, lease)
 
     def _read(self, work: Callable[..., Tensor], lookups: Lookups, lease: Lease | None, *each: Tensor) -> Tensor:
-        """Return ``work(lease, *each)``, which changes no row; ``each`` has a first dimension of B."""
+        """Return ``work(weight, space, bags, *each)``, which changes no row; ``each`` has a first dimension of B."""
         if (lease := self._begin(lookups, lease)) is None:
             return self._by_examples(work, lookups, *each)
         try:
-            return work(lease, *each)
+            return work(*self._rows_of(lease), *each)
         finally:
             lease.end()
+
+    def _rows_of(self, lease: Lease) -> tuple[Tensor, AddressSpace, Bags]:
+        """Return the weights of a lease's rows, and their space and bags there, for a kernel that reads them."""
+        return self.storage.weight, lease.space, lease.bags
 
     def _begin(self, lookups: Lookups, lease: Lease | None) -> Lease | None:
         """Begin the lease, or a new one if its rows may have left, and return it; None as in :meth:`acquire`."""
         while lease is not None and not lease.begin():
             lease = self.acquire(lookups)
         return lease
-
-    def _lookup(self, lease: Lease) -> Tensor:
-        return self.backend.lookup(self.storage.weight, lease.space, lease.bags)
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
@@ -283,10 +284,7 @@ class TableGroup:
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Return the gradient of the per-sample weights [L]."""
-        return self._read(self._weight_gradient, lookups, lease, grad)
-
-    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
-        return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
+        return self._read(self.backend.weight_gradient, lookups, lease, grad)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """Return the sum of squares of the gradients of all distinct rows, duplicates summed first."""
@@ -345,13 +343,13 @@ class TableGroup:
             raise
 
     def _by_examples(self, work: Callable[..., Tensor], lookups: Lookups, *each: Tensor) -> Tensor:
-        """Join the results of ``work(lease, *tensors of those examples)`` for blocks of examples that fit."""
+        """Join what :meth:`_read` returns for blocks of examples that fit."""
         bags, features = lookups.bags, len(lookups.space.features)
         batch = bags.batch_size(features)
         done: list[Tensor] = []
         blocks = self._blocks(lookups.space, batch, batch, lambda start, stop: examples_of(bags, features, start, stop))
         for start, stop, lease in blocks:
-            done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
+            done.append(work(*self._rows_of(lease), *(tensor[start:stop] for tensor in each)).clone())
             lease.release(changed=False)
         return torch.cat(done)
 

@@ -193,9 +193,9 @@ class CompressedGroup(TableGroup):
             self._spaces[key] = slot_space(*key)
         return self._spaces[key]
 
-    def _lookup(self, lease: Lease) -> Tensor:
+    def _rows_of(self, lease: Lease) -> tuple[Tensor, AddressSpace, Bags]:
         found = self._expanded(lease)
-        return self.backend.lookup(found.values.rows, found.space, found.bags)
+        return found.values.rows, found.space, found.bags
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
@@ -254,10 +254,6 @@ class CompressedGroup(TableGroup):
             slices = self._slices(own, own.trie.from_order(found.sums.values))
             return sum(square_sum(each, Shards((0,))) for _, each in slices)
         return 0.0
-
-    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
-        found = self._expanded(lease)
-        return self.backend.weight_gradient(found.values.rows, found.space, found.bags, grad)
 
     def place(self, name: str) -> tuple[Storage, int, int]:
         """Return the place of a core's slices by its name, or of the table's rows, which are computed, by its."""

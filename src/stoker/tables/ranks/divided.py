@@ -237,7 +237,7 @@ class DividedGroup(TableGroup):
             self._spaces[key] = slot_space(*key)
         return self._spaces[key]
 
-    def _values(self, lease: Lease) -> Tensor:
+    def _rows_of(self, lease: Lease) -> tuple[Tensor, AddressSpace, Bags]:
         """Return the rows of a lookup [U, D], from their owners."""
         asked: Asked = lease.token
         if asked.values is None or asked.version != self.version:
@@ -245,7 +245,7 @@ class DividedGroup(TableGroup):
                 sent = self._sent(asked)
             asked.values = torch.cat(self.ranks.exchange(f"send rows of {self._name}", sent))
             asked.version = self.version
-        return asked.values
+        return asked.values, lease.space, lease.bags
 
     def _sent(self, asked: Asked) -> list[Tensor]:
         """Return the own rows that each rank wants."""
@@ -253,12 +253,6 @@ class DividedGroup(TableGroup):
             asked.lease = self.own.acquire(asked.owned)
         rows = self.own.rows_at(asked.rows, asked.lease)
         return [rows[each.to(rows.device)] for each in asked.places]
-
-    def _lookup(self, lease: Lease) -> Tensor:
-        return self.backend.lookup(self._values(lease), lease.space, lease.bags)
-
-    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
-        return self.backend.weight_gradient(self._values(lease), lease.space, lease.bags, grad)
 
     # ---- steps
 
