@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
@@ -154,8 +154,9 @@ class SlotSpace(AddressSpace):
         return self.slots
 
 
+@lru_cache(maxsize=1024)
 def slot_space(space: AddressSpace, slots: int) -> SlotSpace:
-    """Make the space of ``slots`` shared slots with the features of ``space``."""
+    """Return the space of ``slots`` shared slots with the features of ``space``."""
     return SlotSpace(names=space.names, rows=space.rows, features=space.features, table_of=space.table_of, slots=slots)
 
 

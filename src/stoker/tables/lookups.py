@@ -22,10 +22,11 @@ from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Backend, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
-from stoker.ops.space import make_space
+from stoker.ops.space import SlotSpace, make_space, slot_space
 from stoker.tables.config import TableConfig
 
 _NO_PADDING = torch.iinfo(torch.int64).min  # no padding
+_FEWEST = 16  # binary digits of the slots in a roomy space
 
 
 def version_of(ids: Tensor) -> int:
@@ -43,6 +44,11 @@ def equal_ids(one: Tensor, other: Tensor) -> bool:
 def copy_ids(ids: Tensor) -> Tensor:
     """Copy ids or offsets. On a CPU ``clone()`` takes 40 microseconds between kernels."""
     return torch.from_numpy(ids.numpy().copy()) if ids.device.type == "cpu" else ids.clone()
+
+
+def roomy_space(space: AddressSpace, slots: int) -> SlotSpace:
+    """Return a space of at least that many slots: few spaces are made, whose limits a device gets once."""
+    return slot_space(space, 1 << max(_FEWEST, (slots - 1).bit_length()))
 
 
 class Lookups(NamedTuple):

@@ -24,7 +24,6 @@ from stoker.base.timeline import spanned
 from stoker.ops import AddressSpace, Backend, Bags, RowRule
 from stoker.ops.lamb import Touched, direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, bag_of, factors, update_rows
-from stoker.ops.space import SlotSpace, slot_space
 from stoker.ops.tree import Shards
 from stoker.ops.tt.lookup import Values, expand, fill_core, gradients, sum_places
 from stoker.ops.tt.shape import TTShape
@@ -32,12 +31,11 @@ from stoker.ops.tt.trie import Sums, Trie, build_trie, sums_into
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
-from stoker.tables.lookups import Lookups
+from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.shards import ShardSums, row_gradients, square_sum
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates together
-_FEWEST = 16  # binary digits of the places in a space
 
 
 def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
@@ -167,7 +165,6 @@ class CompressedGroup(TableGroup):
         for place, core in enumerate(storage.cores):
             fill_core(core.weight, self.seed, table.name, shape, place, table.scale)
         self.stored = core_tables(table, shape)
-        self._spaces: dict[tuple[AddressSpace, int], SlotSpace] = {}
         return storage
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
@@ -182,16 +179,9 @@ class CompressedGroup(TableGroup):
             wanted = wanted or self.storage.acquire(lease.bags, lease.space).token
             trie, (places, sums) = wanted.trie.on(self.storage.weight.device, (wanted.places, wanted.sums))
             values = expand(self.storage.slices(), trie)
-            bags, space = replace(lease.bags, ids=places), self._space(lease.space, trie.count)
+            bags, space = replace(lease.bags, ids=places), roomy_space(lease.space, trie.count)
             found = lease.token = _Expanded(self.version, wanted, trie, values, bags, space, sums)
         return found
-
-    def _space(self, space: AddressSpace, count: int) -> SlotSpace:
-        """Return a space of at least ``count`` places: few spaces are made, whose limits a device gets once."""
-        key = space, 1 << max(_FEWEST, (count - 1).bit_length())
-        if key not in self._spaces:
-            self._spaces[key] = slot_space(*key)
-        return self._spaces[key]
 
     def _rows_of(self, lease: Lease) -> tuple[Tensor, AddressSpace, Bags]:
         found = self._expanded(lease)

@@ -23,19 +23,17 @@ from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses
-from stoker.ops.space import make_space, slot_space
+from stoker.ops.space import make_space
 from stoker.ops.tree import Node, tree_sum
 from stoker.optim import RowOptimizer
 from stoker.tables.config import Slotted, Strategy, TableConfig
 from stoker.tables.group import TableGroup
-from stoker.tables.lookups import Lookups
+from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.ranks.sums import packed, sends_names, unpacked
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Lease, Rows, Storage
-
-_FEWEST = 2**10  # rows in the space of a buffer
 
 
 class OwnedGroup(TableGroup):
@@ -148,7 +146,6 @@ class DividedGroup(TableGroup):
 
     def __init__(self, ranks: Ranks, tables: Sequence[TableConfig], space: AddressSpace, **given: Any) -> None:
         self.ranks, self._given = ranks, given
-        self._spaces: dict[tuple[AddressSpace, int], AddressSpace] = {}
         self._name = f"table {tables[0].name!r}"
         super().__init__(tables, space, **given)
 
@@ -227,15 +224,8 @@ class DividedGroup(TableGroup):
         mine = self._owned(rows)
         places = list(inverse.split([len(each) for each in told.wanted]))
         owned = self.own.lookups_of(mine.to(self.storage.weight.device))
-        space = self._space(told.lookups.space, sum(told.counts))
+        space = roomy_space(told.lookups.space, sum(told.counts))
         return Asked(told.lookups.bags, space, mine, places, owned, told.counts, told.notes)
-
-    def _space(self, space: AddressSpace, count: int) -> AddressSpace:
-        """Return a space of at least ``count`` places: few are made, whose limits a device gets once."""
-        key = space, max(_FEWEST, 1 << (count - 1).bit_length())
-        if key not in self._spaces:
-            self._spaces[key] = slot_space(*key)
-        return self._spaces[key]
 
     def _rows_of(self, lease: Lease) -> tuple[Tensor, AddressSpace, Bags]:
         """Return the rows of a lookup [U, D], from their owners."""

@@ -25,7 +25,7 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import Distinct, PinnedRows, split_rows, to_slots
-from stoker.ops.space import SlotSpace, slot_space
+from stoker.ops.space import slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
@@ -108,7 +108,6 @@ class SlottedRows(Storage):
         self.transit = made[held:]
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
-        self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
         self._lock, self._closed = ProcessLock(), False
         self._broken: BaseException | None = None
         self.window: int | None = None  # bytes for batches that wait, see :class:`Slotted`
@@ -236,11 +235,9 @@ class SlottedRows(Storage):
             # The rows of this plan may not be in their slots: they must not be used or written back.
             self._broken = error
             raise
-        if space not in self._slot_spaces:
-            self._slot_spaces[space] = slot_space(space, self.num_slots)
         tables, rows = self._labels or (None, None)
         lease = Lease(
-            replace(bags, ids=ids, offsets=offsets, weights=weights), self._slot_spaces[space],
+            replace(bags, ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
             tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
