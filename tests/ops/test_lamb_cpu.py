@@ -51,8 +51,7 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
             outcome = []
             for tick in (0, 1):
                 rule = optimizer.rule(tick)
-                given = grad.clone() if tick == 0 else None
-                directions, lengths = backend.lamb_direct(w, s, touched, given, rule)
+                directions, lengths = backend.lamb_direct(w, s, touched, grad.clone(), rule)
                 grown = backend.lamb_move(w, touched, directions, [0.3, 1.7], rule, rounding, space)
                 outcome += [directions, lengths, grown]
             found.append([*outcome, w, *s.values()])

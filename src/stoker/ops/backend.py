@@ -97,7 +97,7 @@ class Backend:
             out[begin:stop] = values.to(out.dtype)
 
     def lamb_direct(
-        self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule
+        self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor, rule: RowRule
     ) -> tuple[Tensor, list[int]]:
         """Return :func:`stoker.ops.lamb.direct` and the directions' sum of squares for each of T tables.
 

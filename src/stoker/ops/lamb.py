@@ -116,29 +116,28 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
     return Touched(rows, table, len(space.names), which)
 
 
-def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule) -> Tensor:
-    """Return the directions [U, D] float32 of the rows ``found``; no weight changes.
+def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor, rule: RowRule) -> Tensor:
+    """Update the moments of the rows ``found``, and return their directions [U, D] float32; no weight changes.
 
     Args:
         weight: [C, D] float32 or bfloat16.
         state: the moments, each [C, D].
         found: distinct rows.
-        grad: [U, D] float32, which updates the moments first; None: they are up to date.
+        grad: [U, D] float32.
         rule: constants.
     """
     dim = weight.shape[1]
     out = torch.empty(len(found.rows), dim, dtype=torch.float32, device=weight.device)
     size = max(1, _CHUNK // dim)
     c = rule.constants(dim)
-    counts = found.counts if grad is not None and rule.counts else None
+    counts = found.counts if rule.counts else None
     for start in range(0, len(out), size):
         part = slice(start, start + size)
         some = found.rows[part]
         w, m, v = weight[some].to(torch.float32), state["exp_avg"][some], state["exp_avg_sq"][some]
-        if grad is not None:
-            g = conditioned(grad[part], rule, w, None if counts is None else counts[part])
-            m, v = moments(c, g, m, v)
-            state["exp_avg"][some], state["exp_avg_sq"][some] = m, v
+        g = conditioned(grad[part], rule, w, None if counts is None else counts[part])
+        m, v = moments(c, g, m, v)
+        state["exp_avg"][some], state["exp_avg_sq"][some] = m, v
         u = direction(Tensors, c, m, v)
         out[part] = u + w * c.l2 if rule.l2 else u
     return out

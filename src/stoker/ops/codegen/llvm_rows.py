@@ -34,7 +34,7 @@ from stoker.ops.codegen.llvm import (
 )
 from stoker.ops.rule import RULES, Constants, condition, direction, moments
 
-MOVE, DECOUPLED = 16, 32  # flags of row_lamb
+DECOUPLED = 32  # a flag of row_lamb
 KEPT = 4 * WIDEST  # elements of a sum in registers: 16 vectors of AVX-512
 
 
@@ -229,14 +229,13 @@ def row_lamb(
     b: ir.IRBuilder, dim: Known, flags: Known, weight: Array, at: Int, mean: Array, square: Array, out: Row,
     constants: Array,
 ) -> None:  # fmt: skip
-    """Write LAMB's direction to out. MOVE: update the moments by the gradient in ``out`` first. DECOUPLED: decay."""
+    """Update the moments by the gradient in ``out``, and write LAMB's direction there. DECOUPLED: decay."""
     c, row, moved = _Loaded(constants), weight.row(at), (mean.row(at), square.row(at))
     for start, width in chunks(dim):
         m, v = (each.load(start, width) for each in moved)
-        if flags & MOVE:
-            m, v = moments(c, out.load(start, width), m, v)
-            for target, part in zip(moved, (m, v), strict=True):
-                target.store(start, part)
+        m, v = moments(c, out.load(start, width), m, v)
+        for target, part in zip(moved, (m, v), strict=True):
+            target.store(start, part)
         u = direction(Vectors, c, m, v)
         out.store(start, u + row.load(start, width) * c.l2 if flags & DECOUPLED else u)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.ops.backend import Backend
-from stoker.ops.codegen.llvm_rows import DECOUPLED, MOVE
+from stoker.ops.codegen.llvm_rows import DECOUPLED
 from stoker.ops.codegen.native import Kernel
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.cpu import kernels
@@ -370,22 +370,21 @@ class CpuBackend(Backend):
         kernels.step_kernel.run(count, size, apply.entry(*updating), np.zeros(1, np.int64), after=(updating,))
 
     def lamb_direct(
-        self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor | None, rule: RowRule
+        self, weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor, rule: RowRule
     ) -> tuple[Tensor, list[int]]:
         if len(found.rows) > ROWS:
             return super().lamb_direct(weight, state, found, grad, rule)
         dim, threads = weight.shape[1], kernel_threads()
-        out = torch.empty(len(found.rows), dim) if grad is None else grad
-        flags = (0 if grad is None else MOVE | rule.flags) | (DECOUPLED if rule.l2 else 0)
-        counts = found.counts.numpy() if grad is not None and rule.counts else _NO_ROWS
+        flags = rule.flags | (DECOUPLED if rule.l2 else 0)
+        counts = found.counts.numpy() if rule.counts else _NO_ROWS
         limbs = np.zeros((threads, found.tables, 3), np.int64)
-        if len(out):
+        if len(grad):
             direct_kernel(dim, flags).run(
-                flat(weight), flat(state["exp_avg"]), flat(state["exp_avg_sq"]), flat(out), found.rows.numpy(),
+                flat(weight), flat(state["exp_avg"]), flat(state["exp_avg_sq"]), flat(grad), found.rows.numpy(),
                 found.table.numpy(), counts, np.array(rule.constants(dim), np.float32), limbs, np.zeros(1, np.int64),
                 BLOCK, threads=threads,
             )  # fmt: skip
-        return out, combined(limbs)
+        return grad, combined(limbs)
 
     def lamb_move(
         self, weight: Tensor, found: Touched, directions: Tensor, ratios: list[float], rule: RowRule,
