@@ -115,11 +115,8 @@ class QuantizedRows(Storage):
         return len(self._data)
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
-        wanted = addresses(bags.ids, space.bases, bags.offsets)
-        limits = addresses(torch.zeros_like(bags.ids), space.bases + space.limits, bags.offsets)
-        if ((bags.ids < 0).view(-1) | (wanted >= limits).view(-1)).any():
-            raise IndexError(f"an id is outside its table; the tables have {list(space.rows)} rows")
-        distinct, inverse = torch.unique(wanted, return_inverse=True)
+        space.check(bags.ids, bags.offsets)
+        distinct, inverse = torch.unique(addresses(bags.ids, space.bases, bags.offsets), return_inverse=True)
         self.weight = self.gather(distinct.view(-1).numpy()).weight
         return Lease(replace(bags, ids=inverse.view(bags.ids.shape)), slot_space(space, max(1, len(distinct))))
 

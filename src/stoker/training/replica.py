@@ -257,19 +257,18 @@ def find_section(
         begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint with this many steps
             after it, else the start.
         data: the dataset; None takes that of the run.
-        settings: fields of :class:`TrainConfig` among :data:`MACHINE` that replace those of the run.
+        settings: arguments; those among :data:`MACHINE` replace settings of the run.
 
     Raises:
-        ConfigError: ``run`` is not a run, or ``settings`` would change its numbers.
+        ConfigError: ``run`` is not a run.
         CheckpointError: there is no whole checkpoint at ``begin``.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
-    if forbidden := sorted(set(settings or {}) - MACHINE):
-        raise ConfigError(f"settings {forbidden} would change the run. What may change: {', '.join(sorted(MACHINE))}.")
     directory = RunDirectory(local_run(run))
     values = directory.config()
-    config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
+    machine = {name: value for name, value in (settings or {}).items() if name in MACHINE}
+    config = TrainConfig.from_dict(values["settings"]).replace(**machine)
     dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))
     total = config.steps or config.epochs * len(run_stream(config, dataset))
     found = None

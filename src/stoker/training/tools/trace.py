@@ -25,7 +25,6 @@ from stoker.dataset.batch import Batch
 from stoker.optim import Constant
 from stoker.training.placing import STAGES, iterate, place_run, slotted
 from stoker.training.replica import Rerun, SectionArguments, find_section, process_settings
-from stoker.training.settings import MACHINE
 
 _WARM = 5  # steps before the recording, in which kernels compile and batches are staged
 _STAGING = "stoker-stage"  # name of the thread for which training waits
@@ -124,13 +123,13 @@ def trace(run: str | Path, **given: Any) -> Trace:
     >>> [stage.name for stage in found.stages][:3]
     ['read', 'forward', 'lookup']
     """
-    asked, settings = TraceArguments(run, **given), {name: given[name] for name in given if name in MACHINE}
+    asked = TraceArguments(run, **given)
     steps, out, progress = asked.steps, asked.out, asked.progress
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
     if out is not None:
         _check_writable(Path(out))
-    section = find_section(run, steps=steps + _WARM, begin=asked.begin, data=asked.data, settings=settings)
+    section = find_section(run, steps=steps + _WARM, begin=asked.begin, data=asked.data, settings=given)
     warm = min(_WARM, section.steps - 1)
     recorded = min(steps, section.steps - warm)
     recorder = Recorder()

@@ -38,7 +38,6 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.registry import store_class
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, SectionArguments, find_section, process_settings
-from stoker.training.settings import MACHINE
 
 _SHARES = (0.1, 0.2, 0.4, 0.8)  # of the bytes of the rows, tried in turn for a run without a budget
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -142,10 +141,10 @@ def verify(run: str | Path, **given: Any) -> Verification:
     <Verification: identical over 2 steps, ... values compared>
     """
     started = time.perf_counter()
-    asked, settings = SectionArguments(run, **given), {name: given[name] for name in given if name in MACHINE}
-    section = find_section(run, steps=asked.steps, begin=asked.begin, data=asked.data, settings=settings)
+    asked = SectionArguments(run, **given)
+    section = find_section(run, steps=asked.steps, begin=asked.begin, data=asked.data, settings=given)
     with process_settings(section.config):
-        section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
+        section, placement = _placed(section, given="device_memory" in given, chosen="strategy" in given)
         _check_memory(section, placement)
         with closing(Rerun(section, placement)) as placed:
             comparison = _Comparison(placed, Rerun(section, None))
