@@ -101,9 +101,6 @@ class TableGroup:
                 return None
             raise
 
-    def _labelled(self, lease: Lease) -> Lease:
-        return lease
-
     @property
     def _chunks(self) -> bool:
         """Whether batches with too many rows are chunked."""
@@ -378,7 +375,7 @@ class TableGroup:
         while start < count:
             stop = min(start + size, count)
             try:
-                lease = self._labelled(self.storage.acquire(bags_of(start, stop), space))
+                lease = self.storage.acquire(bags_of(start, stop), space)
             except TooFewSlots as error:
                 if not self._chunks:
                     raise

@@ -300,6 +300,8 @@ class ProcessLock:
 class DeviceRows(Storage):
     """Every row on the device: C = N, slot = row, no row is evicted."""
 
+    labels: tuple[Tensor | None, Tensor | None] = (None, None)  # table and row of each address, if they are not its own
+
     def __init__(
         self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device
     ) -> None:
@@ -324,7 +326,8 @@ class DeviceRows(Storage):
         return self.weight.shape[0]
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
-        return Lease(bags, space)
+        tables, rows = self.labels
+        return Lease(bags, space, tables=tables, rows=rows)
 
     def reset_state(self, state: dict[str, str]) -> None:
         shapes = shapes_of(state, *self.weight.shape).items()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,8 @@ from stoker.tables.ranks.sums import packed, sends_names, unpacked
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.storage import Lease, Rows, Storage
+from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
+from stoker.tables.stores.home import Initial
 
 
 class OwnedGroup(TableGroup):
@@ -58,7 +60,6 @@ class OwnedGroup(TableGroup):
         names = [table.name for table in tables]
         space = make_space(names, [table.num_embeddings for table in own], [[name] for name in names], names)
         super().__init__(own, space, strategy=strategy, **given)
-        self._labels: tuple[Tensor, Tensor] | None = None
 
     def _count(self, rows: int) -> int:
         """Return how many of the first ``rows`` rows of a table are with this rank."""
@@ -74,22 +75,13 @@ class OwnedGroup(TableGroup):
             self.backend.init_rows(rows, key, start * ranks, scale)
             part.copy_(rows[rank::ranks])
 
-    def acquire(self, lookups: Lookups) -> Lease | None:
-        lease = super().acquire(lookups)
-        return None if lease is None else self._labelled(lease)
-
-    def _labelled(self, lease: Lease) -> Lease:
-        """Say which rows the addresses are, for the random bits of bfloat16."""
-        if self.storage.weight.dtype == torch.bfloat16 and lease.rows is None:
-            if self._labels is None:
-                rank, ranks = self.part
-                sizes = torch.tensor(self.space.rows)
-                table = torch.repeat_interleave(sizes)
-                local = torch.arange(len(table)) - torch.from_numpy(self.space.first_row)[table]
-                device = self.storage.weight.device
-                self._labels = table.to(device), (local * ranks + rank).to(device)
-            lease.tables, lease.rows = self._labels
-        return lease
+    def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
+        storage = super()._make_storage(optimizer, device)
+        if isinstance(storage, DeviceRows) and storage.weight.dtype == torch.bfloat16:  # whose random bits need them
+            labels = Initial.of(self.tables, self.seed, self.part).label(np.arange(storage.num_rows))
+            table, row = (torch.from_numpy(each).to(device) for each in labels)
+            storage.labels = table, row
+        return storage
 
     def _over_ranks(self, totals: list[int]) -> list[int]:
         return self.ranks.sums("add norms of tables", totals)
