@@ -20,12 +20,11 @@ import numpy.typing as npt
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import Grid, Plotted, Shown, blank
 from stoker.base.remote import local_run
-from stoker.base.settings import renamed
 from stoker.base.units import format_count, listed, plural
 from stoker.dataset.dataset import Dataset
-from stoker.training.config import TrainConfig
-from stoker.training.files.rundir import RunDirectory, read_report
+from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.charts import chart, grid, section, write_page
+from stoker.training.report.page import read
 from stoker.training.scores.evaluation import dataset_identity
 from stoker.training.scores.metrics import DECIDING, merit, metric_names
 
@@ -225,28 +224,22 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     directory = RunDirectory(local_run(path))
-    config = directory.read("config.json")
-    settings = TrainConfig().to_dict() | renamed(config["settings"])
+    run = read(directory)
+    settings, valid, report, metric = run["settings"], run["valid_curve"], run["done"], run["metric"]
     options = settings.pop("model_options") or {}
     settings |= {f"model_options.{key}": value for key, value in options.items()}
-    lines = directory.records()
-    valid, train = ([record for record in lines if record["kind"] == kind] for kind in ("valid", "train"))
-    metric = str(settings["metric"])
-    step = max((int(record["step"]) for record in lines if record["kind"] != "test"), default=None)
-    report = read_report(directory)
-    if updates := directory.updates():
+    if updates := run["updates"]:
         notes.append(f"{name} was updated {plural(len(updates), 'time')}: its figures are those before all updates")
-    if step is None:  # there are no records
-        step = 0 if report is None else int(report["step"])
-    finished = report is not None and report["step"] >= step
-    if report is None:
+    step = run["steps"] or int(report.get("step", 0))  # there may be no records
+    finished = bool(report) and report["step"] >= step
+    if not report:
         notes.append(f"{name} is not finished (step {step:,}): it has no test figures yet")
     elif not finished:
         notes.append(
             f"{name} was resumed (step {step:,}): its test figures are from its earlier end, at step {report['step']:,}"
         )
     best = max(valid, key=lambda record: merit(record, metric), default=None)
-    if finished and report is not None and report["valid"]:
+    if finished and report["valid"]:
         best = {"step": report["best_step"], **report["valid"]}
     if best is None:
         notes.append(f"{name} was not evaluated on validation rows")
@@ -255,21 +248,13 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     return RunFacts(
         path=path, name=name, settings=settings, metric=metric, finished=finished, step=step,
         best_step=None if best is None else int(best["step"]), valid=_metrics(best or {}),
-        test=_metrics(report["test"] if report is not None else {}),
-        samples_per_second=_rate(report, train), curve=tuple(valid), losses=tuple(train),
-        dataset=_dataset(directory, str(config["dataset"]), name, notes),
+        test=_metrics(run["test"]), samples_per_second=run["samples"], curve=tuple(valid), losses=tuple(run["losses"]),
+        dataset=_dataset(directory, run["dataset"], name, notes),
     )  # fmt: skip
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: value for name, value in record.items() if name not in ("kind", "step", "epoch", "time")}
-
-
-def _rate(report: Mapping[str, Any] | None, train: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return samples/s: of a whole run if it is finished, else of its last record."""
-    if report is not None and report.get("samples_per_second"):
-        return float(report["samples_per_second"])
-    return float(train[-1]["samples_per_second"]) if train else None
 
 
 def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) -> DatasetFacts | None:
