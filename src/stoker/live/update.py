@@ -282,8 +282,8 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
     with process_settings(config) as models:
         rates = _scaled(config, order.settings["rate"])
         # What the model derived from the sizes of the tables then, such as their columns.
-        own = {name: begun["model"][name] for name in own_options(MODELS[config.model]) if name in begun["model"]}
-        rates = rates.replace(model_options={**rates.model_options, **own})
+        sized = {name: begun["model"][name] for name in own_options(MODELS[config.model]) if name in begun["model"]}
+        rates = rates.replace(model_options={**rates.model_options, **sized})
         placement = place_run(rates, data, rates.make_row_optimizer(Constant()))
         replica = Replica(rates, data.schema, Constant(), placement)
         models.append(replica.model)
