@@ -85,7 +85,7 @@ peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks co
 	@$(PY) -m benchmarks.peers build
 
 docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and build the site in build/site
-	@$(PY) -m stoker.cli.reference > docs/cli.md
+	@$(PY) tests/command_reference.py > docs/cli.md
 	@$(PY) -m sphinx -q -W --keep-going -b html docs build/site
 	@echo "build/site/index.html"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_reference import markdown
 
 from stoker.cli import COMMANDS
-from stoker.cli.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

@@ -1,4 +1,4 @@
-"""Generate the command reference from the commands: ``python -m stoker.cli.reference > docs/cli.md``."""
+"""Generate the command reference from the commands: ``python tests/command_reference.py > docs/cli.md``."""
 
 from __future__ import annotations
 
