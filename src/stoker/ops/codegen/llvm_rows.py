@@ -78,6 +78,13 @@ def _in_registers(b: ir.IRBuilder, dim: int) -> Iterator[tuple[int, list[tuple[i
         yield first, sums
 
 
+def _add_row(b: ir.IRBuilder, sums: list[tuple[ir.Value, int, int]], row: Row, factor: ir.Value | None) -> None:
+    """Add a row, times ``factor`` if there is one, to the sums of :func:`_in_registers`."""
+    for kept, start, width in sums:
+        value = row.load(start, width)
+        b.store((Vec(b, [b.load(kept)]) + (value if factor is None else value * factor)).parts[0], kept)
+
+
 @operation
 def bag_sum(
     b: ir.IRBuilder, dim: Known, scaled: Known, out: Row, weight: Array, base: Int, limit: Int, ids: Array, begin: Int,
@@ -92,10 +99,7 @@ def bag_sum(
             bad = b.icmp_unsigned(">=", row, limit)
             b.store(b.or_(b.load(wrong), b.zext(bad, I64)), wrong)
             found = weight.row(b.add(base, b.mul(b.select(bad, I64(0), row), I64(dim))))
-            factor = b.load(scale.at(k)) if scaled else None
-            for kept, start, width in sums:
-                value = found.load(start, width)
-                b.store((Vec(b, [b.load(kept)]) + (value if factor is None else value * factor)).parts[0], kept)
+            _add_row(b, sums, found, b.load(scale.at(k)) if scaled else None)
         for kept, start, _ in sums:
             out.store(start, Vec(b, [b.load(kept)]))
     return b.load(wrong)
@@ -122,11 +126,7 @@ def chain_sum(
         at = b.load(n)
         source = b.load(sources.at(at))
         place = b.and_(source, I64(2**shard_bits - 1)) if shard_bits else source
-        factor = b.load(scales.at(at)) if scaled else None
-        found = grad.row(place)
-        for kept, start, width in sums:
-            value = found.load(start, width)
-            b.store((Vec(b, [b.load(kept)]) + (value if factor is None else value * factor)).parts[0], kept)
+        _add_row(b, sums, grad.row(place), b.load(scales.at(at)) if scaled else None)
         done = b.add(b.load(count), I64(1))
         b.store(done, count)
         ended = b.or_(b.icmp_signed("==", at, last), b.icmp_signed("==", done, I64(most)))

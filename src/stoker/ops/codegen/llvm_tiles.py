@@ -12,7 +12,7 @@ from collections.abc import Callable
 from llvmlite import ir
 from numba.core import cgutils
 
-from stoker.ops.codegen.llvm import FLOAT, I32, I64, LANES, WIDEST, Array, Int, Known, Row, operation, splat
+from stoker.ops.codegen.llvm import FLOAT, I32, I64, LANES, Array, Int, Known, Row, chunks, operation, splat
 
 _VECTOR = ir.VectorType(FLOAT, LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
@@ -75,29 +75,18 @@ def weighted_rows(
     w_{j+1} = w_j + step, and step grows by ``growth`` each time: walks a row (1, 0) or a column (k, 1) of a triangle
     stored row by row. ``fresh`` starts from zero instead of ``out``.
     """
-    for start in range(0, dim, WIDEST):
-        width = min(WIDEST, dim - start)
+    for start, width in chunks(dim):
         vector = ir.VectorType(FLOAT, width)
         target = b.gep(out.pointer, [I64(start)])
         first = ir.Constant(vector, [0.0] * width) if fresh else _load(b, target, vector)
-        entry = b.block
-        head, body, done = (b.append_basic_block(f"pairs.{name}") for name in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        j, at, step_now, total = b.phi(I64), b.phi(I64), b.phi(I64), b.phi(vector)
-        b.cbranch(b.icmp_signed("<", j, count), body, done)
-        b.position_at_end(body)
-        factor = splat(b, b.load(weights.at(at)), width)
-        row = _load(b, b.gep(rows.pointer, [b.add(b.mul(j, I64(dim)), I64(start))]), vector)
-        grown = _multiply_add(b, factor, row, total)
-        following = (b.add(j, I64(1)), b.add(at, step_now), b.add(step_now, growth), grown)
-        b.branch(head)
-        initial = (I64(0), weights_at, step, first)
-        for phi, begin, later in zip((j, at, step_now, total), initial, following, strict=True):
-            phi.add_incoming(begin, entry)
-            phi.add_incoming(later, body)
-        b.position_at_end(done)
-        _store(b, total, target)
+        at, by, total = (cgutils.alloca_once_value(b, value) for value in (weights_at, step, first))
+        with cgutils.for_range(b, count, intp=I64) as loop:
+            factor = splat(b, b.load(weights.at(b.load(at))), width)
+            row = _load(b, b.gep(rows.pointer, [b.add(b.mul(loop.index, I64(dim)), I64(start))]), vector)
+            b.store(_multiply_add(b, factor, row, b.load(total)), total)
+            b.store(b.add(b.load(at), b.load(by)), at)
+            b.store(b.add(b.load(by), growth), by)
+        _store(b, b.load(total), target)
 
 
 def _tile(
