@@ -32,7 +32,7 @@ from stoker.prep.fit.dense import DenseFit, dense_values
 from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.inputs import arrow_of
 from stoker.prep.like import Like, check_unit
-from stoker.prep.parse.dictionaries import find_texts, spans_of, splitmix, text_hashes, values_of
+from stoker.prep.parse.dictionaries import find_texts, hashes_of, spans_of, values_of
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
@@ -69,10 +69,7 @@ class Ids:
         absent = [place + 1 for place in values.is_null().arg_true().to_list()]
         ids = np.flatnonzero(values.is_not_null().to_numpy()) + 1
         values = values.drop_nulls()
-        if values.dtype == pl.String:
-            keys = text_hashes(values, 0)
-        else:
-            keys = values.to_numpy().view(np.int64)
+        keys = hashes_of(values) if values.dtype == pl.String else values.to_numpy().view(np.int64)
         order = np.argsort(keys, kind="stable")
         columns = {"key": keys[order], "id": ids[order].astype(np.int64)}
         if values.dtype == pl.String:
@@ -295,21 +292,16 @@ class RowEncoder:
         if isinstance(column.dtype, pl.List):
             lengths = column.list.len().to_numpy().astype(np.int64)
             column = column.explode(empty_as_null=False)
-        textual = column.dtype == pl.String
-        if textual and feature.fill is not None:
-            column = column.fill_null(str(feature.fill))
-        if not textual:
-            column = keys_of(column, feature)
+        column = keys_of(column, feature)
         if feature.hash_buckets is not None or feature.oov == "grow":
-            absent = nulls(column)
-            hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
+            absent, hashes = nulls(column), hashes_of(column)
             if feature.hash_buckets is not None:
                 return bucket_ids(hashes, absent, feature).astype(np.int64), lengths
-            own = as_raw_ids(text_hashes(pl.Series([""]), 0))[0] if feature.missing == "category" else 0
+            own = as_raw_ids(hashes_of(pl.Series([""])))[0] if feature.missing == "category" else 0
             return np.where(absent, own, as_raw_ids(hashes)), lengths
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
-        if textual and not ids.all():  # only then is it worth the time to look at how texts are written
+        if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
             ids = known.find(written(column, self.fitted.schema.notation_of(feature.raw)))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())

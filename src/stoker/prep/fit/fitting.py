@@ -17,7 +17,7 @@ from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
 from stoker.prep.fit.split_rules import SplitFile, Splitter, no_training_row
 from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
-from stoker.prep.parse.dictionaries import text_hashes
+from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
@@ -96,7 +96,7 @@ class _TableStep:
         known: Array = found.ids.astype(np.int32)
         missing_id, size = found.missing_id, found.num_embeddings
         if raw_ids is not None:
-            known, missing_id = raw_ids, int(as_raw_ids(text_hashes(pl.Series([""]), 0))[0])
+            known, missing_id = raw_ids, int(as_raw_ids(hashes_of(pl.Series([""])))[0])
             given = first.grow.rows if first.grow is not None else None
             size = given or max(_LEAST_ROWS, 2 * found.num_embeddings)
             if self.like is not None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.dictionaries import splitmix, text_hashes
+from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.stages.parts import Arrays
 
 Array = npt.NDArray[Any]
@@ -100,11 +100,7 @@ class TableBuilder:
             total: all training occurrences, for the count of id 0.
         """
         self.merge()
-        entries = np.flatnonzero(self._counts >= max(min_count, 1))
-        values = pl.Series(pl.from_arrow(self._values))
-        if self.kind in _VIEWS:
-            values = pl.Series(values.to_numpy().view(_VIEWS[self.kind]))
-        frame = pl.DataFrame({"value": values.gather(entries), "count": self._counts[entries], "entry": entries})
+        frame = self._entries(np.flatnonzero(self._counts >= max(min_count, 1)))
         if missing is not None and missing >= min_count:
             own = pl.DataFrame({"value": [None], "count": [missing], "entry": [-1]}, schema=frame.schema)
             frame = pl.concat([own, frame])
@@ -116,12 +112,17 @@ class TableBuilder:
         unknown = total - int(frame["count"].sum())
         return Vocabulary(frame=frame, ids=ids[:-1], missing_id=int(ids[-1]), unknown=unknown)
 
+    def _entries(self, numbers: npt.NDArray[np.int64]) -> pl.DataFrame:
+        """Return value, training count and number of some entries."""
+        values = pl.Series(pl.from_arrow(self._values))
+        if self.kind in _VIEWS:
+            values = pl.Series(values.to_numpy().view(_VIEWS[self.kind]))
+        return pl.DataFrame({"value": values.gather(numbers), "count": self._counts[numbers], "entry": numbers})
+
     def raw_ids(self) -> npt.NDArray[np.int64]:
         """Return a raw id for each entry, for a table that grows: 64 bits of a hash, never 0."""
         self.merge()
-        if self.kind == "string":
-            return as_raw_ids(text_hashes(pl.Series(pl.from_arrow(self._values)), 0))
-        return as_raw_ids(splitmix(self._values.to_numpy().view(np.uint64)))
+        return as_raw_ids(hashes_of(pl.Series(pl.from_arrow(self._values))))
 
     def find(self, known: pl.DataFrame) -> Vocabulary:
         """Look up the added values in an earlier vocabulary (value, count); return it with their ids."""
@@ -142,11 +143,7 @@ class TableBuilder:
         """
         found = self.find(known)
         entries = np.flatnonzero((self._counts >= max(min_count, 1)) & (found.ids == 0))
-        values = pl.Series(pl.from_arrow(self._values))
-        if self.kind in _VIEWS:
-            values = pl.Series(values.to_numpy().view(_VIEWS[self.kind]))
-        frame = pl.DataFrame({"value": values.gather(entries), "count": self._counts[entries], "entry": entries})
-        frame = frame.sort("count", "value", descending=[True, False]).rechunk()
+        frame = self._entries(entries).sort("count", "value", descending=[True, False]).rechunk()
         found.ids[frame.drop_in_place("entry").to_numpy()] = np.arange(len(entries)) + found.num_embeddings
         frame = frame.select(pl.col(name).cast(kind) for name, kind in known.schema.items())
         return replace(found, frame=pl.concat([known, frame]).rechunk())

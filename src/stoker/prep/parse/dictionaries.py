@@ -156,6 +156,11 @@ def find_texts(data, ends, bits, first, known, out):  # type: ignore[no-untyped-
             low += 1
 
 
+def hashes_of(keys: pl.Series) -> npt.NDArray[np.uint64]:
+    """Return a 64-bit hash of each text or int64 number [n]; any for a missing one."""
+    return text_hashes(keys, 0) if keys.dtype == pl.String else splitmix(keys.fill_null(0).to_numpy().view(np.uint64))
+
+
 def splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return splitmix64 of each uint64, the hash for ``hash_buckets`` of numbers and for row sampling."""
     with np.errstate(over="ignore"):

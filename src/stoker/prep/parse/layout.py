@@ -13,7 +13,7 @@ import polars as pl
 
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
-from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
+from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
@@ -158,15 +158,10 @@ class Layout:
     def _encode(self, index: int, column: pl.Series, out: dict[str, Array]) -> tuple[Array, int]:
         """Return the codes of a feature, uint32, and the greatest possible code; put its dictionary into ``out``."""
         feature = self.features[index]
-        textual = column.dtype == pl.String
-        if textual and feature.fill is not None:
-            column = column.fill_null(str(feature.fill))
-        if not textual:
-            column = keys_of(column, feature)
+        column = keys_of(column, feature)
         if feature.hash_buckets is not None:
-            hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
-            return bucket_ids(hashes, column.is_null().to_numpy(), feature), feature.hash_buckets
-        if textual:
+            return bucket_ids(hashes_of(column), column.is_null().to_numpy(), feature), feature.hash_buckets
+        if column.dtype == pl.String:
             codes, out[f"bytes.{index}"], ends = number_texts(column)
             out[f"ends.{index}"] = ends
             return codes, len(ends) - 1
@@ -225,7 +220,9 @@ def time_value(number: int, kind: str) -> int | float | str:
 
 
 def keys_of(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
-    """Return numbers as int64 keys after fill and modulo; other types keep their bits; null where missing."""
+    """Return texts, and numbers as int64 of the same bits, after fill and modulo; null where missing."""
+    if column.dtype == pl.String:
+        return column if feature.fill is None else column.fill_null(str(feature.fill))
     if feature.fill is not None:
         fill: Any = feature.fill
         value = int(fill, 16) if feature.type == "hex" and isinstance(fill, str) else fill

@@ -10,7 +10,7 @@ import polars as pl
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW
 from stoker.prep.features.learned import LABEL
-from stoker.prep.parse.dictionaries import text_hashes
+from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.recipes.draw import bits, key_of
 from stoker.prep.recipes.rows import Ints, negatives
 from stoker.prep.schema import SPLIT_NAMES, Negatives
@@ -24,7 +24,7 @@ _SURE = 20  # items of several rows from which a column with one value for each 
 def item_hash(column: str) -> pl.Expr:
     """Return the expression for :data:`ITEM`."""
     found = pl.col(column).cast(pl.String)
-    hashed = found.map_batches(lambda texts: pl.Series(text_hashes(texts, 0)), return_dtype=pl.UInt64)
+    hashed = found.map_batches(lambda texts: pl.Series(hashes_of(texts)), return_dtype=pl.UInt64)
     return pl.when(found.is_not_null()).then(hashed).alias(ITEM)
 
 
