@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, hash_file
-from stoker.dataset.shards import tensor_views, write_tensors
+from stoker.dataset.shards import header_of, tensor_views, write_pieces
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,6 +55,7 @@ def write_group_file(path: Path, rows: int, blocks: Iterable[Int32]) -> dict[str
     """
 
     def pieces() -> Iterator[bytes]:
+        yield header_of({"group": (np.dtype("<i4"), (rows,))})
         found = 0
         for block in blocks:
             found += len(block)
@@ -62,8 +63,7 @@ def write_group_file(path: Path, rows: int, blocks: Iterable[Int32]) -> dict[str
         if found != rows:
             raise DataError(f"{path.name}: {found:,} group numbers for {rows:,} rows.")
 
-    header = {"group": {"dtype": "I32", "shape": [rows], "data_offsets": [0, 4 * rows]}}
-    size, digest = write_tensors(path, header, pieces())
+    size, digest = write_pieces(path, pieces())
     return {"bytes": size, "sha256": digest}
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from stoker.base.units import format_size
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
 _CHUNK = 2**22  # bytes of a chunk to write
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER = 2**20  # bytes; our headers take a few hundred
+_NAMES = {np.dtype(f"<{kind}{bits // 8}"): f"{kind.upper()}{bits}"
+          for kind, bits in (("u", 8), ("u", 16), ("u", 32), ("i", 32), ("i", 64), ("f", 32), ("f", 64))}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_MAX_HEADER = 2**24  # bytes; about a hundred a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,32 +79,40 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    # The widest types first: so every tensor is aligned without gaps, which the format forbids.
-    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in order:
-        begin, end = end, end + arrays[name].nbytes
-        kind = _NAMES[arrays[name].dtype.newbyteorder("<")]
-        header[name] = {"dtype": kind, "shape": list(arrays[name].shape), "data_offsets": [begin, end]}
-    size, digest = write_tensors(path, header, chain.from_iterable(_pieces(arrays[name]) for name in order))
+    size, digest = write_pieces(path, pieces_of(arrays))
     return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest)
 
 
-def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) -> tuple[int, str]:
-    """Write a file of safetensors atomically: its header, then the bytes of the tensors in chunks.
+def header_of(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
+    """Return the begin of a file of safetensors, given type and shape of each; the bytes of the tensors follow."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype.newbyteorder("<")], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # so the data starts on a cache line
+    return len(text).to_bytes(8, "little") + text
 
-    Returns:
-        Size in bytes and sha256 of the file.
+
+def pieces_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[Any]:
+    """Yield the bytes of a file of safetensors in chunks."""
+    # The widest types first: so every tensor is aligned without gaps, which the format forbids.
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    yield header_of({name: (arrays[name].dtype, arrays[name].shape) for name in order})
+    for name in order:
+        yield from _pieces(arrays[name])
+
+
+def write_pieces(path: Path, pieces: Iterable[Any]) -> tuple[int, str]:
+    """Write a file in chunks, atomically; return its size in bytes and its sha256.
 
     Raises:
         DataError: a full disk.
     """
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # so the data starts on a cache line
     digest, size = hashlib.sha256(), 0
     with atomic_file(path) as file:
-        for piece in chain([len(text).to_bytes(8, "little") + text], pieces):
+        for piece in pieces:
             digest.update(piece)
             size += file.write(piece)
     return size, digest.hexdigest()

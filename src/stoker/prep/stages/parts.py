@@ -8,7 +8,6 @@ loss of power a file may exist without its bytes. A run does not check parts tha
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,34 +17,23 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import clear, lock_file, move
+from stoker.dataset.shards import pieces_of, tensor_views
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
-_ALIGN = 64
 
 
 def write_part(path: Path, arrays: Arrays) -> dict[str, int]:
-    """Write arrays to ``path``; return its size and checksum for the journal."""
-    header: dict[str, Any] = {}
-    position = 0
-    for name, array in arrays.items():
-        header[name] = [array.dtype.str, array.shape, position]
-        position += -(-array.nbytes // _ALIGN) * _ALIGN
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
+    """Write arrays to ``path``, as safetensors; return its size and checksum for the journal."""
     with atomic_path(path) as temporary:
         with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for array in arrays.values():
-                file.write(np.ascontiguousarray(array).data)
-                file.write(bytes(-array.nbytes % _ALIGN))
+            file.writelines(pieces_of(arrays))
         return checksum(temporary)
 
 
@@ -130,13 +118,8 @@ def open_part(path: Path) -> Iterator[Arrays]:
     """
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    start = 8 + int.from_bytes(mapped[:8], "little")
-    arrays = {}
-    for name, (dtype, shape, position) in json.loads(mapped[8:start]).items():
-        flat = np.frombuffer(mapped, np.dtype(dtype), math.prod(shape), start + position)
-        arrays[name] = flat.reshape(shape)
     try:
-        yield arrays
+        yield tensor_views(mapped)[0]
     finally:
         if hasattr(mapped, "madvise"):
             mapped.madvise(mmap.MADV_DONTNEED)

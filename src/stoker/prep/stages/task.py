@@ -29,7 +29,7 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-WORK_VERSION = 12  # raise it when the content of parts changes
+WORK_VERSION = 13  # raise it when the content of parts changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # prefix of kept columns while features are computed
 _OURS = (
