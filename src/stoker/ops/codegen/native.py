@@ -6,8 +6,8 @@ OpenMP is GNU's, it runs the kernels; elsewhere a :class:`stoker.ops.codegen.thr
 ``parallel=True`` is not used: its pools are a third set of threads, and unsafe next to torch's.
 
 A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may call
-``thread_index(p)``. All threads run it with the same arguments and share work through a cursor array, so it works with
-any number of threads.
+``thread_index(p)``. All threads run it with the same arguments and share work through a cursor array (:func:`shared`),
+so it works with any number of threads.
 
 Compiling takes a second, most of it Numba's own work on types and code. So a kernel whose two halves vary separately is
 two kernels: the first calls the second with :func:`call`, and a change of one does not compile the other again.
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import _dispatcher, typeof, types
+from numba import _dispatcher, njit, typeof, types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.imputils import impl_ret_borrowed
@@ -32,6 +32,7 @@ from numba.extending import intrinsic
 
 from stoker.base.progress import compiling
 from stoker.ops.codegen.jit import PLAIN, cached, jit, stamped
+from stoker.ops.codegen.llvm_memory import fetch_add
 from stoker.ops.codegen.threads import kernel_threads, own, team
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -66,6 +67,17 @@ def thread_index(typingctx, pointer):
         return b.atomic_rmw("add", cgutils.gep_inbounds(b, box, 0, 1), _I64(1), "monotonic")
 
     return signature, codegen
+
+
+@njit
+def shared(cursor, block, count):
+    """Yield the items of ``range(count)`` that this thread gets, ``block`` of them at a time."""
+    while True:
+        start = fetch_add(cursor, block)
+        if start >= count:
+            return
+        for item in range(start, min(start + block, count)):  # noqa: UP028  (Numba knows no yield from)
+            yield item
 
 
 @intrinsic

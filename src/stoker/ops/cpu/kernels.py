@@ -30,7 +30,7 @@ from stoker.ops.codegen.llvm_rows import (
     row_step,
 )
 from stoker.ops.codegen.llvm_tiles import dots, transpose, weighted_rows
-from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
+from stoker.ops.codegen.native import Kernel, arguments, call, shared, thread_index
 from stoker.ops.reference import CHUNK
 from stoker.ops.rule import RULES
 
@@ -65,12 +65,8 @@ def _items(p):
     """
     entries, items, cursor, run = arguments(p)
     me = thread_index(p)
-    while True:
-        first = fetch_add(cursor, run)
-        if first >= len(items):
-            return
-        for item in range(first, min(first + run, len(items))):
-            call(p, entries[items[item, 0]], me, items[item, 0], items[item, 1])
+    for item in shared(cursor, run, len(items)):
+        call(p, entries[items[item, 0]], me, items[item, 0], items[item, 1])
 
 
 items_kernel = Kernel(_items)
@@ -142,22 +138,18 @@ def weight_gradient_kernel(dim: int) -> Kernel:
         weight, ids, offsets, bases, limits, grad, out, error, cursor, block = arguments(p)
         features = len(bases)
         count = len(offsets) - 1
-        while True:
-            start = fetch_add(cursor, block)
-            if start >= count:
+        for bag in shared(cursor, block, count):
+            f = bag % features
+            begin, end = offsets[bag], offsets[bag + 1]
+            if begin < 0 or end < begin or end > len(ids):
+                error[0] = 1
                 return
-            for bag in range(start, min(start + block, count)):
-                f = bag % features
-                begin, end = offsets[bag], offsets[bag + 1]
-                if begin < 0 or end < begin or end > len(ids):
+            for k in range(begin, end):
+                i = np.int64(ids[k])
+                if i < 0 or i >= limits[f]:
                     error[0] = 1
                     return
-                for k in range(begin, end):
-                    i = np.int64(ids[k])
-                    if i < 0 or i >= limits[f]:
-                        error[0] = 1
-                        return
-                    out[k] = row_dot(dim, grad, bag * dim, weight, (bases[f] + i) * dim)
+                out[k] = row_dot(dim, grad, bag * dim, weight, (bases[f] + i) * dim)
 
     return Kernel(dots)
 
@@ -337,10 +329,7 @@ def apply_kernel(dim: int, rule: int, flags: int, scaled: bool, sharded: bool = 
 def _step(p):
     """Step blocks of ``size`` distinct rows, whose gradients need no sum."""
     count, size, apply, cursor = arguments(p)
-    while True:
-        block = fetch_add(cursor, 1)
-        if block * size >= count:
-            return
+    for block in shared(cursor, 1, (count + size - 1) // size):
         call(p, apply, block, np.int64(0), min(size, count - block * size))
 
 
@@ -487,32 +476,28 @@ def interaction_kernel(dim: int) -> Kernel:
         vectors = features + 1
         stride = (vectors + LANES - 1) // LANES * LANES
         products = np.empty(LANES, np.float32)
-        while True:
-            start = fetch_add(cursor, block)
-            if start >= batch:
-                return
-            for b in range(start, min(start + block, batch)):
-                row_copy(dim, rows, 0, dense, b * dim)
-                row_copy(dim, out, b * width, dense, b * dim)
-                for f in range(features):
-                    row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
-                for v in range(0, stride, LANES):
-                    for d in range(0, dim - LANES + 1, LANES):
-                        transpose(rows, v * dim + d, dim, columns, d * stride + v, stride)
-                for d in range(dim // LANES * LANES, dim):
-                    for v in range(vectors):
-                        columns[d * stride + v] = rows[v * dim + d]
-                at = b * width + dim
-                for v in range(1, vectors):
-                    for begin in range(0, v, LANES):
-                        if begin + LANES <= v:
-                            dots(dim, rows, v * dim, columns, begin, stride, out, at + begin)
-                        else:
-                            dots(dim, rows, v * dim, columns, begin, stride, products, 0)
-                            for k in range(v - begin):
-                                out[at + begin + k] = products[k]
-                    at += v
-                out[at : (b + 1) * width] = 0.0
+        for b in shared(cursor, block, batch):
+            row_copy(dim, rows, 0, dense, b * dim)
+            row_copy(dim, out, b * width, dense, b * dim)
+            for f in range(features):
+                row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
+            for v in range(0, stride, LANES):
+                for d in range(0, dim - LANES + 1, LANES):
+                    transpose(rows, v * dim + d, dim, columns, d * stride + v, stride)
+            for d in range(dim // LANES * LANES, dim):
+                for v in range(vectors):
+                    columns[d * stride + v] = rows[v * dim + d]
+            at = b * width + dim
+            for v in range(1, vectors):
+                for begin in range(0, v, LANES):
+                    if begin + LANES <= v:
+                        dots(dim, rows, v * dim, columns, begin, stride, out, at + begin)
+                    else:
+                        dots(dim, rows, v * dim, columns, begin, stride, products, 0)
+                        for k in range(v - begin):
+                            out[at + begin + k] = products[k]
+                at += v
+            out[at : (b + 1) * width] = 0.0
 
     return Kernel(forward, allocates=True)
 
@@ -527,22 +512,18 @@ def interaction_gradient_kernel(dim: int) -> Kernel:
         )
         rows = all_rows[thread_index(p)]
         vectors = features + 1
-        while True:
-            start = fetch_add(cursor, block)
-            if start >= batch:
-                return
-            for b in range(start, min(start + block, batch)):
-                row_copy(dim, rows, 0, dense, b * dim)
-                for f in range(features):
-                    row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
-                triangle = b * width + dim
-                row_copy(dim, grad_dense, b * dim, grad, b * width)
-                weighted_rows(dim, 0, grad_dense, b * dim, rows, dim, features, grad, triangle, 1, 1)
-                for v in range(1, vectors):
-                    to = (v - 1) * stride + b * dim
-                    across = triangle + v * (v - 1) // 2
-                    down = triangle + v * (v + 1) // 2 + v
-                    weighted_rows(dim, 1, grad_embedded, to, rows, 0, v, grad, across, 1, 0)
-                    weighted_rows(dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1)
+        for b in shared(cursor, block, batch):
+            row_copy(dim, rows, 0, dense, b * dim)
+            for f in range(features):
+                row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
+            triangle = b * width + dim
+            row_copy(dim, grad_dense, b * dim, grad, b * width)
+            weighted_rows(dim, 0, grad_dense, b * dim, rows, dim, features, grad, triangle, 1, 1)
+            for v in range(1, vectors):
+                to = (v - 1) * stride + b * dim
+                across = triangle + v * (v - 1) // 2
+                down = triangle + v * (v + 1) // 2 + v
+                weighted_rows(dim, 1, grad_embedded, to, rows, 0, v, grad, across, 1, 0)
+                weighted_rows(dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1)
 
     return Kernel(backward)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm import LANES
-from stoker.ops.codegen.llvm_memory import fetch_add
 from stoker.ops.codegen.llvm_rows import row_accumulate, row_copy
 from stoker.ops.codegen.llvm_tiles import tile_across, tile_product, transpose
-from stoker.ops.codegen.native import Kernel, arguments
+from stoker.ops.codegen.native import Kernel, arguments, shared
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.tt.shape import Level
 
@@ -179,10 +178,7 @@ def _turn(matrix, at, rows, columns, out):
 def _down(p):
     left, offsets, tasks, digits, core, rank, width, out, cursor = arguments(p)
     panel, tile = np.zeros(rank * LANES, np.float32), np.empty(BLOCK * LANES, np.float32)
-    while True:
-        task = fetch_add(cursor, 1)
-        if task >= len(tasks):
-            return
+    for task in shared(cursor, 1, len(tasks)):
         begin, stop, at = tasks[task, 1], tasks[task, 2], digits[tasks[task, 0]] * rank * width
         _rows(left, offsets, begin, stop, rank, core, at, width, out, begin * width, panel, tile)
 
@@ -192,10 +188,7 @@ def _up_values(p):
     panel, tile = np.zeros(width * LANES, np.float32), np.empty(BLOCK * LANES, np.float32)
     turned = np.empty(rank * width, np.float32)
     last = -1
-    while True:
-        task = fetch_add(cursor, 1)
-        if task >= len(tasks):
-            return
+    for task in shared(cursor, 1, len(tasks)):
         if tasks[task, 0] != last:
             last = tasks[task, 0]
             _turn(core, digits[last] * rank * width, rank, width, turned)
@@ -207,10 +200,7 @@ def _up_slices(p):
     left, offsets, start, parts, back, rank, width, out, cursor = arguments(p)
     high = (rank + parts - 1) // parts
     tile, panel = np.empty(rank * LANES, np.float32), np.zeros(LANES, np.float32)
-    while True:
-        task = fetch_add(cursor, 1)
-        if task >= (len(start) - 1) * parts:
-            return
+    for task in shared(cursor, 1, (len(start) - 1) * parts):
         group, begin = task // parts, task % parts * high
         stop, first, count = min(begin + high, rank), start[group], start[group + 1] - start[group]
         rows = offsets[first : first + count]
@@ -223,21 +213,17 @@ def _up_slices(p):
 def _sum_children(p):
     values, by_prefix, begins, places, width, out, cursor = arguments(p)
     count, whole = len(begins) - 1, width // LANES * LANES
-    while True:
-        start = fetch_add(cursor, BLOCK)
-        if start >= count:
-            return
-        for node in range(start, min(start + BLOCK, count)):
-            to = places[node] * width
-            for child in range(begins[node], begins[node + 1]):
-                at, one = by_prefix[child] * width, np.float32(1.0)
-                for j in range(0, whole, LANES):
-                    if child == begins[node]:
-                        row_copy(LANES, out, to + j, values, at + j)
-                    else:
-                        row_accumulate(LANES, 0, 0, out, to + j, values, at + j, one)
-                for j in range(whole, width):
-                    out[to + j] = values[at + j] if child == begins[node] else out[to + j] + values[at + j]
+    for node in shared(cursor, BLOCK, count):
+        to = places[node] * width
+        for child in range(begins[node], begins[node + 1]):
+            at, one = by_prefix[child] * width, np.float32(1.0)
+            for j in range(0, whole, LANES):
+                if child == begins[node]:
+                    row_copy(LANES, out, to + j, values, at + j)
+                else:
+                    row_accumulate(LANES, 0, 0, out, to + j, values, at + j, one)
+            for j in range(whole, width):
+                out[to + j] = values[at + j] if child == begins[node] else out[to + j] + values[at + j]
 
 
 down = Kernel(_down, allocates=True)
