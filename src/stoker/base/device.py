@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -275,3 +276,14 @@ def _libc(name: str) -> Any:
         return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
+
+
+def rate(work: Any, amount: float, seconds: float = 0.4) -> float:
+    """Return the best rate of ``work``, which does ``amount``, within some seconds."""
+    work()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return amount / best

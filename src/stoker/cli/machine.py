@@ -13,7 +13,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -194,19 +193,9 @@ def _bandwidth() -> dict[str, Any]:
     out = torch.empty(len(index), 16)
     return {
         "buffer": format_size(table.nbytes),
-        "copy": _rate(lambda: copy.copy_(table), 2 * table.nbytes),
-        "gather_64_byte_rows": _rate(lambda: torch.index_select(table, 0, index, out=out), out.nbytes),
+        "copy": machine.rate(lambda: copy.copy_(table), 2 * table.nbytes),
+        "gather_64_byte_rows": machine.rate(lambda: torch.index_select(table, 0, index, out=out), out.nbytes),
     }
-
-
-def _rate(work: Any, num_bytes: int, seconds: float = 0.4) -> float:
-    work()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best
 
 
 def _trial(device: str) -> dict[str, Any]:
@@ -238,7 +227,7 @@ def _trial(device: str) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    steps, own = _rate(step, 1, seconds=0.8), _rate(rows, 1)
+    steps, own = machine.rate(step, 1, seconds=0.8), machine.rate(rows, 1)
     # Counts as in click logs, of 500 batches.
     weights = torch.arange(1, _TRIAL_ROWS + 1, dtype=torch.float64) ** -1.05
     counts = (weights * (500 * _TRIAL_BATCH / weights.sum())).long().clamp_(min=1)

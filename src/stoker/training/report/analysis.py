@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.base.device import cpu_count, cpu_model
+from stoker.base.device import cpu_count, cpu_model, rate
 from stoker.base.errors import ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -218,17 +218,6 @@ def _work(model: RecModel, batch: Batch) -> dict[str, float]:
         ids = batch.bags(f)[0]
         moved += (len(ids) * row + 2 * len(ids.unique()) * with_state) / len(batch)
     return {"operations": 6.0 * weights, "row_bytes": moved}
-
-
-def rate(work: Any, amount: float, seconds: float = 0.4) -> float:
-    """Return the best rate of ``work``, which does ``amount``, within some seconds."""
-    work()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return amount / best
 
 
 def limits(device: torch.device, seconds: float = 0.1) -> dict[str, Any]:
