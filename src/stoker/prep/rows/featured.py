@@ -61,32 +61,22 @@ _LINE = "__line"  # row of the block that a row was made from
 _PREFERRED = ("string", "int", "hex", "float")  # if a raw column is read as several types, features see the first
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RowFile:
-    """A file of rows, and their part."""
-
-    path: Path
-    part: Part
-
-
 def featured_rows(task: Task) -> Rows:
     """Read the rows of a schema with features into parts; ``Rows.learned`` has the fitted tables."""
     raw: list[Part] = []
-    row_files = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
-    count = sum(row_file.part.rows for row_file in row_files)
-    if not count:
+    parts = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
+    if not any(part.rows for part in parts):
         raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
-    keys = _keys(task, row_files)
-    filled = [row_file for row_file in row_files if row_file.part.rows]
-    paths, sizes = [row_file.path for row_file in filled], [row_file.part.rows for row_file in filled]
-    passes = FeaturePasses(task, paths, sizes, keys)
+    keys = _keys(task, parts)
+    filled = [part for part in parts if part.rows]
+    passes = FeaturePasses(task, filled, keys)
     passes.run()
     give_back_memory()
     return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
 
 
-def _lines(task: Task, raw: list[Part]) -> list[_RowFile]:
-    """Read the rows of the raw files, block by block."""
+def _lines(task: Task, raw: list[Part]) -> list[Part]:
+    """Read the rows of the raw files, block by block; return the parts of their keys."""
     _repeat_broken_steps(task)
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
     # All files of rows are read as one table, so a column has one type.
@@ -103,13 +93,12 @@ def _lines(task: Task, raw: list[Part]) -> list[_RowFile]:
         outputs = [output for feature in features for output in feature.outputs]
         raise MissingColumnError(error.path, error.missing, error.present, why, outputs, error.advice) from None
     raw += blocks
-    row_files, start = [], 0
+    parts, start = [], 0
     for index, block in enumerate(blocks):
         made = int(task.journal.done[f"rows/{block.path.stem}"]["made"])
-        part = replace(block, index=index, start=start, rows=made, path=sibling(block.path))
-        row_files.append(_RowFile(path=block.path, part=part))
+        parts.append(replace(block, index=index, start=start, rows=made, path=sibling(block.path)))
         start += made
-    return row_files
+    return parts
 
 
 def _kept_types(source: Source) -> dict[str, pl.DataType]:
@@ -121,7 +110,7 @@ def _kept_types(source: Source) -> dict[str, pl.DataType]:
     return {item.column: there[item.column] for item in fields if item.column in there}
 
 
-def _derived(task: Task, raw: list[Part]) -> list[_RowFile]:
+def _derived(task: Task, raw: list[Part]) -> list[Part]:
     """Read the rows that the recipe derives, a slice at a time."""
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
@@ -146,18 +135,16 @@ def _derived(task: Task, raw: list[Part]) -> list[_RowFile]:
             )
         return file, write_rows(file, made, keys), False
 
-    row_files: list[_RowFile] = []
+    parts: list[Part] = []
     begin, count = 0, pl.scan_parquet(derived).select(pl.len()).collect().item()
     for file, record, reused in ordered_map(work, range(0, count, _SLICE), task.threads):
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
-        part = Part(
-            index=len(row_files), file=0, name=name, start=begin, rows=int(record["made"]), path=sibling(file)
-        )  # fmt: skip
-        row_files.append(_RowFile(path=file, part=part))
-        begin += part.rows
-    return row_files
+        made = int(record["made"])
+        parts.append(Part(index=len(parts), file=0, name=name, start=begin, rows=made, path=sibling(file)))
+        begin += made
+    return parts
 
 
 def _repeat_broken_steps(task: Task) -> None:
@@ -169,13 +156,12 @@ def _repeat_broken_steps(task: Task) -> None:
                 del task.journal.done[step]
 
 
-def _keys(task: Task, row_files: Sequence[_RowFile]) -> Path:
+def _keys(task: Task, parts: Sequence[Part]) -> Path:
     """Write number, label, split and, if there is one, time of every row to a file; return its path."""
     path = task.work / "keys.arrow"
     if task.journal.finished("keys", path) is not None:
         task.reused += 1
         return path
-    parts = [row_file.part for row_file in row_files]
     names = [file.name for file in task.files]
     splitter = Splitter(task.splitting, parts, names)
     train = 0
@@ -206,17 +192,16 @@ class FeaturePasses:
 
     Args:
         task: the preparation.
-        rows: files of the rows in order, with raw columns and leading features.
-        sizes: number of rows of each file, above 0.
+        parts: keys of the rows in order, next to files with raw columns and leading features; none is empty.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
 
     With ``like``, fitted features use the tables of that dataset. Window features continue from its stored state; the
     new dataset stores the state after the new rows.
     """
 
-    def __init__(self, task: Task, rows: Sequence[Path], sizes: Sequence[int], keys: Path) -> None:
-        self.task, self.sizes = task, list(sizes)
-        self._rows, self._starts = list(rows), [0, *accumulate(sizes)]
+    def __init__(self, task: Task, parts: Sequence[Part], keys: Path) -> None:
+        self.task, self.sizes = task, [part.rows for part in parts]
+        self._rows, self._starts = [part.rows_path for part in parts], [0, *accumulate(self.sizes)]
         self.stored: dict[str, StoredTable] = {}
         self._files = [keys]
         self._folder = task.work / "passes"
@@ -299,7 +284,7 @@ def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
             writer.close()
 
 
-def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> list[Part]:
+def _parts(task: Task, rows: Sequence[Part], passes: FeaturePasses) -> list[Part]:
     """Join all columns and write them as parts."""
     folder = task.work / "parts"
     folder.mkdir(exist_ok=True)
@@ -314,38 +299,36 @@ def _parts(task: Task, row_files: Sequence[_RowFile], passes: FeaturePasses) -> 
         copied = [name for name in task.layout.raw_columns if name.removeprefix(KEPT) in items]
         extra = [item_hash(task.negatives.columns[0])]
         # Sampled rows are added when all features are computed, so that features count rows of the log only.
-        read = (passes.part(number).select(*columns, split, *extra, ROW).collect() for number in range(len(row_files)))
+        read = (passes.part(number).select(*columns, split, *extra, ROW).collect() for number in range(len(rows)))
         sampler = NegativeSampler(task.negatives, copied, SPLIT, read)
     done_rows = 0
 
-    def work(job: tuple[int, _RowFile]) -> tuple[_RowFile, Path, dict[str, Any], bool]:
-        number, row_file = job
-        path = folder / f"{row_file.part.index:06d}.part"
+    def work(job: tuple[int, Part]) -> tuple[Part, Path, dict[str, Any], bool]:
+        number, part = job
+        path = folder / f"{part.index:06d}.part"
         if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
-            return row_file, path, done, True
+            return part, path, done, True
         frame = passes.part(number).select(*columns, split, *extra).collect()
         if sampler is not None:
-            frame = sampler.extended(frame, row_file.part.start)
+            frame = sampler.extended(frame, part.start)
         block = frame_block(frame, task.layout.fields, typed=True)
         if block.bad:
-            place = f"{row_file.part.name}: row {row_file.part.start + block.bad[0].line + 1:,} of those with features"
+            place = f"{part.name}: row {part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Fix the input, or the feature that makes the column.")
-        record = write_part(path, task.layout.arrays(block, row_file.part.name))
-        return row_file, path, record, False
+        return part, path, write_part(path, task.layout.arrays(block, part.name)), False
 
     blocks: list[Part] = []
-    for row_file, path, record, reused in ordered_map(work, enumerate(row_files), task.threads):
+    for part, path, record, reused in ordered_map(work, enumerate(rows), task.threads):
         if not reused:
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused
-        done_rows += row_file.part.rows
+        done_rows += part.rows
         task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
-        part = replace(row_file.part, path=path, index=len(blocks))
+        blocks.append(replace(part, path=path, index=len(blocks)))
         if sampler is not None:
-            with part.open() as arrays:
-                start = blocks[-1].start + blocks[-1].rows if blocks else 0
-                part = replace(part, start=start, rows=len(arrays["labels"]))
-        blocks.append(part)
+            with blocks[-1].open() as arrays:
+                start = blocks[-2].start + blocks[-2].rows if len(blocks) > 1 else 0
+                blocks[-1] = replace(blocks[-1], start=start, rows=len(arrays["labels"]))
     return blocks
 
 

@@ -101,6 +101,11 @@ class Part:
     broken: bool = False  # the file breaks off at the last of the lines
 
     @property
+    def rows_path(self) -> Path:
+        """The file of the rows whose keys these are (:func:`write_rows`)."""
+        return self.path.with_suffix(".parquet")
+
+    @property
     def bad_path(self) -> Path:
         """The file of bad lines, if there are any."""
         return self.path.with_suffix(".bad")
