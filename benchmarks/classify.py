@@ -21,7 +21,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.shards import Shard
 from stoker.dataset.split import Split
 from stoker.placement.replay import row_size
-from stoker.rewrite.classified import ClassifyReport, run_classify
+from stoker.rewrite.classified import ClassifyReport, said_by, write_classified
 from stoker.rewrite.hot_profile import HotProfile
 from stoker.rewrite.popularity import profile
 
@@ -83,7 +83,7 @@ def check(data: Dataset, made: Dataset, found: HotProfile) -> None:
 
 def _classified(data: Dataset, found: HotProfile, out: Path) -> ClassifyReport:
     shutil.rmtree(out, ignore_errors=True)
-    return run_classify(data, found, out)
+    return write_classified(data, out, **said_by(found))
 
 
 def speed(run: Run) -> Outcome:

@@ -195,7 +195,7 @@ def classify(
             "--profile has its own budget, model, --dim, --dtype and --optimizer. Leave these out, or make another "
             "profile with stoker profile."
         )
-    from stoker.rewrite.classified import check_profile, run_classify
+    from stoker.rewrite.classified import check_profile, said_by, write_classified
     from stoker.rewrite.hot_gain import predict_gain
     from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.popularity import profile as run_profile
@@ -208,7 +208,7 @@ def classify(
         gain = predict_gain(data, found, batch_size)
         if not as_json:
             say("\n".join(gain.lines()))
-        report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
+        report = write_classified(data, out, **said_by(found), overwrite=overwrite, progress=bars)
     rows = report.hot + report.cold
     values = {name: value for name, value in vars(report).items() if name != "path"}
     if printed({"out": str(out), "profile_hash": found.hash, **values, "expected": gain.to_dict()}, as_json):

@@ -21,6 +21,7 @@ import torch
 from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import atomic_file
 from stoker.base.units import listed
 from stoker.dataset.batch import Batch
 from stoker.prep.features.base import ROW, RowSteps, leading
@@ -80,13 +81,11 @@ class Ids:
     @classmethod
     def mapped(cls, path: Path) -> Ids:
         """Map what :meth:`write` wrote."""
-        with pa.memory_map(str(path)) as file:
-            return cls(pa.ipc.open_file(file).read_all())
+        return cls(map_table(path))
 
     def write(self, path: Path) -> None:
         """Write a file that can be mapped."""
-        with pa.ipc.new_file(path, self.table.schema) as writer:
-            writer.write_table(self.table.combine_chunks(), max_chunksize=max(1, len(self.table)))
+        write_mapped(path, self.table)
 
     def find(self, column: pl.Series) -> Array:
         """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
@@ -115,6 +114,18 @@ class Ids:
     def _ids_of(self, keys: Array) -> Array:
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._ids[places], 0)
+
+
+def write_mapped(path: Path, table: pa.Table) -> None:
+    """Write an Arrow file that can be mapped."""
+    with atomic_file(path) as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table.combine_chunks(), max_chunksize=max(1, len(table)))
+
+
+def map_table(path: Path) -> pa.Table:
+    """Map what :func:`write_mapped` wrote."""
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()
 
 
 def nulls(column: pl.Series) -> npt.NDArray[np.bool_]:

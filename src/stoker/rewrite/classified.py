@@ -46,7 +46,7 @@ HotBits = Sequence[npt.NDArray[np.uint8]]  # for each shard of the source, one b
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyReport:
-    """The result of :func:`run_classify`."""
+    """The result of :func:`write_classified`."""
 
     path: Path
     hot: int  # training rows
@@ -92,25 +92,15 @@ def classify(
     >>> len(found.hot), len(found.cold)
     (236, 564)
     """
-    return Dataset(run_classify(dataset, profile, out, overwrite=overwrite, progress=progress).path)
-
-
-def run_classify(
-    dataset: Dataset | str | Path,
-    profile: HotProfile | str | Path,
-    out: str | Path,
-    *,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> ClassifyReport:
-    """Do as :func:`classify`, and return a report."""
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     found = profile if isinstance(profile, HotProfile) else HotProfile.load(profile)
     check_profile(data, found, None if isinstance(profile, HotProfile) else profile)
-    return write_classified(
-        data, out, hot_rows=found.hot_rows, profile_hash=found.hash, profile=found.to_dict(), overwrite=overwrite,
-        progress=progress,
-    )  # fmt: skip
+    return Dataset(write_classified(data, out, **said_by(found), overwrite=overwrite, progress=progress).path)
+
+
+def said_by(profile: HotProfile) -> dict[str, Any]:
+    """Return what :func:`write_classified` takes of a profile."""
+    return {"hot_rows": profile.hot_rows, "profile_hash": profile.hash, "profile": profile.to_dict()}
 
 
 def check_profile(data: Dataset, found: HotProfile, path: str | Path | None) -> None:

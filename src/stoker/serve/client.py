@@ -61,8 +61,7 @@ class Client:
             k: how many.
         """
         body = {"user": dict(user), "candidates": [dict(each) for each in candidates], "k": k}
-        answer = json.loads(self._ask("/topk", json.dumps(body, allow_nan=False).encode(), "application/json"))
-        self.version = {key: answer[key] for key in ("update", "step") if key in answer}
+        answer = self._ask_json("/topk", body)
         return list(zip(answer["best"], answer["scores"], strict=True))
 
     def retrieve(self, users: Sequence[Mapping[str, Any]], k: int = 10) -> list[list[tuple[Any, float]]]:
@@ -77,9 +76,13 @@ class Client:
             StokerError: there is no answer, or the server has too much to do.
         """
         body = {"users": [dict(each) for each in users], "k": k}
-        answer = json.loads(self._ask("/retrieve", json.dumps(body, allow_nan=False).encode(), "application/json"))
-        self.version = {key: answer[key] for key in ("update", "step") if key in answer}
+        answer = self._ask_json("/retrieve", body)
         return [list(zip(*each, strict=True)) for each in zip(answer["items"], answer["scores"], strict=True)]
+
+    def _ask_json(self, path: str, body: Any) -> Any:
+        answer = json.loads(self._ask(path, json.dumps(body, allow_nan=False).encode(), "application/json"))
+        self.version = {key: answer[key] for key in ("update", "step") if key in answer}
+        return answer
 
     def _ask(self, path: str, body: Any, kind: str) -> bytes:
         headers = {"Content-Type": kind, "Accept": kind}

@@ -43,9 +43,9 @@ from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like
 from stoker.prep.parse.notation import AS_TYPED
-from stoker.prep.requests import Fitted, Ids, RowEncoder
+from stoker.prep.requests import Fitted, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
-from stoker.serve.items import ITEMS, Items, write_items
+from stoker.serve.items import ITEMS, Items
 from stoker.tables.exported import FORMATS, Exported, quantize, width_of
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
@@ -241,7 +241,7 @@ def _write_items(out: Path, checkpoint: Path, data: Dataset | None) -> None:
     assert isinstance(model, TwoTower)
     if model.spec.features[model.identity].table in fitted.ids:  # else their values are not known
         items = Items(model, fitted, Catalogue(model, *trained_rows(checkpoint, data, _REMEDY)))
-        write_items(out / ITEMS, items.table(model))
+        write_mapped(out / ITEMS, items.table(model))
 
 
 def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:

@@ -7,14 +7,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from stoker.base.errors import ConfigError
-from stoker.base.files import atomic_file
 from stoker.models import TwoTower
 from stoker.prep.requests import Fitted
 from stoker.training.scores.catalogue import Catalogue
@@ -50,15 +47,3 @@ class Items:
         """Return value, id and vector of each."""
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(self.vectors(model).reshape(-1)), model.width)
         return pa.table({"item": self.values, "id": pa.array(self.ids), "vector": vectors})
-
-
-def write_items(path: Path, table: pa.Table) -> None:
-    """Write a file that can be mapped."""
-    with atomic_file(path) as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=max(1, len(table)))
-
-
-def read_items(path: Path) -> pa.Table:
-    """Map what :func:`write_items` wrote."""
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).read_all()

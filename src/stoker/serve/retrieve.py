@@ -21,8 +21,8 @@ from stoker.base.picture import Shown
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel, TwoTower
-from stoker.prep.requests import RowEncoder, as_frame
-from stoker.serve.items import ITEMS, Items, read_items
+from stoker.prep.requests import RowEncoder, as_frame, map_table
+from stoker.serve.items import ITEMS, Items
 from stoker.serve.scorer import Scorer
 from stoker.training.files.checkpoint import chain, reading
 from stoker.training.files.rundir import find_checkpoint, trained_rows
@@ -94,7 +94,7 @@ class Retriever:
             assert self._data is not None
             self._use(Items(self.model, encoder.fitted, Catalogue(self.model, self._data)))
         elif (Path(source) / ITEMS).is_file():
-            table = read_items(Path(source) / ITEMS)
+            table = map_table(Path(source) / ITEMS)
             self.items = table["item"].combine_chunks()
             self.vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, self.model.width)
         else:
