@@ -68,7 +68,7 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
             over the split; None: a dataset without groups. The rows do not depend on it.
     """
     from stoker.dataset.dataset import Dataset
-    from stoker.dataset.manifest import hash_json, write_counts, write_manifest
+    from stoker.dataset.manifest import write_counts, write_generated_manifest
     from stoker.dataset.shards import write_shard
     from stoker.dataset.spec import Feature, FeatureSpec
     from stoker.rewrite.derived import table_ids
@@ -112,23 +112,10 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
                 files |= _group(path, name, split, asked.group_rows, asked.seed)
                 grouped["groups"]["count"] += split["groups"]["count"]
     schema = {"made_by": "stoker.testing", **spec.to_dict()}
-    write_manifest(
-        path,
-        {
-            "stoker_version": "test",
-            "created_by": "stoker.testing.make_dataset",
-            "recipe": "testing",
-            "schema": schema,
-            "schema_hash": hash_json(schema),
-            "features": spec.to_dict(),
-            "dense_stats": {},
-            "splits": splits,
-            "files": {"counts.safetensors": write_counts(path, counts), **files},
-            "sources": [],
-            "quarantined": 0,
-            **grouped,
-        },
-    )
+    write_generated_manifest(
+        path, by="stoker.testing.make_dataset", recipe="testing", schema=schema, features=spec.to_dict(), splits=splits,
+        files={"counts.safetensors": write_counts(path, counts), **files}, stoker_version="test", **grouped,
+    )  # fmt: skip
     return Dataset(path)
 
 

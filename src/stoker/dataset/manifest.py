@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, hash_file
 from stoker.base.units import quoted
+from stoker.base.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,16 @@ def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps(values, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     with atomic_file(Path(directory) / MANIFEST) as file:
         file.write(text.encode() + b"\n")
+
+
+def write_generated_manifest(
+    directory: str | Path, *, by: str, recipe: str, schema: Mapping[str, Any], features: Mapping[str, Any],
+    splits: Mapping[str, Any], files: Mapping[str, Any], **more: Any,
+) -> None:  # fmt: skip
+    """Write the manifest of rows that were generated, not prepared from a log; ``more`` has further keys."""
+    made = {"created_by": by, "stoker_version": __version__, "recipe": recipe, "features": features, "splits": splits}
+    kept = {"schema": schema, "schema_hash": hash_json(schema), "dense_stats": {}, "files": files}
+    write_manifest(directory, {**made, **kept, "sources": [], "quarantined": 0, **more})
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, cast
 
 from stoker.base.checks import build_part, choice, fail, near, positive, read_mapping
 from stoker.base.errors import ConfigError, SchemaError
+from stoker.dataset.manifest import SPLITS
 from stoker.dataset.spec import Feature, Grow
 from stoker.prep.features.base import (
     Derivation,
@@ -39,8 +40,7 @@ FITTED_TRANSFORMS = ("zscore", "minmax")
 FILLS = ("mean", "median")
 OOV_POLICIES = ("reserved", "drop", "error", "grow")
 MISSING_POLICIES = ("oov", "category")
-SPLIT_NAMES = ("train", "valid", "test")
-FILE_TARGETS = (*SPLIT_NAMES, "drop", "halves")
+FILE_TARGETS = (*SPLITS, "drop", "halves")
 RULE_KEYS: dict[str, tuple[str, ...]] = {
     "runs": ("runs",),
     "time": ("train", "valid", "test"),
@@ -296,7 +296,7 @@ class SplitRule:
             fail("split", "train", f"+ valid + test = {said} = {sum(shares):g}, not 1. Give all three")
         if self.rule in ("column", "leave_last_out", "last_touch") and self.column is None:
             fail("split", "column", f"is missing: rule {self.rule!r} needs the column to split by")
-        for key, targets in (("values", (*SPLIT_NAMES, "drop")), ("files", FILE_TARGETS)):
+        for key, targets in (("values", (*SPLITS, "drop")), ("files", FILE_TARGETS)):
             if key in RULE_KEYS[self.rule] and not getattr(self, key):
                 fail("split", key, f"is missing: rule {self.rule!r} needs it")
             for target in getattr(self, key).values():
@@ -693,11 +693,11 @@ def _split_values(text: str) -> dict[str, Any]:
             values.append(round(1 - sum(values), 12))
         if len(values) > 3 or not all(0 <= value <= 1 for value in values) or abs(sum(values) - 1) > 1e-9:
             raise SchemaError("the shares must be from 0 to 1, and sum to 1 in all.")
-        return settings | dict(zip(SPLIT_NAMES, values, strict=True))
+        return settings | dict(zip(SPLITS, values, strict=True))
     if len(values) > 1 or any(value != int(value) for value in values) or (values and not numbers):
         raise SchemaError(f"{word} takes {'one whole' if numbers else 'no'} number.")
     if rule == "column":
-        settings["values"] = {value: value for value in (*SPLIT_NAMES, "drop")}
+        settings["values"] = {value: value for value in (*SPLITS, "drop")}
     if values:
         settings[numbers] = int(values[0])
     return settings

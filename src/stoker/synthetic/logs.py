@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.prep.recipes import draw
+from stoker.prep.recipes import ads, draw, lists
 from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
 METADATA = "item metadata"  # the key of Source.metadata in Source.header
@@ -167,15 +167,13 @@ _AVAZU = {
     "device_type": 5, "device_conn_type": 4, "C14": 2_626, "C15": 8, "C16": 9, "C17": 435, "C18": 4, "C19": 68,
     "C20": 172, "C21": 60,
 }  # fmt: skip
-_AVAZU_HEX = (*(f"{kind}_{part}" for kind in ("site", "app") for part in ("id", "domain", "category")),
-              *("device_id", "device_ip", "device_model"))  # fmt: skip
 
 
 def _avazu(options: Options) -> Source:
     """Return the Avazu CSV with its header: ten days from 2014-10-21, in order of time."""
     log = _click_log(options, [IdColumn(name=n, num_ids=options.sized(size)) for n, size in _AVAZU.items()], [], 0.1698)
     key = draw.key_of(options.seed, "id")
-    keys = {name: draw.key_of(options.world, name, "value") for name in _AVAZU_HEX}
+    keys = {name: draw.key_of(options.world, name, "value") for name in ads.HEX}
 
     def render(start: int, stop: int) -> Part:
         block = log.block(start, stop)
@@ -351,15 +349,11 @@ def _trivago(options: Options) -> Source:
         ]
         return _lines(fields, ",", logits=shown.logits(visible & ~unlisted[:, None] & (counts > 1)[:, None]))
 
-    header = (
-        "user_id,session_id,timestamp,step,action_type,reference,platform,city,device,current_filters,"
-        "impressions,prices"
-    )
     return Source(
         example="trivago.csv",
         files={"": (options.rows, render)},
         task="one shown item of a click-out with two or more candidates and the clicked one among them",
-        header={"": header, METADATA: "item_id,properties"},
+        header={"": ",".join(lists.TRIVAGO), METADATA: "item_id,properties"},
         metadata=(chooser.per_slot * chooser.slots, lambda start, stop: _properties(chooser, start, stop)),
         spoil={"columns": 4, "number": 2, "utf8": 9},
     )

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import parse_count
-from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import describe_file, hash_json, write_counts, write_manifest
+from stoker.dataset.manifest import describe_file, write_counts, write_generated_manifest
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
@@ -108,26 +107,11 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
         features=tuple(column.feature() for column in schema.features),
         num_embeddings={name: size + 1 for name, size in tables.items()},
     )
-    values = schema.to_dict()
-    write_manifest(
-        out,
-        {
-            "created_by": "stoker.synthetic.dataset",
-            "stoker_version": __version__,
-            "recipe": "synthetic",
-            "schema": values,
-            "schema_hash": hash_json(values),
-            "features": spec.to_dict(),
-            "dense_stats": {},
-            "splits": entries,
-            "files": {
-                "counts.safetensors": write_counts(out, counts),
-                "truth.json": describe_file(out / "truth.json"),
-            },
-            "sources": [],
-            "quarantined": 0,
-        },
-    )
+    files = {"counts.safetensors": write_counts(out, counts), "truth.json": describe_file(out / "truth.json")}
+    write_generated_manifest(
+        out, by="stoker.synthetic.dataset", recipe="synthetic", schema=schema.to_dict(), features=spec.to_dict(),
+        splits=entries, files=files,
+    )  # fmt: skip
     return Dataset(out), truth
 
 

@@ -59,19 +59,19 @@ def _criteo(
     )
 
 
-_HEX = (
+HEX = (
     *("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category"),
     *("device_id", "device_ip", "device_model"),
 )
 _INTEGERS = ("C1", "banner_pos", "device_type", "device_conn_type", *(f"C{i}" for i in range(14, 22)))
-_AVAZU = ("C1", "banner_pos", *_HEX, *_INTEGERS[2:])
+_AVAZU = ("C1", "banner_pos", *HEX, *_INTEGERS[2:])
 
 
 def avazu(preset: str = "fae") -> Recipe:
     """Avazu with the hour of the day and 21 categories ("fae"), or with day, hour and 20, without C1 ("elrec")."""
     log = RawInput(
         format=SourceFormat(kind="csv", separator=","),
-        columns={"click": "int", "hour": "int"} | dict.fromkeys(_HEX, "hex") | dict.fromkeys(_INTEGERS, "int"),
+        columns={"click": "int", "hour": "int"} | dict.fromkeys(HEX, "hex") | dict.fromkeys(_INTEGERS, "int"),
         required=("click", "hour"),
         labels=("click",),
     )
@@ -95,7 +95,7 @@ def _avazu(name: str, numbers: Sequence[str], categories: Sequence[str]) -> Sche
         name=f"avazu/{name}",
         label=Label(column="click"),
         dense=dense(numbers, "minmax"),
-        categorical=tuple(CategoricalColumn(name=name, type="hex" if name in _HEX else "int") for name in categories),
+        categorical=tuple(CategoricalColumn(name=name, type="hex" if name in HEX else "int") for name in categories),
         timestamp=Timestamp(column="moment"),
         split=SplitRule(rule="time"),
     )

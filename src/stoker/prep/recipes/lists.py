@@ -16,12 +16,13 @@ import numpy as np
 import polars as pl
 
 from stoker.base.errors import DataError
+from stoker.dataset.manifest import SPLITS
 from stoker.prep import features as f
 from stoker.prep.features.lists import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes import rows as tools
 from stoker.prep.recipes.draw import key_of, uniform
-from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts, categorical, dense
+from stoker.prep.recipes.rows import LOGGED, Histories, Ints, PastCounts, categorical, dense
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 
@@ -30,7 +31,7 @@ _PROPERTIES = 157  # distinct properties in the challenge's item_metadata.csv
 _ENCODED = ("current_filters", "city", "device", "user_id")  # each with the item
 _CATEGORIES = ("user_id", "session_id", "platform", "city", "device")
 _SESSION_TEXTS = (*_CATEGORIES, "current_filters")
-_TRIVAGO = (
+TRIVAGO = (
     *("user_id", "session_id", "timestamp", "step", "action_type", "reference", "platform", "city", "device"),
     *("current_filters", "impressions", "prices"),
 )
@@ -59,7 +60,7 @@ def trivago(preset: str = "raw") -> Recipe:
             ),
             "log": RawInput(
                 format=csv,
-                columns={name: "int" if name in ("timestamp", "step") else "string" for name in _TRIVAGO},
+                columns={name: "int" if name in ("timestamp", "step") else "string" for name in TRIVAGO},
                 required=("user_id", "session_id", "action_type"),
             ),
         },

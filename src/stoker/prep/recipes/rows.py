@@ -12,10 +12,10 @@ from polars import selectors
 from polars.io.plugins import register_io_source
 
 from stoker.base.errors import DataError
+from stoker.dataset.manifest import SPLITS
 from stoker.prep.recipes.draw import integers, key_of, uniform
 from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
-SPLITS = ("train", "valid", "test")
 LOGGED = ("log1p", "zscore")
 _ROUNDS = 64  # how often a negative is drawn before giving up
 

@@ -10,11 +10,12 @@ import numpy as np
 import polars as pl
 
 from stoker.base.errors import DataError
+from stoker.dataset.manifest import SPLITS
 from stoker.prep.features.lists import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes import rows as tools
 from stoker.prep.recipes.draw import bits, integers, key_of
-from stoker.prep.recipes.rows import LOGGED, SPLITS, Histories, Ints, PastCounts, categorical, dense
+from stoker.prep.recipes.rows import LOGGED, Histories, Ints, PastCounts, categorical, dense
 from stoker.prep.schema import Label, Schema, SequenceColumn
 from stoker.prep.source_format import SourceFormat
 

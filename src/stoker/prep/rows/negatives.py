@@ -7,13 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 import polars as pl
 
+from stoker.dataset.manifest import SPLITS
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW
 from stoker.prep.features.learned import LABEL
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.recipes.draw import bits, key_of
 from stoker.prep.recipes.rows import Ints, negatives
-from stoker.prep.schema import SPLIT_NAMES, Negatives
+from stoker.prep.schema import Negatives
 
 ITEM = "__item"  # hash of the column that identifies the item; null where it is missing
 _KEY = "__key"  # the rows with the least keys are in the pool
@@ -47,7 +48,7 @@ class NegativeSampler:
 
     def __init__(self, settings: Negatives, copied: list[str], split: str, blocks: Iterable[pl.DataFrame]) -> None:
         self._settings, self._copied, self._split = settings, copied, split
-        pools = {name: pl.DataFrame() for name in SPLIT_NAMES}
+        pools = {name: pl.DataFrame() for name in SPLITS}
         key, first = key_of(settings.seed, "pool"), True
         for block in blocks:
             rows = block.filter((pl.col(LABEL) > 0.5) & pl.col(ITEM).is_not_null())

@@ -16,7 +16,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import NO_ROOM, hash_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
-from stoker.dataset.manifest import REQUEST
+from stoker.dataset.manifest import REQUEST, SPLITS
 from stoker.dataset.memory import home_of
 from stoker.prep.features.learned import Merge
 from stoker.prep.parse.layout import Layout
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from stoker.prep.like import Like
 
 WORK_VERSION = 13  # raise it when the content of parts changes
-SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # prefix of kept columns while features are computed
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,

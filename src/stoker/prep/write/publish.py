@@ -22,6 +22,7 @@ from stoker.base.files import EDGE, hash_edge
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
+from stoker.dataset.manifest import SPLITS
 from stoker.dataset.rebuild import UnusableInput
 from stoker.dataset.row_files import GroupWriter, group_file, kept_file, kept_writer, write_group_file
 from stoker.dataset.rows import note_checked
@@ -40,7 +41,7 @@ from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
-from stoker.prep.stages.task import SPLITS, Progress, Task
+from stoker.prep.stages.task import Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 
 _FREE = 2**20  # bytes of disk for the manifest and other small files
