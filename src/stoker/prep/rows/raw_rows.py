@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -155,12 +155,7 @@ def _raw_frame(
         )
         for column, kind in raw.columns.items()
     ]  # fmt: skip
-    sources = [
-        Source(
-            number=task.files.index(path), path=path, fields=fields, format=raw.format, name=task.names.get(path, "")
-        )
-        for path in paths
-    ]  # fmt: skip
+    sources = [replace(one, format=raw.format) for one in sources_of(task, fields) if one.path in paths]
     labels = [item for item in fields if item.column in raw.labels]
     blocks = ingest(task, sources, f"raw-{name}", _RawSink(labels), task.limit, total=total)
     done += blocks
