@@ -11,6 +11,8 @@ import torch
 
 import stoker
 from stoker.base.errors import DataError, SchemaError
+from stoker.prep.like import Like
+from stoker.prep.requests import Fitted, RowEncoder
 from stoker.training.files.rundir import RunDirectory
 
 SMALL = {
@@ -65,6 +67,17 @@ def test_ids_are_hashes_that_any_log_has_in_common(data: stoker.Dataset, tmp_pat
     counts = data.counts["items"]  # as if rows came by falling count
     assert (len(counts), int(counts[0]), bool((counts[1:].diff() <= 0).all())) == (150, 0, True)
     data.train.check()
+
+
+def test_rows_in_memory_have_the_raw_ids_of_prepared_ones(data: stoker.Dataset, tmp_path: Path) -> None:
+    """Also where the field is empty, which is a category of column user."""
+    path = log(tmp_path / "b.csv", 100)
+    more = stoker.prepare(like=data, files=path, out=tmp_path / "more").test
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    found, [expected] = encoder.encode(pl.read_csv(path).select(encoder.columns)), more.batches(len(more))
+    assert torch.equal(found.ids, expected.ids)
+    assert found.offsets is not None
+    assert torch.equal(found.offsets, expected.offsets)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ def made(features: list[f.Derivation], rows: pl.DataFrame, new: pl.DataFrame | N
         ([LEAST, LEAST + 1, 5, LEAST + 11, MOST, MOST - 2, 0, 5], pl.Int64),
         ([2**64 - 1, 3, 2**63 + 3, 2**63 + 1, 0, 2**63 - 1, 2**64 - 3], pl.UInt64),
         ([2**60 + 3, 2**60, 2**60 + 1, 2**60 + 1], pl.Int64),
+        ([LEAST, MOST], pl.Int64),
         ([-1.5, 1e300, -math.inf, math.inf, 0.0], pl.Float64),
     ],
 )

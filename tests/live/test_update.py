@@ -237,6 +237,20 @@ def test_a_day_that_comes_too_late_is_noted(tmp_path: Path) -> None:
     assert "before the last row that the model has seen, of 29" in note
 
 
+def test_another_dataset_than_that_of_the_run_is_refused(place: Path) -> None:
+    before = contents(place / "run")
+    other = stoker.prepare(schema(place), place / "logs/day_1.csv", out=place / "other")
+    with pytest.raises(ConfigError, match="another"):
+        stoker.update(place / "run", logs(place, 2), data=other)
+    assert {name: value for name, value in contents(place / "run").items() if name in before} == before
+
+
+def test_rows_of_the_last_moment_are_not_late(place: Path) -> None:
+    last = day(0, 900)["when"].max()
+    day(1).with_columns(pl.lit(last).alias("when")).write_csv(place / "now.csv")
+    assert stoker.update(place / "run", place / "now.csv").notes == []
+
+
 def test_rows_to_predict_go_on_from_the_last_update(place: Path) -> None:
     stoker.update(place / "run", logs(place, 1))
     out = place / "scores.parquet"
@@ -257,7 +271,10 @@ def test_new_ids_get_rows_that_are_copies_of_row_0(place: Path) -> None:
     known = old.embeddings.rows("item")
     follower, fixed = stoker.Follower(run), stoker.Follower(run, old)
     found = stoker.update(run, logs(place, 3), rate=0.0)
-    rows = stoker.load(run).model.embeddings.rows("item")
+    new = stoker.load(run).model
+    rows = new.embeddings.rows("item")
+    for (_, one), (_, other) in zip(old.dense_tensors(), new.dense_tensors(), strict=True):
+        assert torch.equal(one, other)
     assert len(rows) > len(known)
     assert torch.equal(rows[: len(known)], known), "nothing was learned at a rate of 0"
     assert torch.equal(rows[len(known) :], known[:1].expand(len(rows) - len(known), -1))
@@ -360,6 +377,29 @@ def test_rollback_and_the_same_day_again(place: Path) -> None:
         stoker.rollback(run)
 
 
+def test_a_roll_back_goes_to_a_whole_model_of_the_past_alone(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number))
+    with pytest.raises(ConfigError, match="is at update 2, so it cannot go back to update 3"):
+        stoker.rollback(run, 3)
+    file = min((run / "checkpoints/update_000001/tables").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="it was cut short or altered"):
+        stoker.rollback(run, 1)
+    assert find_checkpoint(run).name == "update_000002"
+
+
+def test_lines_of_updates_that_were_taken_back_are_gone(place: Path) -> None:
+    run = place / "run"
+    for number in (1, 2, 3):
+        stoker.update(run, logs(place, number))
+    stoker.rollback(run, 1)
+    stoker.update(run, logs(place, 3))
+    lines = [json.loads(text) for text in (run / "updates.jsonl").read_text().splitlines()]
+    assert [(each["number"], each["logs"][0]["name"]) for each in lines] == [(1, "day_1.csv"), (2, "day_3.csv")]
+
+
 def test_compacting_changes_no_number(place: Path) -> None:
     shutil.copytree(place, place.with_name("other"))
     run, other = place / "run", place.with_name("other") / "run"
@@ -428,6 +468,28 @@ def test_a_follower_has_the_model_of_the_run(place: Path) -> None:
     check(2)
 
 
+def test_a_follower_goes_back_row_by_row(place: Path) -> None:
+    """Where no table became larger, for which the model would be loaded anew."""
+    run = place / "run"
+    stoker.update(run, logs(place, 1), keep_ids=True)
+    follower = stoker.Follower(run)
+    model, before = follower.model, digest(follower.model)
+    stoker.update(run, logs(place, 2), keep_ids=True)
+    file = min((run / "checkpoints/update_000002/tables").iterdir())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        follower.poll()
+    assert digest(model) == before
+    file.write_bytes(whole)
+    assert follower.poll()
+    assert digest(model) == digest(stoker.load(run).model) != before
+    stoker.rollback(run)
+    assert follower.poll()
+    assert follower.model is model
+    assert digest(model) == before
+
+
 def test_a_follower_keeps_its_model_if_an_update_is_damaged(place: Path) -> None:
     follower = stoker.Follower(place / "run")
     before = follower.model.embeddings.rows("item")
@@ -452,6 +514,45 @@ def test_segments_within_an_update_give_the_same_model(place: Path) -> None:
     assert {n: v for n, v in one.items() if n != "manifest.json"} == {
         n: v for n, v in two.items() if n != "manifest.json"
     }
+
+
+def stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a run whose first update was stopped after it wrote a segment of its own."""
+    kept: list[Path] = []
+
+    def save(*given: Any, **settings: Any) -> Path:
+        if kept:
+            raise KeyboardInterrupt
+        kept.append(own(*given, **settings))
+        return kept[0]
+
+    with monkeypatch.context() as patch:
+        own = checkpoint.save
+        patch.setattr(checkpoint, "save", save)
+        with pytest.raises(KeyboardInterrupt, match="the run is as before"):
+            stoker.update(place / "run", logs(place, 1), save_every=2)
+    assert kept[0].name.startswith("update_000001_")
+    return place / "run"
+
+
+def test_a_stopped_update_goes_on_from_its_segment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the rows of new ids that no step has reached yet."""
+    shutil.copytree(place, place.with_name("other"))
+    other = place.with_name("other") / "run"
+    run = stopped(place, monkeypatch)
+    found = stoker.update(run, logs(place, 1), save_every=2)
+    expected = stoker.update(other, logs(place, 1), save_every=2, data=place / "data")
+    assert (found.rows, found.loss) == (300, expected.loss)
+    assert contents(run / "checkpoints") == contents(other / "checkpoints")
+
+
+def test_another_update_takes_nothing_of_a_stopped_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(place, place.with_name("other"))
+    other = place.with_name("other") / "run"
+    run = stopped(place, monkeypatch)
+    for each in (run, other):
+        assert stoker.update(each, logs(place, 2), data=place / "data").number == 1
+    assert contents(run / "checkpoints") == contents(other / "checkpoints")
 
 
 def test_a_directory_is_watched(place: Path) -> None:

@@ -205,6 +205,15 @@ def test_values_out_of_range(make: Any, words: str) -> None:
         make()
 
 
+def test_a_kind_is_that_of_one_class_with_a_rate() -> None:
+    with pytest.raises(ConfigError, match=r"Mine has the kind 'sgd', which is that of stoker\.optim\.rows:SGD"):
+        optim.register_row_optimizer(type("Mine", (optim.SGD,), {}))
+    with pytest.raises(ConfigError, match="Bare has no default_lr"):
+        optim.register_row_optimizer(type("Bare", (optim.RowOptimizer,), {"kind": "bare"}))
+    assert optim.ROW_OPTIMIZERS["sgd"] is optim.SGD
+    assert "bare" not in optim.ROW_OPTIMIZERS
+
+
 def test_a_kind_has_its_own_state() -> None:
     """Setting another optimizer of the same kind keeps the state, another kind starts anew."""
     made, grads = tables(MomentumSGD(lr=0.1)), gradients(8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker import Adam, OneCycle, TrainConfig, optim
+from stoker import Adam, CosineDecay, OneCycle, PolynomialDecay, StepDecay, TrainConfig, optim
 from stoker.base.errors import ConfigError
 
 
@@ -41,6 +41,17 @@ def test_one_cycle_begins_peaks_and_ends_where_it_says():
     assert cycle.factor(100) == cycle.factor(5000) == pytest.approx(1e-5)
     factors = [cycle.factor(step) for step in range(101)]
     assert factors == sorted(factors[:26]) + sorted(factors[26:], reverse=True)
+
+
+def test_decays_begin_after_their_start_and_stay_at_their_end():
+    polynomial = PolynomialDecay(warmup=2, start=3, steps=4, power=1.0, end=0.2)
+    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert [polynomial.factor(step) for step in range(11)] == pytest.approx(expected)
+    cosine = CosineDecay(warmup=2, steps=4, end=0.2)
+    expected = [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]
+    assert [cosine.factor(step) for step in range(8)] == pytest.approx(expected)
+    stairs = StepDecay(warmup=2, every=2, gamma=0.5)
+    assert [stairs.factor(step) for step in range(7)] == [0.5, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_one_cycle_comes_back_from_a_checkpoint():

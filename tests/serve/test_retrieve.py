@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 import stoker
+from stoker.serve import retrieve
 from stoker.serve.items import ITEMS
 from stoker.testing import make_daily_run
 from stoker.training.scores.catalogue import catalogue_of
@@ -69,6 +70,17 @@ def test_the_best_items_are_those_with_the_best_scores(run: Path) -> None:
     alone = [retriever.topk(users[place], k=20).items[0] for place in range(9)]
     assert alone == found.items
     assert retriever.topk(users, k=10**6).scores.shape == (9, len(retriever))
+
+
+def test_items_are_searched_block_by_block(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = log(9).select("user", "age")
+    expected = stoker.Retriever(run).topk(users, k=20)
+    monkeypatch.setattr(retrieve, "_EXACT", 16)  # fewer items than are asked for
+    found = stoker.Retriever(run).topk(users, k=20)
+    assert found.items == expected.items
+    np.testing.assert_array_equal(found.scores, expected.scores)
+    alike = np.ones((40, 2), np.float32)
+    assert retrieve._nearest(alike, alike[0], 20).tolist() == list(range(20)), "among equal items the first"
 
 
 def test_an_export_has_the_items(run: Path, tmp_path: Path) -> None:

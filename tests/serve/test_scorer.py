@@ -139,6 +139,16 @@ def test_window_features_go_on_from_the_state_in_each_request(tmp_path: Path) ->
     assert not scorer.encoder.independent
     for each in pieces(days[1], [1, 17, 150]):
         assert scorer.score(each.drop("bought")).tobytes() == predicted(tmp_path / "run", each).tobytes()
+    requests = [each.drop("bought").to_arrow() for each in pieces(days[1], [1, 17, 150])]
+    for found, rows in zip(scorer.score_together(requests), requests, strict=True):
+        assert found.tobytes() == scorer.score(rows).tobytes(), "requests do not see each other's rows"
+
+
+@pytest.mark.parametrize("values", [[3, None], ["a", None]])
+def test_a_vocabulary_without_values_knows_none(values: list[Any]) -> None:
+    column = pl.Series(values)
+    known = pl.DataFrame({"value": column.clear(), "count": pl.Series([], dtype=pl.Int64)})
+    assert Ids.of(known).find(column).tolist() == [0, 0]
 
 
 def test_texts_of_one_hash_are_told_apart() -> None:

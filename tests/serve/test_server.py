@@ -198,6 +198,15 @@ def test_arrow_streams_are_checked_before_they_are_read(small: Server, body: byt
         assert ask(server, "/score", _texts(0, 1, 2), **kind)[0] == 200
 
 
+def test_a_compressed_dictionary_alone_is_not_read() -> None:
+    whole = _stream({"item": pa.array(["x" * 10**6]).dictionary_encode()}, compression="zstd")
+    schema, dictionary, *_ = pa.ipc.MessageReader.open_stream(whole)
+    assert dictionary.type == "dictionary"
+    body = b"".join(each.serialize().to_pybytes() for each in (schema, dictionary)) + b"\xff\xff\xff\xff" + bytes(4)
+    with pytest.raises(RequestError, match="compressed"):
+        arrow_rows(body, 10_000)
+
+
 def test_damaged_streams_do_not_end_the_process() -> None:
     draw = random.Random(5)
     whole = _stream({
@@ -419,6 +428,10 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
         ):
             found, answer = ask(server, "/retrieve", body)
             assert (found, cause in answer["error"]) == (status, True), answer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stoker.serve.server._ITEMS", 7)
+            found, answer = ask(server, "/retrieve", {"users": [{"user": 1}] * 4, "k": 2})
+            assert (found, "7 items are allowed" in answer["error"]) == (413, True), answer
         server._searching += server.settings.max_waiting
         with pytest.raises(stoker.StokerError, match="256 requests wait already"):
             client.retrieve([{"user": 1}])

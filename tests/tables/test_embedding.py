@@ -207,6 +207,41 @@ def test_several_widths_at_once_equal_the_reference_to_the_bit(jagged, threads, 
         assert torch.equal(expected, got)
 
 
+def test_an_optimizer_of_another_kind_begins_with_its_own_state():
+    """Also where one kernel steps tables of several widths."""
+    tables = [stoker.TableConfig(name=f"t{dim}", num_embeddings=4, embedding_dim=dim) for dim in (4, 8)]
+    found = stoker.EmbeddingTables(tables, optimizer=stoker.SGD(lr=0.1))
+    expected = stoker.EmbeddingTables(tables, optimizer=stoker.Adam(lr=0.1))
+    found.optimizer = expected.optimizer
+    for _ in range(3):
+        for each in (found, expected):
+            each(torch.tensor([[1, 2], [1, 3]])).square().sum().backward()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+
+
+def test_offsets_without_any_entry_are_refused():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=4, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0),
+        include_last_offset=True,
+    )  # fmt: skip
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="offsets have 0 entries"):
+        tables(nothing, nothing)
+
+
+def test_writes_stay_within_their_table():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name=name, num_embeddings=4, embedding_dim=2) for name in "ab"],
+        optimizer=stoker.SGD(lr=1.0),
+    )
+    before = tables.rows("a")
+    for start, count in ((-1, 1), (3, 2), (-4, 4)):
+        with pytest.raises(IndexError, match="do not fit table 'b' of 4 rows"):
+            tables.write("b", start, torch.zeros(count, 2))
+    assert torch.equal(tables.rows("a"), before)
+
+
 def test_one_hot_of_some_features_only():
     configs = [stoker.TableConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4 + 4 * (i % 2)) for i in range(4)]
     tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=1.0))

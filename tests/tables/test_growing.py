@@ -368,6 +368,15 @@ def test_tables_that_are_frozen_in_turn_give_the_rows_of_their_ids_when_staged(p
             assert torch.equal(one, other), seed
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_copies_know_the_raw_ids_that_wait(copied: Any) -> None:
+    made = make(Grow(admit=2))
+    made(torch.tensor([[5]])).sum().backward()
+    other = copied(made)
+    other(torch.tensor([[5]])).sum().backward()
+    assert (5 in other.raw_ids("item").tolist(), 5 in made.raw_ids("item").tolist()) == (True, False)
+
+
 def test_a_gradient_of_a_row_that_has_another_raw_id_now_is_refused() -> None:
     made = make(Grow(), 3)
     first = made(torch.tensor([[1], [2]]))
@@ -516,6 +525,36 @@ def test_a_base_and_segments_are_a_whole_checkpoint(tmp_path: Path) -> None:
     path = stoker.save(tmp_path / "4", other, parent=path)
     assert json.loads((path / "manifest.json").read_text())["tables"][1]["whole"]
     stoker.load(path, other)
+
+
+def test_a_segment_has_the_raw_ids_of_steps_with_times(tmp_path: Path) -> None:
+    """Which changed is told by steps, whatever the unit of the times."""
+    made, other = make(Grow(admit=1)), make(Grow(admit=1))
+    stoker.track_changes(made)
+    path = None
+    for number in (1, 2, 3):
+        made(torch.tensor([[number], [7]]), time=10**9 + number).sum().backward()
+        path = stoker.save(tmp_path / str(number), made, parent=path)
+    assert path is not None
+    stoker.load(path, other)
+    assert other.raw_ids("item").tolist() == made.raw_ids("item").tolist()
+    assert torch.equal(other.rows("item"), made.rows("item"))
+    last = json.loads((path / "manifest.json").read_text())["tables"][0]["raw_ids"]
+    assert [load_file(path / file)["entries"][:, 1].tolist() for file in last] == [[7, 3]]
+
+
+def test_raw_ids_of_before_a_load_are_not_in_a_segment_after_it(tmp_path: Path) -> None:
+    fresh, made, other = (make(Grow(admit=1)) for _ in range(3))
+    stoker.track_changes(made)
+    made(torch.tensor([[5], [6], [7]])).sum().backward()
+    path = stoker.save(tmp_path / "a", made)
+    made.load_state_dict(fresh.state_dict())
+    made(torch.tensor([[8]])).sum().backward()
+    path = stoker.save(tmp_path / "b", made, parent=path)
+    for _ in range(2):
+        stoker.load(path, other)
+        assert other.raw_ids("item").tolist() == made.raw_ids("item").tolist() == [0, 8, *[0] * 18]
+        join(path)
 
 
 def test_a_model_is_built_again_from_its_checkpoint(tmp_path: Path) -> None:

@@ -70,6 +70,23 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
     assert not staging_threads()
 
 
+def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(monkeypatch):
+    tables, expected = build(Cached(slots=60)), build()
+    for each in (tables, expected):
+        train(each, batches(3))
+    storage = tables.groups[0].storage
+    store = storage.home.store
+
+    def failing(*given):
+        raise HomeError("the disk is full")
+
+    monkeypatch.setattr(storage.home, "store", failing)
+    with pytest.raises(HomeError, match="full"):
+        tables.rows("t")
+    monkeypatch.setattr(storage.home, "store", store)
+    assert torch.equal(tables.rows("t"), expected.rows("t"))
+
+
 def test_a_home_file_that_shrank_is_noticed(tmp_path):
     tables = build(Cached(slots=40, home="file", path=str(tmp_path)))
     train(tables, batches(20))

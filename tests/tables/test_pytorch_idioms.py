@@ -328,6 +328,21 @@ def test_a_state_without_optimizer_state_gives_its_weights() -> None:
         tables.load_state_dict(bags.state_dict())
 
 
+def test_a_state_of_some_tables_leaves_the_others() -> None:
+    tables = [stoker.TableConfig(name=name, num_embeddings=4, embedding_dim=2) for name in "ab"]
+    one, other = (stoker.EmbeddingTables(tables, optimizer=stoker.Adagrad(lr=0.1), seed=seed) for seed in (0, 1))
+    one(torch.tensor([[1, 2]])).sum().backward()
+    state, before = {k: v for k, v in one.state_dict().items() if not k.startswith("b.")}, other.rows("b")
+    del state["tick"]
+    found = other.load_state_dict(state, strict=False)
+    assert sorted(found.missing_keys) == ["b.sum", "b.weight", "tick"]
+    assert torch.equal(other.rows("a"), one.rows("a"))
+    assert torch.equal(other.rows("b"), before)
+    assert other.tick == 0
+    with pytest.raises(RuntimeError, match=r"Missing key.*tick"):
+        other.load_state_dict({name: value for name, value in one.state_dict().items() if name != "tick"})
+
+
 @pytest.mark.parametrize("placement", [None, stoker.Cached(slots=4), stoker.Mapped()])
 def test_state_of_another_shape_is_refused(placement: Any) -> None:
     """It would be broadcast where a table has as many rows as columns."""
@@ -551,6 +566,36 @@ def test_clipping_a_norm_that_is_not_finite_is_as_for_parameters(bad: float) -> 
     torch.testing.assert_close(tables.rows("t")[used], bags.bag.weight.detach()[used], equal_nan=True)
 
 
+def test_a_gradient_that_is_infinite_may_be_multiplied() -> None:
+    """A loop that divides gradients by the number of ranks does so before it looks at them."""
+    tables = made()
+    rows = tables.as_optimizer()
+    tables(torch.tensor([[1, 2]])).sum().mul(math.inf).backward()
+    tables.handle.grad.div_(2.0)
+    rows.step()
+    assert not tables.rows("t")[[1, 2]].isfinite().any()
+
+
+def test_a_gradient_that_became_nan_is_dropped_with_the_error() -> None:
+    tables = made()
+    rows, before = tables.as_optimizer(), tables.rows("t")
+    tables(torch.tensor([[1, 2]])).sum().backward()
+    tables.handle.grad.fill_(math.nan)
+    with pytest.raises(stoker.ConfigError, match="became NaN after backward"):
+        rows.step()
+    rows.step()
+    assert torch.equal(tables.rows("t"), before)
+
+
+def test_a_backward_to_frozen_tables_alone_is_no_step() -> None:
+    tables = [stoker.TableConfig(name=f"t{dim}", num_embeddings=4, embedding_dim=dim) for dim in (2, 3)]
+    for made_of in (tables[:1], tables):
+        found = stoker.EmbeddingTables(made_of, optimizer=stoker.Adam(lr=0.1))
+        found.freeze()
+        found(torch.zeros(2, len(made_of), dtype=torch.int64)).sum().backward()
+        assert found.tick == 0
+
+
 def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo.compiled_autograd as compiled
 
@@ -715,6 +760,8 @@ def test_steps_are_counted_for_frozen_groups_too() -> None:
 def test_ids_on_another_device_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ids are on meta, but the tables on cpu. Move"):
         made()(torch.zeros(2, FEATURES, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match=r"weights are on meta, but ids on cpu. Move"):
+        made()(torch.zeros(2, FEATURES, dtype=torch.int64), weights=torch.ones(2, FEATURES, device="meta"))
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from campaigns import scaled
@@ -18,6 +19,7 @@ from stoker.base.errors import ConfigError
 from stoker.ops import lamb
 from stoker.ops.lamb import squares
 from stoker.tables import group as layers
+from stoker.tables.storage import Rows
 
 UNIT = Fraction(1, 2**80)
 
@@ -36,6 +38,28 @@ def tables_of(optimizer: LAMB, backend: str = "auto", placement: object = None) 
         TableConfig(name="b", num_embeddings=4, embedding_dim=5, features=("h",), init_scale=0.0),
     ]
     return EmbeddingTables(tables, optimizer=optimizer, backend=backend, placement=placement)  # type: ignore[arg-type]
+
+
+def test_the_norm_of_a_table_is_that_of_rows_that_were_replaced():
+    """By a write, by a follower's scatter or by an average of copies."""
+    ids, values = torch.tensor([[0, 1, 2]]), torch.full((3, 5), 7.0)
+    found = []
+    for how in ("write", "scatter", "replace"):
+        tables = tables_of(LAMB(lr=0.1, max_trust=None))
+        tables(ids).sum().backward()
+        [(_, rows)] = tables.read("a", 9)
+        new = Rows(values, {name: state[3:6].clone() for name, state in rows.state.items()})
+        group = tables.group_of["a"]
+        if how == "write":
+            tables.write("a", 3, new)
+        elif how == "scatter":
+            group.scatter("a", np.arange(3, 6), new)
+        else:
+            group.replace(torch.arange(3, 6), new)
+        tables(ids).sum().backward()
+        found.append(tables.rows("a"))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])

@@ -13,12 +13,14 @@ import torch
 from campaigns import EFFORT, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranked import on_threads
 from torch import Tensor
 
 from stoker import Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, TensorTrain, optim
 from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 from stoker.ops.tree import Shards, nodes_of, shard_bounds, shards_of
+from stoker.tables import Ranks
 from stoker.tables.lookups import Lookups
 from stoker.tables.shards import ShardSums, joined_sums, shard_sums
 
@@ -284,3 +286,12 @@ def test_lookups_keep_their_shards_on_the_way_to_the_host():
     far = SimpleNamespace(device=SimpleNamespace(type="cuda"), cpu=lambda: ids)
     found = Bags(far, distinct=True, shards=Shards.of(2, 2)).cpu()  # type: ignore[arg-type]
     assert found == Bags(ids, distinct=True, shards=Shards.of(2, 2))
+
+
+def test_each_rank_needs_a_shard() -> None:
+    def work(ranks: Ranks) -> None:
+        table = TableConfig(name="t", num_embeddings=4, embedding_dim=2)
+        with pytest.raises(ConfigError, match="3 ranks need as many logical shards"):
+            EmbeddingTables([table], optimizer=optim.SGD(lr=0.1), shards=2).replicate(ranks)
+
+    on_threads(3, work)

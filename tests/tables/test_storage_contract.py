@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from placed import Pairs
@@ -103,6 +104,22 @@ def test_partial_writes_leave_other_rows_alone(make):
     assert torch.equal(storage.read(0, 20).weight, everything.weight[:20])
     assert torch.equal(storage.read(25, 50).weight, everything.weight[25:])
     assert torch.equal(storage.read(20, 25).weight, random_rows(5, 4, torch.float32, 2).weight)
+
+
+def test_rows_that_are_written_while_they_are_in_use_are_seen_at_once(make):
+    storage: Storage = make(50, 4, torch.float32)
+    space = make_space(["t"], [50], [["t"]], ["t"])
+    bags = Bags(torch.tensor([[3], [20], [21]]))
+    storage.acquire(bags, space).release(changed=False)
+    new = random_rows(5, 4, torch.float32, 2)
+    storage.write(18, new)
+    lease = storage.acquire(bags, space)
+    assert torch.equal(storage.slots[lease.bags.ids[1:, 0].long()].weight, new.weight[2:4])
+    lease.release(changed=False)
+    storage.scatter(np.array([3, 19, 21]), new[:3])
+    lease = storage.acquire(bags, space)
+    assert torch.equal(storage.slots[lease.bags.ids[:, 0].long()].weight, new.weight[[0, 2, 2]])
+    lease.release(changed=False)
 
 
 def test_state_starts_at_zero_and_bytes_are_counted(make):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import DLRM
 from stoker.testing import make_dataset
-from stoker.training.files import checkpoint
+from stoker.training.files import checkpoint, loading
 
 SPEC = FeatureSpec.from_sizes(2, [40, 7, 300])
 OPTIMIZERS = {
@@ -273,6 +274,46 @@ def test_stream_position_travels(tmp_path: Path) -> None:
         stoker.load(tmp_path / "b", model, stream=again)
     with pytest.raises(CheckpointError, match="without a dense optimizer"):
         stoker.load(tmp_path / "b", model, torch.optim.Adam(model.dense_parameters()))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_model_that_is_not_finite_is_not_written(tmp_path: Path, bad: float) -> None:
+    model = build()
+    model.embeddings.write("C3", 5, torch.full((1, 4), bad))
+    with pytest.raises(checkpoint.NotFiniteError, match="table 'C3' is no longer finite"):
+        stoker.save(tmp_path / "a", model, require_finite=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_a_checkpoint_lacks_begin_as_row_0_without_state(tmp_path: Path) -> None:
+    model, first = build(), batch(0)
+    first.ids[0] = 0
+    dense = torch.optim.Adam(model.dense_parameters(), lr=0.01)
+    model.loss(first).backward()
+    dense.step()
+    saved = stoker.save(tmp_path / "a", model, dense)
+    larger = DLRM(FeatureSpec.from_sizes(2, [40, 7, 310]), optimizer=OPTIMIZERS["adam"], embedding_dim=4, bottom=(4,),
+                  top=(5,), backend="reference")  # fmt: skip
+    stoker.track_changes(larger)
+    loading.load_larger(saved, larger, torch.optim.Adam(larger.dense_parameters(), lr=0.01))
+    [(_, own)], [(_, known)] = (each.embeddings.read("C3", 310) for each in (larger, model))
+    for one, other in zip(own.tensors, known.tensors, strict=True):
+        assert torch.equal(one[:300], other)
+    assert known.state["exp_avg_sq"][0].any(), "row 0 was trained"
+    assert torch.equal(own.weight[300:], known.weight[:1].expand(10, -1))
+    assert not any(state[300:].any() for state in own.state.values())
+    assert larger.embeddings.changes.rows("C3").tolist() == list(range(300, 310))
+
+
+def test_files_of_another_checkpoint_than_the_manifest_that_was_read_are_refused(saved: Path) -> None:
+    manifest = checkpoint.read_manifest(saved)
+    with checkpoint.reading(saved, manifest):
+        pass
+    with (
+        pytest.raises(CheckpointError, match="was replaced while it was read"),
+        checkpoint.reading(saved, {**manifest, "step": 0}),
+    ):
+        pass
 
 
 def test_a_segment_does_not_replace_what_it_needs(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from stoker.training.files.logs import RunLog
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.progress import SaveTimer
 from stoker.training.scores.evaluation import check_dataset
+from stoker.training.tools.compare import compare
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
@@ -420,6 +421,31 @@ def test_resuming_refuses_what_would_change_the_numbers(data: Dataset, tmp_path:
     same_shape = make_dataset(tmp_path / "same", rows=4000, sequence={1: 4}, seed=1)
     with pytest.raises(StokerError, match="other rows"):
         stoker.train(same_shape, resume=tmp_path / "run", display="quiet")
+
+
+def test_a_schedule_that_is_stretched_by_a_longer_run_is_said(data: Dataset, tmp_path: Path, capsys: Any) -> None:
+    for schedule, said in (("linear", True), ("constant", False)):
+        run = tmp_path / schedule
+        stoker.train(data, out=run, steps=5, schedule=schedule, **SMALL)
+        stoker.train(resume=run, steps=5, display="quiet")
+        assert json.loads((run / "config.json").read_text())["lengths"] == [5]
+        capsys.readouterr()
+        stoker.train(resume=run, steps=8, display="plain")
+        shown = capsys.readouterr()
+        assert ("the schedule linear was for 5 steps and is now for 8" in shown.out + shown.err) == said
+        assert json.loads((run / "config.json").read_text())["lengths"] == [5, 8]
+    notes = compare(tmp_path / "linear", tmp_path / "constant").notes
+    assert any("linear was resumed with another length (5, 8 steps)" in note for note in notes)
+
+
+def test_a_run_whose_newest_manifest_is_lost_is_not_taken_for_an_earlier_one(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", steps=8, save_every=4, keep_last=2, eval_every=4, **SMALL)
+    run = RunDirectory(tmp_path / "run")
+    assert run.steps() == [4, 8]
+    (run.checkpoint(8) / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step_000000008.* It says which checkpoint is the best.*step_000000004"):
+        stoker.load(tmp_path / "run")
+    assert stoker.load(run.checkpoint(4)).step == 4
 
 
 def test_datasets_fitted_to_other_rows_are_refused(tmp_path: Path) -> None:

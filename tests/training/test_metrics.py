@@ -75,6 +75,13 @@ def test_counting_in_bins_stays_within_the_error_it_reports(rows: list[tuple[flo
         assert exact["auc_error"] == 0
 
 
+def test_as_many_rows_as_may_be_kept_are_exact() -> None:
+    logits, labels = torch.tensor([1.0, 1.0 + 2.0**-20, 0.0]), torch.tensor([0.0, 1.0, 1.0])
+    exact, binned = stream(logits, labels, [], exact_rows=3), stream(logits, labels, [], exact_rows=2)
+    assert (exact["auc"], exact["auc_error"]) == (0.5, 0.0)
+    assert binned["auc_error"] > 0.0, "two scores are in one bin"
+
+
 def test_binned_auc_of_many_rows_is_close() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200_000, generator=generator)

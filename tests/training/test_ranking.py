@@ -97,6 +97,13 @@ def test_a_constant_score_earns_the_worst_place() -> None:
     assert (found["mrr"], found["ndcg"], found["hr"], found["group_auc"]) == (0.1, 0.0, 0.0, 0.5)
 
 
+def test_logits_that_were_infinite_in_one_batch_leave_the_metrics_undefined() -> None:
+    metrics = RankingMetrics()
+    for value in (math.inf, 1.0):
+        metrics.update(torch.tensor([value, 0.0]), torch.tensor([1.0, 0.0]), np.array([1, 1]))
+    assert math.isnan(metrics.compute()["mrr"])
+
+
 def test_undefined_metrics() -> None:
     empty = RankingMetrics().compute()
     assert all(math.isnan(empty[name]) for name in metrics.RANKING)

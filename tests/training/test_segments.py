@@ -196,6 +196,30 @@ def test_single_rows_can_be_read_from_a_chain(tmp_path: Path) -> None:
     assert saved.changed(2).tolist() == last.tolist()
 
 
+def test_each_row_of_a_chain_can_be_read_alone(tmp_path: Path) -> None:
+    """Also the first and the last row of a file of a segment."""
+    run = Training(tmp_path)
+    for _ in range(2):
+        run.train(1)
+        run.save(80)
+    links = checkpoint.chain(run.paths[-1])
+    saved = SavedTable(links, next(each for each in links[-1].manifest["tables"] if each["name"] == "C3"))
+    mine = run.model.embeddings.rows("C3")
+    assert all(torch.equal(saved.read(row, row + 1).weight, mine[row : row + 1]) for row in range(300))
+
+
+def test_a_row_that_is_in_no_file_is_named(tmp_path: Path) -> None:
+    """Of a segment that made a table larger, but lacks some of the new rows."""
+    run = Training(tmp_path)
+    run.train(1)
+    links = checkpoint.chain(run.save())
+    entry = next(each for each in links[-1].manifest["tables"] if each["name"] == "C3")
+    larger = SavedTable(links, {**entry, "num_embeddings": 310})
+    assert len(larger.read(290, 300).weight) == 10
+    with pytest.raises(CheckpointError, match="s1 has no row 300 of table 'C3'"):
+        larger.read(290, 310)
+
+
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_scattered_rows_read_back(tmp_path: Path, place: str) -> None:
     model = build(placement=PLACEMENTS[place])

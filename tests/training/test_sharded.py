@@ -386,6 +386,19 @@ def test_a_share_has_the_time_of_its_batch() -> None:
         assert (len(share), share.time) == (4, 77)
 
 
+def test_a_share_has_the_weights_of_its_examples() -> None:
+    """One for each id, of several features, in bags or not."""
+    ids, weights = torch.arange(16).view(8, 2), torch.rand(16)
+    offsets = torch.arange(17)
+    for batch in (
+        Batch(dense=torch.rand(8, 1), ids=ids, weights=weights),
+        Batch(dense=torch.rand(8, 1), ids=ids.view(-1), weights=weights, offsets=offsets),
+    ):
+        for rank, share in enumerate(on_threads(2, lambda ranks, whole=batch: share_of(whole, ranks, 4))):
+            assert share.ids.reshape(-1).tolist() == list(range(8 * rank, 8 * rank + 8))
+            assert torch.equal(share.weights, weights[8 * rank : 8 * rank + 8])
+
+
 def test_a_rank_whose_copies_are_averaged_steps_as_if_its_examples_were_the_batch() -> None:
     spec = stoker.FeatureSpec.from_sizes(2, [30, 20])
     ids = torch.randint(0, 20, (16, 2), generator=torch.Generator().manual_seed(0))

@@ -39,7 +39,7 @@ _WIDTH = 64  # of a curve: it fits a terminal of 80
 def train(
     dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote, or a raw log.")] = None,
     out: Path | None = option("Run", "New run directory, or a URL."),
-    resume: Path | None = option("Run", "Run directory or URL to continue. The result is the same to the bit."),
+    resume: Path | None = option("Run", "Run directory or URL to continue, to the bit."),
     batch_size: str | None = option(
         "Optimization",
         "Examples, or auto: doubled from the base batch size while that is faster. (default: 64 to 2048, by the rows)",

@@ -26,11 +26,20 @@ from stoker.optim import Constant
 from stoker.tables import Ranks
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, finish, open_run, restore
+from stoker.training.ends import (
+    Outputs,
+    Start,
+    TrainArguments,
+    TrainResult,
+    finish,
+    lengths_of,
+    open_run,
+    restore,
+)
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
-from stoker.training.notes import chosen, explain, facts, undefined, without_effect
+from stoker.training.notes import chosen, explain, facts, stretched, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
 from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
@@ -142,6 +151,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
     screen = Display() if not first else make_display(display) if isinstance(display, str) else display
     with screen as shown, run.locked():
         if resume is not None:
+            values["lengths"] = lengths_of(run, len(stream), total)
             progress = restore(run, data, replica, stream, shown)
             run.write("config.json", values)
         again = progress.step < total and progress.loss_count > 0  # the next training record repeats the last one
@@ -163,7 +173,8 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
                 shown.note("this processor has no bfloat16 arithmetic: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
-            for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed]), *ignored):
+            longer = stretched(config, values.get("lengths", ()))
+            for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed, longer]), *ignored):
                 shown.note(note)
             try:
                 fit(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -87,6 +87,18 @@ def without_effect(
             f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
             f"{total:,}: the decay does not end within the run"
         )
+
+
+def stretched(config: TrainConfig, lengths: Sequence[int]) -> str | None:
+    """Say that a run was resumed with another length, by which its schedule changed; None if it was not."""
+    if len(lengths) < 2 or config.schedule == "constant" or config.decay_steps is not None:
+        return None
+    before, now = lengths[-2:]
+    return (
+        f"the schedule {config.schedule} was for {before:,} steps and is now for {now:,}, so rates change at once and "
+        f"the result is not that of one run of {now:,} steps. For runs that may go on, give decay steps or a constant "
+        "schedule at their start"
+    )
 
 
 def ignored(config: TrainConfig, *names: str) -> str:

@@ -354,12 +354,20 @@ def trained(run: RunDirectory) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path = run.path
+    path, steps = run.path, run.steps()
+    if len(steps) > 1:
+        newest = run.checkpoint(steps[-1])
+        try:
+            ckpt.read_manifest(newest)  # without it, the best checkpoint of an earlier time would be taken
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} It says which checkpoint is the best. {whole_checkpoints(newest)}"
+            ) from error
     if best := run.best():
         return best
-    newest, problems = run.newest_whole()
-    if newest is not None:
-        return newest
+    whole, problems = run.newest_whole()
+    if whole is not None:
+        return whole
     if problems:
         raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
     raise CheckpointError(f"{path} has no checkpoint yet. Continue it with: stoker train --resume {quoted(path)}")

@@ -238,6 +238,8 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
         notes.append(
             f"{name} was resumed (step {step:,}): its test figures are from its earlier end, at step {report['step']:,}"
         )
+    if len(lengths := directory.read("config.json").get("lengths", ())) > 1:
+        notes.append(f"{name} was resumed with another length ({', '.join(f'{each:,}' for each in lengths)} steps)")
     best = max(valid, key=lambda record: merit(record, metric), default=None)
     if finished and report["valid"]:
         best = {"step": report["best_step"], **report["valid"]}
