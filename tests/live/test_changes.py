@@ -22,10 +22,10 @@ def test_a_known_beginning_is_found(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"abc")
     size, digest, found = _hash(path, {})
-    assert (size, found) == (3, [])
+    assert (size, found) == (3, {})
     path.write_bytes(b"abcdef")
-    assert _hash(path, {3: digest, 4: digest, 9: digest})[2] == [3]
-    assert _hash(path, {0: _hash(Path("/dev/null"), {})[1]})[2] == [], "an empty log is the beginning of all"
+    assert _hash(path, {3: {digest: "a"}, 4: {digest: "b"}, 9: {digest: "c"}})[2] == {3: "a"}
+    assert _hash(path, {0: {_hash(Path("/dev/null"), {})[1]: "a"}})[2] == {}, "an empty log is the beginning of all"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": "../../elsewhere"}'])

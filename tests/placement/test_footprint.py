@@ -68,7 +68,8 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, epoc
         tables(batch.ids).sum().backward()
         held = (residency._slots, residency._empty, residency._directory, residency._tree)
         waiting = [(r.wanted.rows, r.wanted.which.numpy(), r.bags.ids.numpy()) for r in storage._queues[-1]._waiting]
-        ordered = ordered or residency.wanted > slots  # a heap whose memory is there from when it is touched
+        announced = {row for rows, *_ in waiting for row in rows.tolist()}
+        ordered = ordered or len(announced) > slots  # a heap whose memory is there from when it is touched
         now = {
             "page_table": sum(array.nbytes for array in held) + ordered * residency._heap.nbytes,
             "window": residency._ring.nbytes + sum(array.nbytes for one in waiting for array in one),

@@ -617,6 +617,40 @@ def test_clipping_by_value_is_refused() -> None:
         rows.step()
 
 
+@pytest.mark.parametrize("key", ["weight_decay", "betas", "momentum", "maximize"])
+def test_settings_in_param_groups_that_rows_do_not_read_are_refused(key: str) -> None:
+    tables = made()
+    rows = tables.as_optimizer()
+    rows.param_groups[0] |= {"initial_lr": 0.1, "name": "rows"}  # as schedulers and loops add
+    loss_of(tables(batches(1)[0]), 0).backward()
+    rows.step()
+    rows.param_groups[0][key] = 0.5
+    loss_of(tables(batches(1)[0]), 0).backward()
+    with pytest.raises(stoker.ConfigError, match=f"has {key}, which rows do not read: only lr counts there"):
+        rows.step()
+
+
+def test_accumulation_by_a_closure_is_refused() -> None:
+    """As by Lightning, where the last of several backwards runs inside the step."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    first, *others = batches(6)
+
+    def closure(ids: torch.Tensor, clear: bool) -> torch.Tensor:
+        if clear:
+            optimizer.zero_grad()
+        loss = head(tables(ids).flatten(1)).sum()
+        loss.backward()
+        return loss
+
+    for ids in others:  # one backward for each step
+        optimizer.step(lambda ids=ids: closure(ids, True))
+    closure(first, True)
+    with pytest.raises(stoker.ConfigError, match=r"SGD steps once for 2 backwards.*accumulate"):
+        optimizer.step(lambda: closure(first, False))
+    optimizer.step(lambda: closure(first, True))
+
+
 def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
     tables, head = made(), nn.Linear(FEATURES * DIM, 1)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
 
@@ -39,6 +39,19 @@ _OTHERS = (
 )
 _MARK_READ = torch.tensor(_MARK).item()
 _NOTHING = nullcontext()
+#: Settings of torch's optimizers, which loops change in ``param_groups``.
+_UNREAD = {
+    "weight_decay",
+    "betas",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "eps",
+    "amsgrad",
+    "maximize",
+    "alpha",
+    "lr_decay",
+}
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
 _hook: Any = None
@@ -120,6 +133,7 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
+        self._before_closure = 0  # those before a step of an optimizer that has begun
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -375,7 +389,9 @@ class RowSteps:
             if not self._watched:  # reading the set at each step would take longer than all other checks
                 self._watched = True
                 _watched.add(self)
-                _hook = _hook or register_optimizer_step_pre_hook(_before_step)
+                _hook = _hook or [
+                    register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
+                ]  # fmt: skip
             if not self.deferred:
                 self._check_mark()
 
@@ -415,6 +431,7 @@ class RowSteps:
         ``latest`` finds the number of the last backward in this process.
         """
         count, self.since_optimizer = self.since_optimizer, 0
+        self._before_closure = count
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
@@ -431,19 +448,29 @@ class RowSteps:
         # If another model's backward came last, this optimizer is not for these rows.
         if count < 2 or self.latest != latest():
             return
-        # A backward that adds to a gradient changes it in place; one that creates it does not.
-        added = any(
-            p.grad is not None and p.grad._version > 0
-            for g in optimizer.param_groups
-            for p in g["params"]
-            if p is not handle
+        if isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
+            raise self._once_for(optimizer, count)
+        self._check_added(optimizer, count)
+
+    def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise the same error if a backward inside a step, of its closure, added to one before it."""
+        before, self._before_closure = self._before_closure, 0
+        if before and self.since_optimizer and self.checked and not self.deferred and self.trained is not None:
+            self._check_added(optimizer, before + self.since_optimizer)
+
+    def _check_added(self, optimizer: torch.optim.Optimizer, count: int) -> None:
+        """Raise an error if a backward has added to a gradient, which changes it in place."""
+        handle = self.trained.handle
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            if p is not handle and p.grad is not None and p.grad._version > 0:
+                raise self._once_for(optimizer, count)
+
+    def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
+        return ConfigError(
+            f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a step in "
+            f"each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. If each backward is "
+            "meant to be a step of the rows, say so: tables.step_each_backward()."
         )
-        if added or isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
-            raise ConfigError(
-                f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a "
-                f"step in each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. "
-                "If each backward is meant to be a step of the rows, say so: tables.step_each_backward()."
-            )
 
     def _check_scaler(self) -> None:
         """Raise an error if rows would step by scaled gradients."""
@@ -493,15 +520,24 @@ def _enabled_scaler() -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not isinstance(optimizer, TableOptimizer):
-        found, errors = cache(_latest_backward), list[ConfigError]()
-        for steps in list(_watched):  # all, so that none keeps a count of steps before an error
-            try:
-                steps.check_optimizer(optimizer, found)
-            except ConfigError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+    found = cache(_latest_backward)
+    _check_all(optimizer, lambda steps: steps.check_optimizer(optimizer, found))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _check_all(optimizer, lambda steps: steps.check_closure(optimizer))
+
+
+def _check_all(optimizer: torch.optim.Optimizer, check: Callable[[RowSteps], None]) -> None:
+    """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
+    errors: list[ConfigError] = []
+    for steps in list(_watched) if not isinstance(optimizer, TableOptimizer) else ():
+        try:
+            check(steps)
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _latest_backward() -> int:
@@ -555,6 +591,12 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def hand_lr_over(self) -> None:
         """Copy the learning rate, which a scheduler may have set, to the tables."""
+        if unread := _UNREAD & self.param_groups[0].keys():
+            raise ConfigError(
+                f"param_groups of {self._row_steps.name} has {', '.join(sorted(unread))}, which rows do not read: only "
+                "lr counts there. Give other settings to the row optimizer when the tables are made, such as "
+                "stoker.AdamW(weight_decay=0.01)."
+            )
         trained, rate = self._row_steps.trained, float(self.param_groups[0]["lr"])
         if rate != trained.optimizer.lr:
             trained.lr = rate
