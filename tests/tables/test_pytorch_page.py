@@ -140,7 +140,6 @@ def test_a_closure_that_calls_backward_many_times_is_refused() -> None:
         loss.backward()
         return loss.item()
 
-    optimizer.step(closure)
     with pytest.raises(stoker.ConfigError, match=r"LBFGS steps once for .* backwards"):
         optimizer.step(closure)
     rows, before = model.tables.as_optimizer(), model.rows()

@@ -448,15 +448,18 @@ class RowSteps:
         # If another model's backward came last, this optimizer is not for these rows.
         if count < 2 or self.latest != latest():
             return
-        if isinstance(optimizer, torch.optim.LBFGS):  # its closure calls backward many times a step
-            raise self._once_for(optimizer, count)
         self._check_added(optimizer, count)
 
     def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise the same error if a backward inside a step, of its closure, added to one before it."""
-        before, self._before_closure = self._before_closure, 0
-        if before and self.since_optimizer and self.checked and not self.deferred and self.trained is not None:
-            self._check_added(optimizer, before + self.since_optimizer)
+        before, inside = self._before_closure, self.since_optimizer
+        self._before_closure = self.since_optimizer = 0
+        if not inside or not self.checked or self.deferred or self.trained is None:
+            return
+        if isinstance(optimizer, torch.optim.LBFGS) and inside > 1:  # it looks for the best step
+            raise self._once_for(optimizer, before + inside)
+        if before:
+            self._check_added(optimizer, before + inside)
 
     def _check_added(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         """Raise an error if a backward has added to a gradient, which changes it in place."""
