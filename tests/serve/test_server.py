@@ -156,7 +156,7 @@ def test_what_cannot_be_scored_is_refused_with_its_cause(
 
 @pytest.fixture(scope="module")
 def small(shop: tuple[Path, Any]) -> Iterator[Server]:
-    with served(stoker.Scorer(shop[0]), max_body=1000, read_timeout=0.3) as server:
+    with served(stoker.Scorer(shop[0]), max_body="1kB", read_timeout=0.3) as server:
         yield server
 
 
@@ -456,6 +456,12 @@ def test_the_collector_skips_what_a_server_has_loaded(shop: tuple[Path, Any], mo
     finally:
         gc.unfreeze()
     assert (ran.exit_code, found) == (0, [(True, True)]), ran.output
+
+
+def test_the_limit_of_a_body_may_have_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    ran = CliRunner().invoke(app, ["serve", str(tmp_path), "--max-body", "1MiB"])
+    assert "is neither a checkpoint nor a run" in str(ran.exception), ran.output
 
 
 @pytest.mark.slow

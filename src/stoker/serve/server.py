@@ -26,6 +26,7 @@ import pyarrow as pa
 from aiohttp import web
 
 from stoker.base.errors import StokerError, require
+from stoker.base.units import parse_size
 from stoker.prep.parse.json_lines import parsed
 from stoker.serve.background import give_way
 from stoker.serve.bodies import RequestError, arrow_rows
@@ -91,6 +92,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.listening = listening
         self.scorer, self.settings, self.retriever = scorer, settings or ServeSettings(), retriever
+        self._max_body = parse_size(self.settings.max_body)
         self.figures = _Figures()
         self.problem = ""  # why updates cannot be followed at the moment
         self.port = self.settings.port  # after :meth:`running` began, the one that the system chose for 0
@@ -106,7 +108,7 @@ class Server:
 
     def application(self) -> web.Application:
         """Return the routes."""
-        app = web.Application(client_max_size=self.settings.max_body, middlewares=[self._answered])
+        app = web.Application(client_max_size=self._max_body, middlewares=[self._answered])
         app.router.add_post("/score", self._score)
         app.router.add_post("/topk", self._topk)
         app.router.add_post("/retrieve", self._retrieve)
@@ -171,7 +173,7 @@ class Server:
         return response
 
     async def _body(self, request: web.Request) -> bytes:
-        limit = self.settings.max_body
+        limit = self._max_body
         if coding := request.headers.get("Content-Encoding"):
             raise RequestError(415, f"the body is encoded as {coding[:20]!r}. Send it as it is.")
         if (request.content_length or 0) > limit:
@@ -203,7 +205,7 @@ class Server:
 
     async def _score(self, request: web.Request) -> web.Response:
         if request.content_type == ARROW:
-            rows: Rows = await self._read(arrow_rows, await self._body(request), self.settings.max_body)
+            rows: Rows = await self._read(arrow_rows, await self._body(request), self._max_body)
         else:
             rows = _objects((await self._json(request, ["rows"]))["rows"], "rows")
         scores, version = await self._scores(rows)

@@ -24,6 +24,6 @@ class ServeSettings(Settings, panel="Server"):
         "off", "How POST /retrieve finds the best items, of a two-tower model."
     )
     max_waiting: int = setting(256, "Requests that may wait; others get 503 with Retry-After.", least=1)
-    max_body: int = setting(16 * 2**20, "Bytes of a request, such as 16MiB; larger ones get 413.", parse=parse_size)
+    max_body: int | str = setting("16MiB", "Bytes of a request; larger ones get 413.", parse=parse_size)
     read_timeout: float = setting(10.0, "Seconds in which a request must arrive; slower ones get 408.")
     poll: float = setting(0.5, "Seconds between two checks for updates of the run.")
