@@ -426,6 +426,7 @@ def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     for number in (1, 2, 3):
         stoker.update(run, logs(place, number))
     before = stoker.load(run).model.embeddings.rows("user")
+    (run / "updates/000004.new").mkdir()  # of a preparation that was killed
     assert stoker.compact(run, 2).joined == 2
     assert len(checkpoint.chain(find_checkpoint(run))) == 2
     assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)

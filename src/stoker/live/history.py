@@ -126,7 +126,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
                 checkpoint.discard(path)
         towers = issubclass(MODELS[TrainConfig.from_dict(journal.config["settings"]).model], TwoTower)
         for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):
-            if int(path.name) < number and not towers:
+            if int(path.name.split(".")[0]) < number and not towers:  # a killed preparation leaves NUMBER.new
                 shutil.rmtree(path)
         return Compaction(checkpoint=target, joined=joined, freed=before - _bytes(journal.run.path))
 
