@@ -386,6 +386,31 @@ def test_scores_are_not_torn_while_a_model_is_followed_in_another_thread(tmp_pat
     assert len(truth) == 2
 
 
+def test_each_process_keeps_its_figures_whoever_is_asked_for_them(tmp_path: Path) -> None:
+    [day] = make_daily_run(tmp_path / "run", days=1)
+    scorer = stoker.Scorer(tmp_path / "run", follow=True)
+    with served(scorer, batch_rows=1) as server:
+
+        def wait(name: str, value: float) -> None:
+            for _ in range(1000):
+                if server.figures.registry.get_sample_value(name) == value:
+                    return
+                threading.Event().wait(0.02)
+            raise AssertionError(name)
+
+        stoker.update(tmp_path / "run", day)
+        wait("stoker_update", 1.0)
+        with scorer.lock:
+            body = {"rows": [{"item": 1, "user": 2}]}
+            threads = [threading.Thread(target=ask, args=(server, "/score", body)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            wait("stoker_waiting", 2.0)  # one is being scored
+        for thread in threads:
+            thread.join()
+        wait("stoker_waiting", 0.0)
+
+
 def wait_for(client: stoker.Client, rows: Any, number: int) -> None:
     while client.score(rows) is not None and client.version["update"] != number:
         pass

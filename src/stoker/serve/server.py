@@ -238,10 +238,12 @@ class Server:
         self._admit()
         since, loop = time.perf_counter(), asyncio.get_running_loop()
         self._searching += 1
+        self.figures.waiting.inc()
         try:
             best = await loop.run_in_executor(self._searcher, _search, self.retriever, users, k)
         finally:
             self._searching -= 1
+            self.figures.waiting.dec()
         self.figures.seconds.observe(time.perf_counter() - since)
         self.figures.users.inc(len(users))
         return web.json_response({"items": best.items, "scores": best.scores.tolist(), **best.version})
@@ -252,14 +254,12 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request
-        self.figures.waiting.set(self._waiting.qsize() + self._searching)
-        self.figures.items.set(0 if self.retriever is None else len(self.retriever))
-        self.figures.update.set(self.scorer.version.get("update", 0))
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
     async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
         self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
+        self.figures.waiting.inc()  # here, since another process of --workers may answer /metrics
         self._waiting.put(waiting)
         found = await waiting.scores
         self.figures.seconds.observe(time.perf_counter() - waiting.since)
@@ -274,6 +274,7 @@ class Server:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         """Score what waits, batch after batch, in a thread of its own."""
         for batch in self._batches():
+            self.figures.waiting.dec(len(batch))
             known = [each for each in batch if not each.scores.cancelled()]  # whose client has not gone
             try:
                 found = self._scored([each.rows for each in known])
@@ -328,10 +329,14 @@ class Server:
     # Beside the requests.
 
     async def _poll(self) -> None:
-        """Follow the updates of a run."""
+        """Show what is served, and follow the updates of a run."""
         loop = asyncio.get_running_loop()
         poll = self.scorer.poll if self.retriever is None else self.retriever.poll
-        while self.scorer.follows:
+        while True:
+            self.figures.items.set(0 if self.retriever is None else len(self.retriever))
+            self.figures.update.set(self.scorer.version.get("update", 0))
+            if not self.scorer.follows:
+                return
             await asyncio.sleep(self.settings.poll)
             try:
                 await loop.run_in_executor(self._follower, poll)
