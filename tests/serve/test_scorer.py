@@ -181,9 +181,23 @@ def test_warming_up_is_no_training(tmp_path: Path) -> None:
     model = Own(data.schema)
     scorer = stoker.Scorer(model, data)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    scorer.warm_up()
+    assert scorer.warm_up() == ""
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
     assert {key[0] for key in tiles._blocks_of(model)._same} >= {64, 128, 512}
     offline = stoker.predict(model, stoker.prepare(files=day, like=data.path).test)
     assert scorer.score(day.drop("click")).tobytes() == np.asarray(offline.scores).tobytes()
+
+
+@pytest.mark.parametrize("time", [{"type": "int"}, {"type": "datetime", "format": "%d.%m.%Y"}])
+def test_warming_up_takes_a_time_that_rows_must_have(tmp_path: Path, time: dict[str, str]) -> None:
+    schema = Schema.from_dict({
+        "name": "seen", "label": "bought", "timestamp": {"column": "at", **time}, "derive": ["past_count by=item order=at"],
+        "categorical": [{"name": "item"}, {"name": "user"}],
+    })  # fmt: skip
+    days = [f"{day:02}.03.2026" if "format" in time else str(day) for day in range(1, 21)]
+    rows = pl.DataFrame({"bought": [0, 1] * 10, "item": ["a", None] * 10, "user": "b", "at": days})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="time:0.8,0.1")
+    scorer = stoker.Scorer(Own(data.schema), data)
+    assert scorer.warm_up() == ""
+    assert tiles._blocks_of(scorer.model)._same

@@ -475,12 +475,14 @@ def test_the_collector_skips_what_a_server_has_loaded(shop: tuple[Path, Any], mo
         found.append((gc.isenabled(), gc.get_freeze_count() > 10_000))
 
     monkeypatch.setattr("stoker.serve.server.serve", run_server)
+    monkeypatch.setattr("stoker.serve.scorer.Scorer.warm_up", lambda _: "row 0 lacks its time")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     try:
         ran = CliRunner().invoke(app, ["serve", str(shop[0])])
     finally:
         gc.unfreeze()
     assert (ran.exit_code, found) == (0, [(True, True)]), ran.output
+    assert "the first requests load the kernels" in ran.output
 
 
 def test_the_limit_of_a_body_may_have_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,8 @@ def _serve(
         if chosen.retrieve != "off":
             retriever = Retriever(source, data, approximate=chosen.retrieve == "approximate", follow=of_run)
         scorer = Scorer(source, data, follow=of_run) if retriever is None else retriever.scorer
-        scorer.warm_up()
+        if (problem := scorer.warm_up()) and speaks:
+            say(f"note: the first requests load the kernels, since no row could be scored before them: {problem}")
 
     def started(server: Server) -> None:
         if speaks:

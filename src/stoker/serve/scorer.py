@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,17 @@ def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
     dataset = data if isinstance(data, Dataset) else Dataset(data)
     check_dataset(dataset, spec, known)
     return RowEncoder(Fitted.of(Like(dataset.path)))
+
+
+def filled(encoder: RowEncoder) -> dict[str, str | None]:
+    """Return the raw columns of a row without values, as texts, but for the time that each row must have: the last."""
+    found: dict[str, str | None] = dict.fromkeys(encoder.columns)
+    time, last = encoder.fitted.schema.timestamp, encoder.fitted.last_time
+    if time is not None and last is not None and time.column in found:
+        found[time.column] = str(last)
+        if time.type == "datetime":
+            found[time.column] = pl.Series([datetime.fromisoformat(last)]).dt.strftime(time.format or "%+")[0]
+    return found
 
 
 class Scorer:
@@ -126,14 +137,22 @@ class Scorer:
         with self.lock:  # ids are those of the model that scores
             return self.score_batch(self.encoder.encode(rows, unknown=unknown))
 
-    def warm_up(self) -> None:
-        """Load the kernels, which are compiled once for a machine, so that the first request does not wait for them."""
-        rows = pl.DataFrame({name: pl.Series([None], dtype=pl.String) for name in self.columns})
-        with suppress(DataError), self.lock:  # a row without values may not fit
-            batch = self.encoder.encode(rows)
+    def warm_up(self) -> str:
+        """Load the kernels, which are compiled once for a machine, so that the first request does not wait for them.
+
+        Returns:
+            Why that was impossible, or an empty text.
+        """
+        with self.lock:
+            rows = {name: pl.Series([value], dtype=pl.String) for name, value in filled(self.encoder).items()}
+            try:
+                batch = self.encoder.encode(pl.DataFrame(rows))
+            except DataError as error:  # a row without values may not fit
+                return str(error)
             self.score_batch(batch)
             with scoring(self.model):
                 try_blocks(self.model, batch)
+        return ""
 
     def score_together(self, requests: Sequence[Any]) -> list[Scores]:
         """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).
