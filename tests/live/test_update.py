@@ -582,6 +582,26 @@ def test_a_directory_is_watched(place: Path) -> None:
         next(watch(place / "run", place / "nowhere"))
 
 
+def test_files_without_rows_end_no_watch(place: Path) -> None:
+    incoming, log, slept = place / "incoming", pl.read_csv(place / "logs/day_1.csv"), list[float]()
+    incoming.mkdir()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            (incoming / "empty.csv").touch()
+            (incoming / "empty.csv.gz").write_bytes(gzip.compress(b""))
+            log.head(0).write_csv(incoming / "header.csv")
+            log.head(0).write_parquet(incoming / "table.parquet")
+        elif len(slept) == 3:
+            log.write_csv(incoming / "header.csv")
+        assert len(slept) < 8
+
+    with pytest.warns(UserWarning, match="left out until they change, since they have no rows: ") as warned:
+        assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
+    assert all(name in str(warned[0].message) for name in ("empty.csv.gz", "header.csv", "table.parquet"))
+
+
 def test_damaged_records_are_named(place: Path) -> None:
     run = place / "run"
     for number in (1, 2):

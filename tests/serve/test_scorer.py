@@ -192,8 +192,8 @@ def test_warming_up_is_no_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("time", [{"type": "int"}, {"type": "datetime", "format": "%d.%m.%Y"}])
 def test_warming_up_takes_a_time_that_rows_must_have(tmp_path: Path, time: dict[str, str]) -> None:
     schema = Schema.from_dict({
-        "name": "seen", "label": "bought", "timestamp": {"column": "at", **time}, "derive": ["past_count by=item order=at"],
-        "categorical": [{"name": "item"}, {"name": "user"}],
+        "name": "seen", "label": "bought", "timestamp": {"column": "at", **time},
+        "derive": ["past_count by=item order=at"], "categorical": [{"name": "item"}, {"name": "user"}],
     })  # fmt: skip
     days = [f"{day:02}.03.2026" if "format" in time else str(day) for day in range(1, 21)]
     rows = pl.DataFrame({"bought": [0, 1] * 10, "item": ["a", None] * 10, "user": "b", "at": days})

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from stoker.base.errors import DataError
+from stoker.base.units import listed
 from stoker.live.update import UpdateResult, update
-from stoker.prep.parse.sources import number_order
+from stoker.prep.parse.sources import line_blocks, number_order, source_kind
 
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
@@ -21,8 +26,8 @@ def watch(
     """Update a run with each new file of a directory, and yield each result, without end.
 
     A file is used when it has not changed between two checks of the directory. Hidden files, and names that end in .tmp
-    or .part, are ignored: write a log under such a name, and rename it. Files that appear together are one update,
-    in the order of their names, with numbers by value.
+    or .part, are ignored: write a log under such a name, and rename it. So are files without a row, with a warning if
+    they have a header. Files that appear together are one update, in the order of their names, with numbers by value.
 
     Args:
         run: as for :func:`stoker.update`.
@@ -40,11 +45,20 @@ def watch(
     done: dict[Path, tuple[int, int]] = {}
     before: dict[Path, tuple[int, int]] = {}
     while True:
-        now = {path: (state.st_size, state.st_mtime_ns) for path, state in _files(folder)}
+        now = {path: (state.st_size, state.st_mtime_ns) for path, state in _files(folder) if state.st_size}
         ready = [path for path, state in now.items() if before.get(path) == state and done.get(path) != state]
         before = now
         if ready:
-            result = update(run, sorted(ready, key=number_order), **settings)
+            try:
+                result = update(run, sorted(ready, key=number_order), **settings)
+            except DataError as error:
+                empty = [path for path in ready if not _has_rows(path)]
+                if not empty:
+                    raise
+                names = listed([path.name for path in empty])
+                warnings.warn(f"left out until they change, since they have no rows: {names} ({error})", stacklevel=2)
+                done |= {path: now[path] for path in empty}
+                continue
             done |= {path: now[path] for path in ready}
             if result.rows:
                 yield result
@@ -56,3 +70,14 @@ def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for path in folder.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
             yield path, path.stat()
+
+
+def _has_rows(path: Path) -> bool:
+    """Return False if a file has a header at most."""
+    if (kind := source_kind(path)) != "parquet":
+        block = next(line_blocks(path))
+        return block.damage is not None or len(block.load().strip().splitlines()) > (kind == "csv")
+    try:
+        return bool(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError):  # damaged
+        return True
