@@ -83,6 +83,25 @@ def test_items_are_searched_block_by_block(run: Path, monkeypatch: pytest.Monkey
     assert retrieve._nearest(alike, alike[0], 20).tolist() == list(range(20)), "among equal items the first"
 
 
+def test_users_need_nothing_that_features_of_the_item_read(tmp_path: Path) -> None:
+    schema = stoker.Schema.from_dict({
+        "name": "shop", "label": "bought", "timestamp": {"column": "at", "type": "datetime", "format": "%d.%m.%Y"},
+        "derive": ["past_count name=sold by=item order=at", "mean_target name=rate by=kind",
+                   "divide name=share left=sold right=price"],
+        "categorical": [{"name": "item"}, {"name": "user", "type": "int"}],
+    })  # fmt: skip
+    rows = log(600).with_columns(at=pl.Series([f"{1 + row // 100:02}.03.2026" for row in range(600)])).drop("age")
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="time:0.8,0.1")
+    options = {"item": ("item", *data.schema.dense), "hidden": (16,), "width": 8}
+    stoker.train(data, out=tmp_path / "run", **TRAIN | {"model_options": options})
+    retriever, rows = stoker.Retriever(tmp_path / "run"), rows.tail(3).drop("bought")
+    assert retriever.columns == ["user"]
+    users, wanted = rows.select("user"), retriever.topk(rows)
+    for found in (retriever.topk(users), retriever.topk(users.cast(pl.String).to_dicts())):
+        assert found.items == wanted.items
+        assert np.array_equal(found.scores, wanted.scores)
+
+
 def test_an_export_has_the_items(run: Path, tmp_path: Path) -> None:
     users = log(50).select("user", "age")
     expected = stoker.Retriever(run).topk(users)

@@ -205,13 +205,15 @@ class RowEncoder:
         self._window = [one for one in schema.feature if isinstance(one, Past)]
 
     def columns_of(self, names: Collection[str]) -> set[str]:
-        """Return the raw columns that only these columns of the model read, and no derived feature."""
-        own: set[str] = set()
-        others = {column for one in self.fitted.schema.feature for column in one.inputs}
+        """Return the raw columns that only these columns of the model read, themselves or by derived features."""
+        own, others = set[str](), set[str]()
         pairs = [*self._items(),
                  *zip(self._layout.columns, self._layout.dense, strict=True)]  # fmt: skip
         for column, item in pairs:
             (own if column.name in names else others).add(item.column)
+        for one in reversed(self.fitted.schema.feature):  # none reads a later one
+            read = {*one.outputs} & {*own, *others}
+            (own if read and not read & others else others).update(one.inputs)
         return own - others
 
     @property

@@ -23,7 +23,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel, TwoTower
 from stoker.prep.requests import RowEncoder, as_frame, map_table
 from stoker.serve.items import ITEMS, Items
-from stoker.serve.scorer import Scorer
+from stoker.serve.scorer import Scorer, filled
 from stoker.training.files.checkpoint import chain, reading
 from stoker.training.files.rundir import find_checkpoint, trained_rows
 from stoker.training.scores.catalogue import Catalogue
@@ -179,12 +179,13 @@ class Retriever:
         with self.scorer.lock:  # users, items and vectors are of one model
             model, encoder, version = self.model, self.scorer.encoder, dict(self.scorer.version)
             items, vectors, index = self.items, self.vectors, self._index
+            absent = {name: value for name, value in filled(encoder).items() if name in self._of_item}
             if isinstance(users, list):
-                batch = encoder.from_objects([{**dict.fromkeys(self._of_item), **user} for user in users])
+                batch = encoder.from_objects([{**absent, **user} for user in users])
             else:
                 frame = as_frame(users)
-                absent = [pl.lit(None).alias(name) for name in self._of_item if name not in frame.columns]
-                batch = encoder.encode(frame.with_columns(absent))
+                more = [pl.lit(value).alias(name) for name, value in absent.items() if name not in frame.columns]
+                batch = encoder.encode(frame.with_columns(more))
             with scoring(model):
                 inputs = model.inputs(batch.to(model.device))
                 asked: Vectors = model._logits(model.users, inputs).cpu().numpy()
