@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,20 @@ def test_other_paths_and_methods_are_refused(small: Server) -> None:
         client.topk({"user": 1}, [{"item": 2}], 0)
     with pytest.raises(stoker.StokerError, match="gives no answer"):
         stoker.Client("http://127.0.0.1:9").topk({}, [{}], 1)
+
+
+def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others(small: Server) -> None:
+    client = stoker.Client(f"http://127.0.0.1:{small.port}")
+    best = client.topk({"user": np.int64(1)}, [{"item": np.int32(2)}, {"item": np.array(3)}], 1)
+    assert best == client.topk({"user": 1}, [{"item": 2}, {"item": 3}], 1)
+    for time in (datetime(2026, 3, 1), np.datetime64("2026-03-01", "ns")):
+        with pytest.raises(stoker.DataError, match="column item: '2026-03-01T00:00:00' is not a whole number"):
+            client.topk({"user": 1}, [{"item": time}], 1)
+    for value in (np.nan, b"x"):
+        with pytest.raises(stoker.DataError, match=f"column item: {value!r} cannot be sent"):
+            client.topk({"user": 1}, [{"item": value}], 1)
+        with pytest.raises(stoker.DataError, match=f"column user: {value!r} cannot be sent"):
+            client.retrieve([{"user": value}], 1)
 
 
 def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -59,9 +60,13 @@ class Client:
             user: the columns that all rows share.
             candidates: the other columns, an object for each candidate.
             k: how many.
+
+        Raises:
+            DataError: the rows do not fit; the message names the cause.
+            StokerError: there is no answer, or the server has too much to do.
         """
         body = {"user": dict(user), "candidates": [dict(each) for each in candidates], "k": k}
-        answer = self._ask_json("/topk", body)
+        answer = self._ask_json("/topk", body, user, *candidates)
         return list(zip(answer["best"], answer["scores"], strict=True))
 
     def retrieve(self, users: Sequence[Mapping[str, Any]], k: int = 10) -> list[list[tuple[Any, float]]]:
@@ -76,11 +81,11 @@ class Client:
             StokerError: there is no answer, or the server has too much to do.
         """
         body = {"users": [dict(each) for each in users], "k": k}
-        answer = self._ask_json("/retrieve", body)
+        answer = self._ask_json("/retrieve", body, *users)
         return [list(zip(*each, strict=True)) for each in zip(answer["items"], answer["scores"], strict=True)]
 
-    def _ask_json(self, path: str, body: Any) -> Any:
-        answer = json.loads(self._ask(path, json.dumps(body, allow_nan=False).encode(), "application/json"))
+    def _ask_json(self, path: str, body: Mapping[str, Any], *rows: Mapping[str, Any]) -> Any:
+        answer = json.loads(self._ask(path, _json(body, *rows), "application/json"))
         self.version = {key: answer[key] for key in ("update", "step") if key in answer}
         return answer
 
@@ -98,3 +103,28 @@ class Client:
             raise (StokerError if error.code >= 500 else DataError)(f"{self.url}{path}: {cause}") from error
         except (URLError, TimeoutError, ConnectionError) as error:
             raise StokerError(f"{self.url} gives no answer: {error}. Check that stoker serve runs there.") from error
+
+
+def _json(body: Mapping[str, Any], *rows: Mapping[str, Any]) -> bytes:
+    """Return a body in JSON; an error names the column of its rows."""
+    try:
+        return json.dumps(body, default=_plain, allow_nan=False).encode()
+    except (TypeError, ValueError):
+        for name, value in (pair for row in rows for pair in row.items()):
+            try:
+                json.dumps(value, default=_plain, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"column {name}: {value!r} cannot be sent. Give numbers, texts, times or lists of these, and None "
+                    "for a missing value."
+                ) from error
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of NumPy or a time as one that JSON has."""
+    if isinstance(value, np.generic | np.ndarray):
+        return (value.astype("datetime64[us]") if value.dtype.kind == "M" else value).tolist()  # ns become numbers
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError
