@@ -92,6 +92,15 @@ def test_kinds_of_columns(tmp_path: Path, name: str, values: Sequence[Any], kind
 
 
 @pytest.mark.parametrize(
+    "name", ["USER_ID", "User_Id", "ITEMID", "itemId", "Item", "PRODUCTS", "member", "account", "COUNTRY", "UserNo"]
+)
+def test_names_of_codes_in_any_case(tmp_path: Path, name: str) -> None:
+    found = draft(tmp_path, **{name: [i * i % 211 for i in range(ROWS)]})
+    assert kinds(found)[name] == "categorical"
+    assert "numbers or codes?" not in found.text
+
+
+@pytest.mark.parametrize(
     ("values", "reason"),
     [
         (range(ROWS), "a row id"),

@@ -15,7 +15,7 @@ import polars as pl
 from stoker.base.errors import ConfigError, SchemaError
 from stoker.base.units import listed, plural
 from stoker.prep.features.base import Derivation
-from stoker.prep.guess import Guess, Sample, guess_columns, look, null_texts
+from stoker.prep.guess import USER_NAME, Guess, Sample, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.parse.layout import COMPARE
 from stoker.prep.parse.sources import FRAME, expand, source_kind
@@ -24,7 +24,6 @@ from stoker.prep.source_format import SourceFormat
 
 ROWS = 100_000  # that a draft reads by default
 AUTO = "auto"  # instead of a recipe: prepare with the draft as it is
-_USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _UNNAMED = re.compile(r"c\d+").fullmatch  # the names that a log without a header gets
 _GROUP_NAME = re.compile(
     r"session|impression|search|query|request|clickout|slate|visit(_|$)|list_?id|basket|order", re.I
@@ -285,7 +284,7 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
 def _negatives(columns: Sequence[Guess]) -> list[str]:
     """Propose rows of label 0 to sample, for a log of positive rows."""
     codes = [one for one in columns if one.code and one.kind == "categorical" and one.repeats > 1]
-    codes = [one for one in codes if not _USER_NAME.search(one.name)]
+    codes = [one for one in codes if not USER_NAME.search(one.name)]
     item = min(codes, key=lambda one: _ITEM_NAME.search(one.name) is None, default=None)
     if item is None:
         return []
@@ -308,7 +307,7 @@ def _timestamp(time: Guess | None) -> list[str]:
 def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> list[str]:
     """Split by time if there is one; for logs of users, propose leave_last_out in a comment."""
     codes = [one for one in columns if one is not label and one.code and one.kind != "left out" and one.repeats >= 2]
-    users = [one for one in codes if one.kind == "categorical" and _USER_NAME.search(one.name)]
+    users = [one for one in codes if one.kind == "categorical" and USER_NAME.search(one.name)]
     unnamed = [one for one in codes if time and one.kind == "categorical" and not one.missing and _UNNAMED(one.name)]
     rule = 'rule = "hash"  # by row number' if time is None else 'rule = "time"  # the earliest rows train'
     lines = ["[split]", rule, "train = 0.8", "valid = 0.1", "test = 0.1"]

@@ -274,15 +274,16 @@ _DIGITS = {  # times written as digits -> their format; None: ISO 8601
     r"^(19|20)\d{6}$": None, r"^(19|20)\d{10}$": "%Y%m%d%H%M", r"^(19|20)\d{12}$": "%Y%m%d%H%M%S",
 }  # fmt: skip
 _CODE_NAME = re.compile(
-    r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
+    r"(^|[_\W])(?i:id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
     r"campaign|creative|shop|store|seller|merchant|publisher|site|app|device|session|visitor|customer|member|hotel|city|"
     r"country|region|genre|type|class|kind|os|browser|channel|segment|hour|weekday|month|gender|occupation|author|"
-    r"article|page|query|group|hash|position|slot|bucket)s?($|[_\W])|[a-z]I[dD]$|[a-z]id$"
+    r"article|page|query|group|hash|position|slot|bucket)[sS]?($|[_\W])|[a-z]I[dD]$|[a-z]id$|[A-Z]ID$"
 )
+USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _NUMBER_NAME = re.compile(
-    r"price|amount|count|(^|_)(num|n|nr|avg|mean|sum|total|min|max|std|age|qty|rate|ctr|pct|lat|lon|lng)($|_)|number|"
-    r"quantity|score|duration|length|size|width|height|weight|seconds|minutes|days|hours|dwell|revenue|cost|bid|"
-    r"distance|ratio|share|percent|latitude|longitude|value|balance|income|level|rank", re.I,
+    r"price|amount|(?<!ac)count(?!r|y)|(^|_)(num|n|nr|avg|mean|sum|total|min|max|std|age|qty|rate|ctr|pct|lat|lon|"
+    r"lng)($|_)|number|quantity|score|duration|length|size|width|height|weight|seconds|minutes|days|hours|dwell|revenue|"
+    r"cost|bid|distance|ratio|share|percent|latitude|longitude|value|balance|income|level|rank", re.I,
 )  # fmt: skip
 _OUTCOME_NAME = re.compile(
     r"^(label|labels|click|clicks|clicked|is_?click(ed)?|clk|target|y|outcome|conversion|converted|conv|is_?conv\w*|"
@@ -450,7 +451,8 @@ def _spread(numbers: pl.Series) -> tuple[float, float, float]:
 
 def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, whole: bool, rows: int) -> None:
     """Guess whether numbers are times, codes, row ids or quantities."""
-    quantity, code = bool(_NUMBER_NAME.search(name)), bool(_CODE_NAME.search(name))
+    quantity = bool(_NUMBER_NAME.search(name))
+    code = bool(_CODE_NAME.search(name) or (USER_NAME.search(name) and not quantity))
     low, middle, high = _spread(numbers)
     if _epoch(guess, name, low, high, whole=whole) or _time_in_digits(guess, name, values):
         return
