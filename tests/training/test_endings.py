@@ -14,6 +14,7 @@ import pytest
 import small_runs
 
 import stoker
+from stoker.base import progress
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
@@ -164,6 +165,20 @@ def test_every_piece_of_work_has_its_own_bar_and_unit() -> None:
         assert (shards.completed, shards.total, shards.visible) == (4, 4, False)
         assert (ids.completed, ids.total, ids.visible) == (2, 5, True)
         assert (shards.fields["status"], ids.fields["status"]) == ("MiB, 4.0 MiB in all", "batches")
+
+
+def test_the_bar_shows_notes_as_they_are_and_those_of_kernels_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_SOON", -1.0)
+    with ProgressBar() as bar:
+        bar.start(0, 10, "")
+        bar.note("pip install 'stoker[tensorboard]' :smile:")
+        with progress.compiling("kernel"):
+            pass
+    said = capsys.readouterr().err
+    assert "'stoker[tensorboard]' :smile:" in said
+    assert "now kernel" in said
 
 
 def test_plain_lines_tell_of_long_work_once(

@@ -6,8 +6,10 @@ import json
 import math
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any, Literal, TextIO
 
+from stoker.base.progress import listening
 from stoker.base.units import format_count, format_duration, format_size, plural
 
 _REFRESH = 0.1  # seconds between updates of the bar
@@ -160,14 +162,17 @@ class ProgressBar(_Lines):
         self._auc = ""
         self._status = ""
         self._seconds_per_step = 0.0
+        self._kernels = ExitStack()
 
     def __exit__(self, *error: object) -> None:
+        self._kernels.close()
         self._bar.stop()
 
     def start(self, step: int, total: int, facts: str) -> None:
         super().start(step, total, facts)
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
+        self._kernels.enter_context(listening(self.note))  # lines of another console would end on the bar
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         if what not in self._works:
@@ -200,7 +205,7 @@ class ProgressBar(_Lines):
         self._move(values["step"])
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, emoji=False)
 
 
 def make_display(mode: Mode) -> Display:
