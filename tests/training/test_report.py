@@ -120,6 +120,25 @@ def test_columns_that_tell_the_label_save_log_loss_and_others_do_not(tmp_path: P
     assert sum(each["rows"] for each in found["calibration"]) == found["rows"]
 
 
+def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
+    import polars as pl
+
+    draw = torch.Generator().manual_seed(0)
+    place, more = torch.randint(3, (3000,), generator=draw), torch.randint(60, (3000,), generator=draw)
+    frame = pl.DataFrame({
+        "label": (more % 2).tolist(), "place": [["top", None, "side"][each] for each in place.tolist()],
+        "slot": (place * 7).tolist(), "more": more.tolist(),
+    })  # fmt: skip
+    columns = [{"name": "place"}, {"name": "slot", "type": "int", "hash_buckets": 4}, {"name": "more", "type": "int"}]
+    schema = {"label": "label", "split": {"train": 0.5, "valid": 0.4, "test": 0.1}, "categorical": columns}
+    data = stoker.prepare(stoker.Schema.from_dict(schema), frame, out=tmp_path / "d")
+    model = stoker.train(data, out=tmp_path / "run", batch_size=64, steps=2, threads=1, display="quiet").model
+    names = {each["slice"] for each in analyse(model, data, stoker.TrainConfig(), seconds=-1)["slices"]}
+    assert {"place missing or unknown", "place = top", "place = side"} <= names
+    assert {name for name in names if name.startswith("slot")} <= {f"slot = id {number}" for number in range(1, 5)}
+    assert not any(name.startswith("place = id") for name in names)
+
+
 def test_no_time_leaves_columns_out(made: Path) -> None:
     model, data = stoker.load(made / "run").model, stoker.Dataset(made / "d")
     assert analyse(model, data, stoker.TrainConfig(), seconds=-1)["columns"] == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +75,7 @@ def analyse(
     return {
         "split": split.name, "rows": len(labels), "columns": columns,
         "tables": _tables(model, batch, data), "calibration": _calibration(logits, labels),
-        "slices": _slices(model, batch, known, logits, labels), "cache": _cache(data, config),
+        "slices": _slices(model, data, batch, known, logits, labels), "cache": _cache(data, config),
         "machine": limits(model.device), "work": _work(model, batch),
     }  # fmt: skip
 
@@ -163,7 +164,21 @@ def _calibration(logits: Floats, labels: Floats) -> list[dict[str, float]]:
     return [{"score": float(scores[p].mean()), "label": float(labels[p].mean()), "rows": len(p)} for p in parts]
 
 
-def _slices(model: RecModel, batch: Batch, known: Tensor, logits: Floats, labels: Floats) -> list[dict[str, Any]]:
+def _values(data: Dataset, table: str, size: int) -> list[str]:
+    """Return what the ids of a small table stand for; ids without a vocabulary are shown themselves."""
+    import polars as pl
+
+    found = ["missing or unknown", *(f"= id {number}" for number in range(1, size))]
+    with suppress(OSError, pl.exceptions.PolarsError):
+        rows = pl.scan_parquet(data.path / "vocab" / f"{table}.parquet").select("value").head(size - 1).collect()
+        texts = ["missing" if value is None else f"= {str(value)[:40]}" for value in rows["value"]]
+        found[1 : len(texts) + 1] = texts
+    return found
+
+
+def _slices(
+    model: RecModel, data: Dataset, batch: Batch, known: Tensor, logits: Floats, labels: Floats
+) -> list[dict[str, Any]]:
     """Return metrics of rows with each id of small tables, and with unknown and known ids of large ones."""
     found = []
     for f, feature in enumerate(model.spec.features):
@@ -171,17 +186,15 @@ def _slices(model: RecModel, batch: Batch, known: Tensor, logits: Floats, labels
             continue
         ids = batch.bags(f)[0][known].cpu().numpy()
         size = model.spec.num_embeddings[feature.table]
-        parts = {f"{feature.name} = {value}": ids == value for value in range(size)} if size <= _VALUES else {
-            f"{feature.name} unknown": ids == 0, f"{feature.name} known": ids != 0,
-        }  # fmt: skip
-        for name, mine in parts.items():
+        small = size <= _VALUES
+        words = _values(data, feature.table, size) if small else ["missing or unknown", "known"]
+        for place, value in enumerate(words):
+            mine = ids == place if small else (ids != 0) == bool(place)
             if _LEAST <= mine.sum() < len(ids):
                 metrics = StreamingMetrics()
                 metrics.update(torch.from_numpy(logits[mine]).float(), torch.from_numpy(labels[mine]).float())
                 figures = finite(metrics.compute())
-                found.append(
-                    {"slice": name, **{key: figures[key] for key in ("rows", "auc", "log_loss", "calibration")}}
-                )
+                found.append({"slice": f"{feature.name} {value}", **{key: figures[key] for key in _FIGURES}})
     return found
 
 
