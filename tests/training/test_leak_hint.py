@@ -37,6 +37,17 @@ def test_the_column_that_reveals_the_label_is_named(tmp_path: Path, kind: str) -
     assert "No column alone" in leak_hint(without, {"auc": 1.0}, "test")
 
 
+def test_a_number_that_only_rows_of_one_label_have_is_named(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    label = draw.integers(2, size=2000)
+    log = pl.DataFrame({"skipped": label, "item": draw.integers(50, size=2000), "skip_ms": draw.random(2000)})
+    log = log.with_columns(pl.when(pl.col("skipped") == 1).then("skip_ms"), more=pl.lit(1.0) / (1 + pl.col("item")))
+    dense = {"name": "skip_ms", "fill": "median", "transforms": ["zscore"]}  # missing is in the middle
+    schema = {"label": "skipped", "categorical": [{"name": "item", "type": "int"}], "dense": [{"name": "more"}, dense]}
+    data = stoker.prepare(stoker.Schema.from_dict(schema), log, out=tmp_path / "d")
+    assert "column 'skip_ms' alone has 1.0000" in leak_hint(data, {"auc": 0.995}, "test")
+
+
 def test_a_run_shows_the_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     label = np.random.default_rng(0).integers(2, size=2000)
     log = pl.DataFrame({"clicked": label, "paid": label * 5.0 - 2, "item": label * 0})
