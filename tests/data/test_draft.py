@@ -157,6 +157,16 @@ def test_the_name_decides_between_labels_and_other_outcomes_are_left_out(tmp_pat
     assert "reveal the label" in found.text
 
 
+def test_a_label_without_the_name_of_one_is_doubted_with_its_rivals(tmp_path: Path) -> None:
+    ones = [i % 2 for i in range(ROWS)]
+    found = draft_log(write(tmp_path / "log.csv", {"item": numbers(1, 90), "odd": ones, "even": ones, "third": ones}))
+    assert 'column "odd": chosen because its values are 0 and 1. Or is it "even", "third"?' in next(found.notes)
+    assert (
+        draft_log(write(tmp_path / "log.csv", {"user": numbers(1, 90), "odd": ones, "skipped": ones})).label
+        == "skipped"
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "settings"),
     [

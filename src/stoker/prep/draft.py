@@ -271,11 +271,15 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
             *candidates, "# [label]", '# column = "?"', '# rule = ">= 4"', *_negatives(columns),
         ]  # fmt: skip
     found = label.outcome
+    rivals = [_printable(one.name) for one in columns if one is not label and one.outcome]
+    names = ", ".join(rivals[:20])
+    more = [_comment(f"other candidates: {names}")] if rivals else []
     doubts = [found.doubt] if found.doubt else []
+    if rivals and found.order > _STRONG:  # no name says which: a user who trains at once must hear of it
+        said = f"Or is it {names}? Choose with column in [label] of the schema, which stoker init writes"
+        doubts, more = [f"{found.doubt}. {said}"], []
     if label.missing:
         doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
-    rivals = [_printable(one.name) for one in columns if one is not label and one.outcome]
-    more = [_comment(f"other candidates: {', '.join(rivals[:20])}")] if rivals else []
     said = f"{plural(label.distinct, 'value')}, such as {label.example!r}"
     values = {"column": label.name, **({"rule": found.rule} if found.rule else {})}
     return [*_table("[label]", [said], doubts, {}), *more, *_lines(values)]

@@ -288,7 +288,7 @@ _NUMBER_NAME = re.compile(
 _OUTCOME_NAME = re.compile(
     r"^(label|labels|click|clicks|clicked|is_?click(ed)?|clk|target|y|outcome|conversion|converted|conv|is_?conv\w*|"
     r"purchase|purchased|bought|buy|is_?buy|is_?purchased?|liked|like|is_?like[d]?|is_?label|response|booked|installed|"
-    r"subscribed|churn(ed)?|engaged|watched)\??$", re.I,
+    r"subscribed|churn(ed)?|engaged|watched|skip(ped)?|applied|completed)\??$", re.I,
 )  # fmt: skip
 _IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
 _RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
