@@ -133,10 +133,14 @@ def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
     schema = {"label": "label", "split": {"train": 0.5, "valid": 0.4, "test": 0.1}, "categorical": columns}
     data = stoker.prepare(stoker.Schema.from_dict(schema), frame, out=tmp_path / "d")
     model = stoker.train(data, out=tmp_path / "run", batch_size=64, steps=2, threads=1, display="quiet").model
-    names = {each["slice"] for each in analyse(model, data, stoker.TrainConfig(), seconds=-1)["slices"]}
+    found = analyse(model, data, stoker.TrainConfig(), seconds=-1)
+    names = {each["slice"] for each in found["slices"]}
     assert {"place missing or unknown", "place = top", "place = side"} <= names
     assert {name for name in names if name.startswith("slot")} <= {f"slot = id {number}" for number in range(1, 5)}
     assert not any(name.startswith("place = id") for name in names)
+    shares = {each["name"]: each["unknown_train"] for each in found["tables"]}
+    assert shares["more"] == 0
+    assert shares["place"] == pytest.approx(1 / 3, abs=0.05)
 
 
 def test_no_time_leaves_columns_out(made: Path) -> None:
@@ -218,6 +222,7 @@ def test_advice(run: dict[str, Any], analysis: dict[str, Any], change: str, gain
 
 def test_a_run_without_faults_gets_no_advice() -> None:
     assert advise(QUIET, analysed()) == []
+    assert advise(QUIET, analysed(tables=[{"name": "C1", "bytes": 1, "unknown": 0.9, "unknown_train": 0.8}])) == []
     assert advise(QUIET, None) == []
 
 

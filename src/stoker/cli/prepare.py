@@ -358,7 +358,7 @@ def _show_report(report: PrepareReport, path: str) -> None:
     columns = {"split": "{0}", "rows": "{1:,}", "positive": "{2:,}", "share": "{3:.2%}"}
     show_rows(f"Dataset {path}", columns, splits)
     if report.tables:
-        columns = {"table": "{0}", "rows": "{1[rows]:,.0f}", "held-out ids unknown": "{1[unknown]:.2%}"}
+        columns = {"table": "{0}", "rows": "{1[rows]:,.0f}", "held-out ids missing or unknown": "{1[unknown]:.2%}"}
         show_rows("Tables", columns, report.tables.items())
     rows = sum(report.rows.values())
     rate = format_count(rows / report.seconds) if report.seconds else "-"

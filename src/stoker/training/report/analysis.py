@@ -129,21 +129,23 @@ def shuffled(batch: Batch, feature: int, order: Tensor) -> Batch:
 
 
 def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]]:
-    """Return the cost of each table: bytes, lookups an example, distinct rows of the sample, and unknown ids."""
-    unknown = data.manifest.get("unknown", {})
+    """Return the cost of each table: bytes, lookups an example, distinct rows of the sample, and shares of id 0."""
+    counts = data.manifest.get("unknown", {})
+    held = [split for split in counts if split != "train"]
+
+    def share(splits: list[str], mine: list[int]) -> float | None:
+        pairs = [counts[split][model.spec.features[f].name] for split in splits for f in mine]
+        return sum(zeros for zeros, _ in pairs) / total if (total := sum(ids for _, ids in pairs)) else None
+
     found = []
     for table in model.tables:
         mine = [f for f, feature in enumerate(model.spec.features) if feature.table == table.name]
         ids = torch.cat([batch.bags(f)[0] for f in mine])
-        counts = np.array(
-            [unknown[split][model.spec.features[f].name] for split in unknown if split != "train" for f in mine]
-        )
-        zeros, total = counts.reshape(-1, 2).sum(0).tolist() if counts.size else (0, 0)
         found.append({
             "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
             "bytes": stored(model, table),
             "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
-            "unknown": zeros / total if total else None,
+            "unknown": share(held, mine), "unknown_train": share([*counts.keys() & {"train"}], mine),
         })  # fmt: skip
     return found
 

@@ -281,7 +281,8 @@ def _tables(analysis: Mapping[str, Any]) -> str:
          f"{each['distinct']:.1%}", "-" if each["unknown"] is None else f"{each['unknown']:.2%}", gain(each["name"])]
         for each in order[:_LINES]
     ]  # fmt: skip
-    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "unknown", "log loss it saves"]
+    headings = ["table", "rows", "dim", "with state", "ids a row", "distinct", "missing or unknown",
+                "log loss it saves"]  # fmt: skip
     found = grid(Grid(headings, rows)) + _left_out(len(order))
     dense = [each for each in analysis["columns"] if each["table"] is None]
     if dense:
