@@ -51,7 +51,8 @@ TRAIN = ("train", "clicks.csv", "--out", "run", "--batch-size", "64", "--dim", "
 def test_three_commands_from_a_log_to_scores(folder: Path) -> None:
     done = call(*TRAIN)
     assert done.exit_code == 0, done.output
-    for part in ("label: clicked.", "stoker init clicks.csv", "Dataset clicks-data", "run: run"):
+    parts = "label: clicked.", "init clicks.csv", "Dataset clicks-data", "run: run", "for test with the rarer label"
+    for part in parts:
         assert part in done.output
     data = stoker.Dataset("clicks-data")
     assert [feature.name for feature in data.schema.features] == ["user_id", "item_id"]

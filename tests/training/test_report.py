@@ -182,7 +182,8 @@ def test_bytes_of_tensor_trains_are_those_of_their_cores() -> None:
 
 
 QUIET: dict[str, Any] = {
-    "baselines": {}, "test": {"auc": 0.7}, "valid_curve": [], "losses": [], "metric": "auc", "k": 10,
+    "baselines": {}, "test": {"auc": 0.7}, "valid": {}, "valid_curve": [], "losses": [], "metric": "auc", "k": 10,
+    "settings": {"loss": "bce"},
 }  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def analysed(**changes: Any) -> dict[str, Any]:
     fine: dict[str, Any] = {
         "tables": [{"name": "C1", "bytes": 100, "unknown": 0.0}], "cache": None,
         "columns": [{"name": "C1", "table": "C1", "loss": 0.1, "error": 0.01}],
-        "calibration": [{"score": 0.3, "label": 0.3, "rows": 10}],
+        "calibration": [{"score": 0.3, "label": 0.3, "rows": 1000}],
     }  # fmt: skip
     return fine | changes
 
@@ -207,11 +208,13 @@ def analysed(**changes: Any) -> dict[str, Any]:
             {"valid_curve": [{"auc": 0.7, "step": 10, "epoch": 1}, {"auc": 0.8, "step": 40, "epoch": 4}]},
             {}, "Train longer", "not known",
         ),
+        ({"test": {"normalized_entropy": 1.25}}, {}, "Do not use these scores", "20.0% of the log loss"),
+        ({"valid": {"rows": 500, "positives": 42}}, {}, "Hold out more rows for validation", "figures that tell"),
         ({"losses": [{"stall_share": 0.2}, {"stall_share": 0.4}]}, {}, "more fast memory", "at most 30%"),
-        ({}, {"columns": [{"name": "C1", "table": "C1", "loss": 0.01, "error": 0.01}]}, "Leave out C1", "100 B, 100%"),
+        ({}, {"columns": [{"name": "C1", "table": "C1", "loss": 0, "error": 0.001}]}, "Leave out C1", "100 B, 100%"),
         ({}, {"tables": [{"name": "C1", "bytes": 100, "unknown": 0.3}]}, "Train more often", "new ids"),
         ({}, {"cache": {"rates": {"belady": 0.8, "pinned": 0.6}}}, "Look further ahead", "50% of the fetched"),
-        ({}, {"calibration": [{"score": 0.5, "label": 0.3, "rows": 10}]}, "as probabilities", "bids and thresholds"),
+        ({}, {"calibration": [{"score": 0.5, "label": 0.3, "rows": 1000}]}, "as probabilities", "bids and thresholds"),
     ],
 )  # fmt: skip
 def test_advice(run: dict[str, Any], analysis: dict[str, Any], change: str, gain: str) -> None:
@@ -224,6 +227,15 @@ def test_a_run_without_faults_gets_no_advice() -> None:
     assert advise(QUIET, analysed()) == []
     assert advise(QUIET, analysed(tables=[{"name": "C1", "bytes": 1, "unknown": 0.9, "unknown_train": 0.8}])) == []
     assert advise(QUIET, None) == []
+    assert advise(QUIET | {"settings": {"loss": "in-batch"}, "test": {"rows": 500, "positives": 500}}, None) == []
+
+
+def test_advice_wants_figures_that_are_no_chance() -> None:
+    unsure = [{"name": "C1", "table": "C1", "loss": 0.001, "error": 0.01}]
+    assert advise(QUIET, analysed(columns=unsure)) == []
+    few = [{"score": 0.4, "label": 0.3, "rows": 10}]
+    idle = [{"name": "C1", "table": "C1", "loss": 0.001, "error": 0.001}]
+    assert advise(QUIET, analysed(columns=idle, calibration=few)) == []
 
 
 def test_charts_of_one_point_and_of_none() -> None:

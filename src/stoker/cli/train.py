@@ -134,12 +134,15 @@ def _prepared(log: Path, out: Path | None, resume: Path | None, settings: dict[s
 
 
 def _show_result(result: TrainResult, run: str) -> None:
+    from stoker.training.report.advice import weak
     from stoker.training.scores.metrics import metric_grid
 
     columns = {name: metrics for name, metrics in (("valid", result.valid), ("test", result.test)) if metrics}
     if columns:
         step = result.step if result.best_step is None else result.best_step
         show_grids([metric_grid(columns, f"{result.model.name} at step {step:,} of {result.step:,}")])
+    for each in weak({"validation": result.valid, "test": result.test}, result.model.objective):
+        say(f"note: {each.why}. {each.change}", "yellow")
     if result.samples_per_second:
         say(f"{format_count(result.samples_per_second)} samples/s while training")
     say(f"run: {run}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stoker.base.units import format_size, listed
+from stoker.base.units import format_size, listed, plural
 from stoker.training.scores.metrics import merit, metric_names
 
 Record = Mapping[str, Any]
+_ENOUGH = 100  # rows of each label, below which figures are little more than chance
+_SMALL = 0.01  # share of the log loss that a column without use adds at most, its error included
 
 
 class Advice(NamedTuple):
@@ -24,7 +27,31 @@ def advise(run: Record, analysis: Record | None) -> list[Advice]:
     found = [*_epochs(run), *_stalls(run)]
     if analysis is not None:
         found += [*_tables(analysis), *_unknown(analysis), *_cache(run, analysis), *_calibration(analysis)]
-    return [*_baseline(run), *found]
+    doubts = weak({"validation": run["valid"], "test": run["test"]}, run["settings"]["loss"])
+    return [*doubts, *_baseline(run), *found]
+
+
+def weak(splits: Mapping[str, Record], loss: str) -> Iterator[Advice]:
+    """Say that a model is worse than none, and which figures are little more than chance; ``splits``: the test last."""
+    if loss != "bce":  # others rank: their scores are no probabilities, and all rows may be positive
+        return
+    figures = {name: metrics for name, metrics in splits.items() if metrics}
+    for name, metrics in [*figures.items()][-1:]:
+        if (entropy := metrics.get("normalized_entropy") or 0) > 1:
+            yield Advice(
+                "Do not use these scores: train on more rows, for fewer epochs, or with lower learning rates",
+                f"the mean label is the better score: the normalized entropy on {name} rows is {entropy:.4f}",
+                f"at least {1 - 1 / entropy:.1%} of the log loss",
+            )
+    for name, metrics in figures.items():
+        positives = metrics.get("positives", _ENOUGH)
+        few = int(min(positives, metrics.get("rows", 2 * _ENOUGH) - positives))
+        if few < _ENOUGH:
+            yield Advice(
+                f"Hold out more rows for {name}, or use a longer log",
+                f"only {plural(few, 'row')} for {name} with the rarer label: a difference of metrics may be chance",
+                "figures that tell models apart",
+            )
 
 
 def _baseline(run: Record) -> Iterator[Advice]:
@@ -82,17 +109,21 @@ def _tables(analysis: Record) -> Iterator[Advice]:
     brings: dict[str, list[Record]] = {}
     for each in analysis["columns"]:
         brings.setdefault(each["table"], []).append(each)
-    total = sum(costs.values())
+    total, (rows, positives) = sum(costs.values()), _counted(analysis)
+    if min(positives, rows - positives) < _ENOUGH:
+        return
+    share = positives / rows
+    most = _SMALL * -(share * math.log(share) + (1 - share) * math.log(1 - share))  # of the mean label's log loss
     idle = [
         name for name in sorted(costs, key=lambda name: -costs[name])
-        if name in brings and all(each["loss"] <= 2 * each["error"] for each in brings[name])
-        and costs[name] > 0.01 * total
+        if name in brings and costs[name] > 0.01 * total
+        and all(each["loss"] <= 2 * each["error"] <= most - each["loss"] for each in brings[name])
     ]  # fmt: skip
     if idle:
         size = sum(costs[name] for name in idle)
         yield Advice(
             f"Leave out {listed(idle)}, or make them smaller (min_count in the schema, or tensor trains)",
-            "shuffling their ids does not raise the log loss by more than twice its error",
+            f"shuffling their ids raises the log loss by less than twice its error, and by less than {_SMALL:.0%}",
             f"{format_size(size)}, {size / total:.0%} of all tables",
         )
 
@@ -123,12 +154,18 @@ def _cache(run: Record, analysis: Record) -> Iterator[Advice]:
 
 def _calibration(analysis: Record) -> Iterator[Advice]:
     parts: Sequence[Record] = analysis["calibration"]
-    rows = sum(each["rows"] for each in parts)
-    positives = sum(each["label"] * each["rows"] for each in parts)
+    rows, positives = _counted(analysis)
     error = sum(abs(each["score"] - each["label"]) * each["rows"] for each in parts) / max(1, rows)
-    if positives and error > 0.1 * positives / rows:
+    chance = sum((each["label"] * (1 - each["label"]) * each["rows"]) ** 0.5 for each in parts) / max(1, rows)
+    if positives and error > 0.1 * positives / rows + chance:
         yield Advice(
             "Do not use the scores as probabilities before they are calibrated",
             f"scores and labels differ by {error:.4f} on average; the mean label is {positives / rows:.4f}",
             "the ranking does not change; bids and thresholds do",
         )
+
+
+def _counted(analysis: Record) -> tuple[float, float]:
+    """Return the rows of the sample, and those with label 1."""
+    parts: Sequence[Record] = analysis["calibration"]
+    return sum(each["rows"] for each in parts), sum(each["label"] * each["rows"] for each in parts)
