@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,17 @@ def test_settings_without_effect_are_told(
 ) -> None:
     stoker.train(data, out=tmp_path / "run", **{**RUN, "display": "plain", "steps": 1}, **settings)
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_defaults_of_before_in_an_old_run_are_not_called_ignored(
+    data: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stoker.train(data, out=tmp_path / "run", **{**RUN, "steps": 1})
+    file = tmp_path / "run" / "config.json"
+    values = json.loads(file.read_text())
+    values["settings"] |= {"schedule_rows": 8192, "lookahead": 64, "in_flight": 2}
+    file.write_text(json.dumps(values))
+    stoker.train(resume=tmp_path / "run", steps=2, display="plain")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "in flight is ignored" in said
+    assert "schedule rows" not in said

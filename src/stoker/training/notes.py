@@ -21,6 +21,9 @@ from stoker.training.progress import Progress
 from stoker.training.scheduled import HotColdStream
 from stoker.training.scores.metrics import deciding
 
+#: defaults of earlier versions, which the config.json of their runs holds: nobody gave them
+FORMER = {"schedule_rows": 8192, "lookahead": 64}
+
 
 def facts(
     model: RecModel,
@@ -103,7 +106,7 @@ def stretched(config: TrainConfig, lengths: Sequence[int]) -> str | None:
 
 def ignored(config: TrainConfig, *names: str) -> str:
     """Name the given ones of these settings, e.g. "tt rows and tt cores are ignored"; empty if none was given."""
-    words = config.changed(names)
+    words = config.changed(name for name in names if (name, getattr(config, name)) not in FORMER.items())
     listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
     return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if words else ""
 
