@@ -143,6 +143,18 @@ def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
     assert shares["place"] == pytest.approx(1 / 3, abs=0.05)
 
 
+def test_settings_that_the_rows_decide_are_not_called_given(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "d", rows=1500)
+    stoker.train(data, out=tmp_path / "run", steps=2, seed=3, embedding_dim=4, threads=1, display="quiet")
+    said = page_of(tmp_path / "run").words
+    assert said[said.index("Settings that are not defaults") : -1][3::2] == [
+        "embedding_dim",
+        "steps",
+        "seed",
+        "threads",
+    ]
+
+
 def test_no_time_leaves_columns_out(made: Path) -> None:
     model, data = stoker.load(made / "run").model, stoker.Dataset(made / "d")
     assert analyse(model, data, stoker.TrainConfig(), seconds=-1)["columns"] == []

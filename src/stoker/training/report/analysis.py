@@ -25,6 +25,8 @@ from stoker.ops.tt.shape import TTShape
 from stoker.placement.replay import replay
 from stoker.tables.config import TableConfig, bytes_of_row
 from stoker.training.config import TrainConfig
+from stoker.training.defaults import BY_ROWS, complete
+from stoker.training.scheduled import batch_order
 from stoker.training.scores.evaluation import finite, scoring
 from stoker.training.scores.metrics import StreamingMetrics
 
@@ -76,8 +78,15 @@ def analyse(
         "split": split.name, "rows": len(labels), "columns": columns,
         "tables": _tables(model, batch, data), "calibration": _calibration(logits, labels),
         "slices": _slices(model, data, batch, known, logits, labels), "cache": _cache(data, config),
-        "machine": limits(model.device), "work": _work(model, batch),
+        "machine": limits(model.device), "work": _work(model, batch), "chosen": _chosen(data, config),
     }  # fmt: skip
+
+
+def _chosen(data: Dataset, config: TrainConfig) -> dict[str, Any]:
+    """Return what the rules choose for the dataset where a setting is not given."""
+    free = config.replace(**dict.fromkeys(BY_ROWS), batch_order=batch_order(TrainConfig(), data))
+    ruled = complete(free, data)
+    return {name: getattr(ruled, name) for name in (*BY_ROWS, "batch_order")}
 
 
 def _losses(logits: Floats, labels: Floats) -> Floats:

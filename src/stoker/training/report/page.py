@@ -18,6 +18,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import RunDirectory, read_report
+from stoker.training.notes import FORMER
 from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, KEYS, analyse
 from stoker.training.report.charts import bars, chart, check_page, grid, section, write_page
@@ -114,8 +115,12 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
             section("What tables cost and bring", _tables(analysis)),
             section("Calibration and slices", _calibration(analysis)),
         ]
-    changed = {name: value for name, value in run["settings"].items() if value != TrainConfig().to_dict().get(name)}
-    rows = [[name, json.dumps(value)] for name, value in changed.items()]
+    usual = [TrainConfig().to_dict(), FORMER, {} if analysis is None else analysis.get("chosen", {})]
+    rows = [
+        [name, json.dumps(value)]
+        for name, value in run["settings"].items()
+        if not any(name in each and value == each[name] for each in usual)
+    ]
     if rows:
         parts.append(section("Settings that are not defaults", grid(Grid(["setting", "value"], rows, left=(0, 1)))))
     return "".join(parts)
