@@ -15,26 +15,26 @@ import stoker
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
-    "base": 2_210, "ops": 7_220, "dataset": 3_120, "optim": 2, "tables": 12_810, "models": 4, "placement": 4, "training": 10_980,
-    "rewrite": 1_940, "prep": 12_715, "synthetic": 1_670, "live": 1_285, "serve": 1_555, "cli": 3_415, "distributed": 10, "testing": 10,
+    "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
+    "rewrite": 6, "prep": 7, "synthetic": 8, "live": 8, "serve": 9, "cli": 10, "distributed": 10, "testing": 10,
     "__init__": 11, "__main__": 11,
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_195,
-    "ops": 7_245,
-    "dataset": 3_105,
+    "base": 2_210,
+    "ops": 7_220,
+    "dataset": 3_120,
     "optim": 610,
-    "tables": 12_761,
+    "tables": 12_810,
     "models": 1_995,
     "placement": 2_890,
-    "training": 10_808,
-    "rewrite": 1_950,
-    "prep": 12_560,
-    "synthetic": 1_690,
-    "cli": 3_470,
-    "live": 1_224,
-    "serve": 1_500,
+    "training": 10_980,
+    "rewrite": 1_940,
+    "prep": 12_715,
+    "synthetic": 1_670,
+    "cli": 3_415,
+    "live": 1_285,
+    "serve": 1_555,
 }  # fmt: skip
 ALL_LINES = 64_700
 MODULES = 15  # in a folder
