@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 10_980,
     "rewrite": 1_940,
-    "prep": 12_715,
+    "prep": 12_760,
     "synthetic": 1_670,
     "cli": 3_415,
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_700
+ALL_LINES = 64_740
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -260,9 +260,11 @@ def test_numbers_with_a_decimal_comma_are_no_lists(tmp_path: Path) -> None:
     columns = table(
         Preis=[f"{i % 9}.{i % 90 + 100},{i % 7}5" for i in range(ROWS)], item_ids=["3,5", "7,9"] * (ROWS // 2)
     )
-    found = draft_log(write(tmp_path / "log.csv", columns, ";"))
-    assert kinds(found) == {"clicked": "label", "shop": "categorical", "Preis": "left out", "item_ids": "sequence"}
-    assert "numbers with a decimal comma" in found.text
+    for separator, kind, said in ((";", "dense", 'decimal = ","'), ("\t", "dense", 'decimal = ","'),
+                                  ("|", "left out", 'decimal = "," in [source] reads numbers')):  # fmt: skip
+        found = draft_log(write(tmp_path / "log.csv", columns, separator))
+        assert kinds(found) == {"clicked": "label", "shop": "categorical", "Preis": kind, "item_ids": "sequence"}
+        assert said in found.text
 
 
 @pytest.mark.parametrize("found", ["order", "status", "paid"])

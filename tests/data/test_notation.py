@@ -172,3 +172,46 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
         stoker.prepare(None, other, out=tmp_path / "new", like=data)
     assert not (tmp_path / "new").exists()
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
+
+
+GERMAN = "user;price;rating;count\n" + "".join(
+    f"u{row % 9};{'1.234,5' if row % 7 == 0 else f'{row},25'};{1 + row % 4},{5 * (row % 2)};{row % 4}\n"
+    for row in range(200)
+)
+
+
+def test_numbers_with_a_decimal_comma_are_those_with_a_point(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(GERMAN)
+    text = stoker.draft_schema(tmp_path / "log.csv")
+    assert 'decimal = ","' in text
+    (tmp_path / "schema.toml").write_text(text)
+    data = stoker.prepare(tmp_path / "schema.toml", tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0")
+    (tmp_path / "points.csv").write_text(GERMAN.replace("1.234,5", "1234.5").replace(",", "."))
+    (tmp_path / "points.toml").write_text(text.replace('decimal = ","', ""))
+    other = stoker.prepare(
+        tmp_path / "points.toml", tmp_path / "points.csv", out=tmp_path / "other", split="random:1,0"
+    )
+    assert "price" in data.schema.dense
+    for ours, theirs in zip(data.train.batches(50), other.train.batches(50), strict=True):
+        assert (ours.dense == theirs.dense).all()
+        assert (ours.labels == theirs.labels).all()
+        assert (ours.ids == theirs.ids).all()
+    assert not data.manifest["quarantined"]
+
+
+def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(tmp_path: Path) -> None:
+    values = {"label": "y", "dense": [{"name": "x"}], "categorical": [{"name": "u"}]}
+    prices = ["1,5", "1.500", " -2,25 ", "1.5", "", *["7"] * 95]
+    rows = pl.DataFrame({"y": [0, 1] * 50, "u": ["a"] * 100, "x": prices})
+    rows.write_csv(tmp_path / "log.csv", separator=";")
+    schema = stoker.Schema.from_dict({**values, "source": {"separator": ";", "decimal": ","}})
+    data = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0", max_bad=0.5)
+    bad = (data.path / "quarantine.jsonl").read_text()
+    assert bad.count("\n") == 1
+    assert "column x: '1.5' is not a number" in bad
+    assert [float(data.train[row]["dense"][0]) for row in range(3)] == [1.5, 1500.0, -2.25]
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    assert encoder.encode(pl.DataFrame({"u": ["a"], "x": ["1,5"]})).dense.tolist() == [[1.5]]
+    plain = stoker.Schema.from_dict({**values, "source": {"separator": ";"}})
+    with pytest.raises(stoker.DataError, match=r'decimal comma: set decimal = ","'):
+        stoker.prepare(plain, rows.with_columns(x=pl.lit("3,5")), out=tmp_path / "none")

@@ -15,9 +15,10 @@ import polars as pl
 from stoker.base.errors import ConfigError, SchemaError
 from stoker.base.units import listed, plural
 from stoker.prep.features.base import Derivation
-from stoker.prep.guess import USER_NAME, Guess, Sample, guess_columns, look, null_texts
+from stoker.prep.guess import USER_NAME, Guess, Sample, decimal_commas, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.parse.layout import COMPARE
+from stoker.prep.parse.notation import with_point
 from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Label, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
@@ -144,6 +145,9 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | N
         sample.source = SourceFormat()
     if source_kind(files[0], sample.source.kind) == "csv":
         sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
+        if sample.source.separator in (";", "\t") and (commas := decimal_commas(sample.frame)):
+            sample.source = replace(sample.source, decimal=",")
+            sample.frame = sample.frame.with_columns(with_point(sample.frame.get_column(name)) for name in commas)
     columns = guess_columns(sample)
     outcomes = [column for column in columns if column.outcome]
     label = min(outcomes, key=lambda one: one.outcome.order if one.outcome else 0, default=None)

@@ -21,6 +21,7 @@ from stoker.prep.parse.delimited import MAX_QUOTED_LINES
 from stoker.prep.parse.frames import reading_parquet
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
+from stoker.prep.parse.notation import DECIMAL_COMMA
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 
@@ -31,7 +32,6 @@ _SEPARATORS = ("\t", ",", ";", "|", "::", "\x01")
 _ALIKE = 0.8  # a separator needs this share of lines with the same number of fields
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
 _WORD = re.compile(r"([#%$€£] ?)?[^\W\d][\w .\-/#%()\[\]:?!&+'*°$€£]{0,63}")  # a name of a column
-_COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?\s*$"  # 3,5 or 1.234,56
 
 
 @dataclass(kw_only=True)
@@ -339,6 +339,18 @@ def null_texts(frame: pl.DataFrame) -> list[str]:
     return [text for text in NULLS if text in found]
 
 
+def decimal_commas(frame: pl.DataFrame) -> list[str]:
+    """Return the columns of texts that are numbers with a decimal comma, and not ids in lists of two."""
+    texts = [column.drop_nulls() for column in frame.iter_columns() if column.dtype == pl.String]
+    numbers = (text.filter(~text.is_in(["", *NULLS])) for text in texts if not _CODE_NAME.search(text.name))
+    return [each.name for each in numbers if _have_commas(each)]
+
+
+def _have_commas(values: pl.Series) -> bool:
+    """Return True if all values are numbers with a decimal comma, or whole."""
+    return bool(values.str.contains(DECIMAL_COMMA).all() and values.str.contains(",", literal=True).any())
+
+
 def guess_columns(sample: Sample) -> list[Guess]:
     """Return a guess for each column; texts in ``source.null_values`` count as missing."""
     nulls = pl.col(pl.String).is_in(sample.source.null_values)
@@ -528,9 +540,8 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
         return
     if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
         return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
-    commas = values.str.contains(_COMMA_NUMBER).all() and values.str.contains(",", literal=True).any()
-    if commas and not _CODE_NAME.search(name):
-        return guess.leave_out("numbers with a decimal comma, or lists of two: write 3,5 as 3.5 to use them as numbers")
+    if _have_commas(values) and not _CODE_NAME.search(name):
+        return guess.leave_out('numbers with a decimal comma, or lists of two: decimal = "," in [source] reads numbers')
     if _list_text(guess, values):
         return
     lengths = values.str.len_chars()

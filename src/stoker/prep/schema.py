@@ -576,6 +576,8 @@ class Schema:
         for key in ("feature", "keep"):  # schemas without these keep the hash of earlier versions
             if not values[key]:
                 del values[key]
+        if self.source.decimal == ".":  # likewise
+            del values["source"]["decimal"]
         for column in values["dense"]:
             if not column["null_flag"]:  # likewise
                 del column["null_flag"]

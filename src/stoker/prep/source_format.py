@@ -23,11 +23,13 @@ class SourceFormat:
     columns: tuple[str, ...] = ()  # names of the fields in order, for files without a header line
     quote: str | None = '"'  # None: quotes are ordinary characters
     encoding: str = "utf-8"  # utf-8 | latin-1
+    decimal: str = "."  # of dense values and labels: "." | ",", which leaves out points between three digits
     null_values: tuple[str, ...] = ()  # texts that mean missing, besides the empty field, e.g. "NULL", "\\N"
 
     def __post_init__(self) -> None:
         choice("source", "kind", self.kind, FORMATS)
         choice("source", "encoding", self.encoding, ENCODINGS)
+        choice("source", "decimal", self.decimal, (".", ","))
         object.__setattr__(self, "columns", tuple(self.columns))
         object.__setattr__(self, "null_values", tuple(self.null_values))
         object.__setattr__(self, "quote", self.quote or None)

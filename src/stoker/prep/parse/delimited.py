@@ -78,7 +78,7 @@ class TextParser:
         others = [one for one in self._fields if one.column == item.column and one != item]
         nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
         single = item.kind in _KINDS and item.separator is None and item.column in self._places
-        return single and not others and not nulls
+        return single and not others and not nulls and item.decimal == "."
 
     def join(self, lines: bytes) -> bytes:
         """Replace a separator of several bytes by one byte, which all other methods expect."""

@@ -25,7 +25,7 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.lists import lists_of
-from stoker.prep.parse.notation import AS_TYPED, text_of_floats, written
+from stoker.prep.parse.notation import AS_TYPED, DECIMAL_COMMA, text_of_floats, with_point, written
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -52,6 +52,7 @@ class Field:
     required: bool = False  # an empty field makes the line bad
     optional: bool = False  # a file may lack the column; all its fields then count as empty
     kept: bool = False  # goes to the scores; a typed file's column then keeps its type, whatever ``kind`` says
+    decimal: str = "."  # of texts that are read as float
     notation: str = field(default="", compare=False)  # of texts: how numbers are written (stoker.prep.parse.notation)
 
 
@@ -273,6 +274,11 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Convert texts to numbers, the empty text to null; note rows with other texts in ``wrong``."""
     text = series.str
+    if item.decimal != "." and item.kind == "float":
+        fits = text.contains(DECIMAL_COMMA)
+        for row in (~fits & (text.len_bytes() > 0)).arg_true().to_list():
+            wrong.setdefault(row, _reason(item, series[row]))
+        return with_point(series).set(~fits, None).cast(pl.Float64)
     if item.kind == "hex":
         values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
         odd = (text.len_bytes() > 16) | text.starts_with("+")

@@ -50,9 +50,10 @@ class Layout:
         textual = rule is not None and isinstance(rule[1], str)
         needed = schema.label.required
         self.label = Field(
-            column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed
-        )
-        self.dense = [Field(column=column.raw, kind="float") for column in self.columns]
+            column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed,
+            decimal=schema.source.decimal,
+        )  # fmt: skip
+        self.dense = [Field(column=column.raw, kind="float", decimal=schema.source.decimal) for column in self.columns]
         self.feature_fields = [
             Field(
                 column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,

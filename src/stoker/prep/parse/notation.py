@@ -22,6 +22,8 @@ _CHANGES = {  # notation -> what is rare and shows that a text may be written ot
     LOWER: ("^[TF]", [("^True$", "true"), ("^False$", "false")]),
     CAPITAL: ("^[tf]", [("^true$", "True"), ("^false$", "False")]),
 }
+#: A number with a decimal comma, perhaps with points between groups of three digits.
+DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
 _FIRST = 1_000  # texts that decide whether to look at all
 
 
@@ -42,6 +44,11 @@ def notations(known: Iterable[tuple[str, pl.Series]]) -> dict[str, str]:
         if texts.dtype == pl.String:
             found.setdefault(column, set()).add(notation_of(texts))
     return {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+
+
+def with_point(texts: pl.Series) -> pl.Series:
+    """Return numbers with a decimal comma as texts with a decimal point."""
+    return texts.str.strip_chars().str.replace_all(".", "", literal=True).str.replace(",", ".", literal=True)
 
 
 def text_of_floats(series: pl.Series) -> pl.Series:

@@ -42,6 +42,10 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         "schema, else leave the column out.",
     ),
     (
+        r"(column .+?): '[-+\d.]*\d,\d+' is not (a number)", r"\1: not \2",
+        'Numbers with a decimal comma: set decimal = "," in [source] of the schema.',
+    ),
+    (
         r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*)", r"\1: not \2",
         "Texts that stand for a missing value: list them as null_values in [source] of the schema.",
     ),

@@ -354,7 +354,7 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
             if column in made:
                 continue
             if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
-                own.append(Field(column=column, kind="float"))
+                own.append(Field(column=column, kind="float", decimal=schema.source.decimal))
                 readers[column] = feature
             elif not kinds:
                 own.append(Field(column=column, kind="string", notation=schema.notation_of(column)))
