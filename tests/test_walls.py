@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 12_810,
+    "tables": 12_825,
     "models": 1_995,
     "placement": 2_890,
-    "training": 10_980,
+    "training": 10_995,
     "rewrite": 1_940,
-    "prep": 12_760,
+    "prep": 12_790,
     "synthetic": 1_670,
     "cli": 3_415,
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_740
+ALL_LINES = 64_800
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

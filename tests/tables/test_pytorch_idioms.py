@@ -621,7 +621,7 @@ def test_clipping_by_value_is_refused() -> None:
 def test_settings_in_param_groups_that_rows_do_not_read_are_refused(key: str) -> None:
     tables = made()
     rows = tables.as_optimizer()
-    rows.param_groups[0] |= {"initial_lr": 0.1, "name": "rows"}  # as schedulers and loops add
+    rows.param_groups[0] |= {"initial_lr": 0.1, "name": "rows", key: 0}  # as schedulers and loops add
     loss_of(tables(batches(1)[0]), 0).backward()
     rows.step()
     rows.param_groups[0][key] = 0.5
@@ -650,6 +650,15 @@ def test_accumulation_by_a_closure_is_refused() -> None:
     with pytest.raises(stoker.ConfigError, match=r"SGD steps once for 2 backwards.*accumulate"):
         optimizer.step(lambda: closure(first, False))
     optimizer.step(lambda: closure(first, True))
+    closure(first, True)  # to look at the loss; the closure drops its gradient, and clips its own
+
+    def clipped() -> None:
+        closure(first, True)
+        nn.utils.clip_grad_norm_(head.parameters(), 0.1)
+
+    optimizer.step(clipped)
+    with pytest.raises(stoker.ConfigError, match="SGD steps once for 3 backwards"):
+        optimizer.step(lambda: [closure(ids, ids is first) for ids in (first, *others[:2])])
 
 
 def test_accumulation_behind_steps_inside_backward_is_refused() -> None:

@@ -132,7 +132,7 @@ class Journal:
         before: dict[int, dict[str, object]] = {}  # size -> sha256 -> None, or another log of this call
         for line in self.lines:
             for log in line["logs"]:
-                if log.get("rows", 1):  # others may begin with the same header
+                if log.get("rows") != 0:  # others may begin with the same header
                     before.setdefault(int(log["bytes"]), {})[log["sha256"]] = None
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):

@@ -32,6 +32,7 @@ from stoker.models.options import own_options
 from stoker.optim import ROW_OPTIMIZERS, Constant
 from stoker.placement.budget import MemoryBudget
 from stoker.prep.inputs import Inputs, files_of
+from stoker.prep.like import times_of
 from stoker.prep.parse.sources import expand
 from stoker.prep.prepare import PrepareReport, run_prepare
 from stoker.prep.stages.task import Progress as Stage
@@ -201,7 +202,7 @@ def prepare_rows(
             f"{plural(absent, 'row')} of {len(data.test):,} have no label, so the run cannot be "
             "trained on them. Wait until their labels are known; stoker predict scores rows without."
         )
-    report.warnings += _late(_times(like), _times(data))
+    report.warnings += _late(times_of(like.manifest["splits"]), times_of(data.manifest["splits"]))
     return data, report
 
 
@@ -265,12 +266,6 @@ def _late(before: list[Any], new: list[Any]) -> list[str]:
         f"the new rows begin at {new[0]}, before the last row that the model has seen, of {before[1]}. "
         "Updates in order of time keep the model up to date, and test it on rows that it could not know"
     ]
-
-
-def _times(data: Dataset) -> list[Any]:
-    """Return the first and the last time of the rows; [] if they have none."""
-    found = [split["time"] for split in data.manifest["splits"].values() if "time" in split]
-    return [min(each["first"] for each in found), max(each["last"] for each in found)] if found else []
 
 
 def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:

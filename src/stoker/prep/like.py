@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from stoker.base.errors import DataError, SchemaError
-from stoker.base.units import listed
+from stoker.base.units import epoch_unit, listed
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
@@ -20,25 +20,30 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, notations
+from stoker.prep.parse.notation import AS_TYPED, WHOLE, notations
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
 FEATURES = "features"  # folder of the fitted features, within a dataset
 NOTATION = "notation"  # key of the manifest: how whole floats became texts
-_OTHER_UNIT = 500  # times that differ by this factor are in another unit: s, ms, us, ns
-_LARGE = 10**8  # times since 1970 in seconds are larger; those since the start of a log may differ by any factor
 
 
-def check_unit(known: object, new: object) -> None:
-    """Raise :class:`DataError` if the last time of new rows is so far from the last known one that units differ."""
-    if not isinstance(known, int | float) or not isinstance(new, int | float):
+def times_of(splits: Mapping[str, Any]) -> list[Any]:
+    """Return the first and the last time of the rows of a manifest; [] if they have none."""
+    found = [split["time"] for split in splits.values() if "time" in split]
+    return [min(each["first"] for each in found), max(each["last"] for each in found)] if found else []
+
+
+def check_unit(known: Sequence[Any], new: Sequence[Any]) -> None:
+    """Raise :class:`DataError` if both are first and last times since 1970, in different units."""
+    if len(known) != 2 or len(new) != 2 or not all(isinstance(each, int | float) for each in (*known, *new)):
         return
-    if 0 < min(known, new) * _OTHER_UNIT < max(known, new) > _LARGE:
+    units = epoch_unit(*known), epoch_unit(*new)
+    if None not in units and units[0] != units[1]:
         raise UnusableInput(
-            f"the times of the new rows end at {new}, those that the model has seen at {known}: one of them is in "
-            "another unit, such as milliseconds instead of seconds. Convert the times of the new rows."
+            f"the times of the new rows end at {new[1]}, those that the model has seen at {known[1]}: these are "
+            f"{units[0]} since 1970, and the new ones {units[1]}. Convert the times of the new rows."
         )
 
 
@@ -87,15 +92,13 @@ class Like:
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
-        default = {} if NOTATION in manifest else {"": AS_TYPED}
+        default = dict.fromkeys(self.schema.unlisted, WHOLE) if NOTATION in manifest else {"": AS_TYPED}
         self.schema = replace(self.schema, notation={**default, **notations(self._known_texts())})
 
     @property
-    def last_time(self) -> Any:
-        """The last time of the rows; None if they have none."""
-        return max(
-            (each["time"]["last"] for each in self.data.manifest["splits"].values() if "time" in each), default=None
-        )
+    def times(self) -> list[Any]:
+        """The first and the last time of the rows; [] if they have none."""
+        return times_of(self.data.manifest["splits"])
 
     def _known_texts(self) -> Iterator[tuple[str, pl.Series]]:
         """Yield raw columns and the texts that the dataset knows of them."""

@@ -282,7 +282,11 @@ def run_prepare(
     recover(target)
     if not settings.overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        report.warnings += [*cut_warning(task.schema, there.manifest), *split_warnings(task.schema, there.manifest)]
+        before = None if task.like is None else task.like.data.manifest
+        report.warnings += [
+            *cut_warning(task.schema, there.manifest),
+            *split_warnings(task.schema, there.manifest, before),
+        ]
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
     else:
@@ -446,8 +450,13 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
+    before = None if task.like is None else task.like.data.manifest
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest), *split_warnings(task.schema, manifest)]
+    report.warnings += [
+        *task.limit.broken,
+        *cut_warning(task.schema, manifest),
+        *split_warnings(task.schema, manifest, before),
+    ]
     return report
 
 

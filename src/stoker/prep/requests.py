@@ -142,7 +142,7 @@ class Fitted:
     ids: Mapping[str, Ids]  # table -> its vocabulary, where it has one
     learned: Mapping[str, LearnedTable] = field(default_factory=dict)
     state: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of window features
-    last_time: Any = None  # of the dataset's rows
+    times: Sequence[Any] = ()  # first and last, of the dataset's rows
     source: object = None  # the dataset, for errors
 
     @classmethod
@@ -161,7 +161,7 @@ class Fitted:
         ids = {name: Ids.of(like.vocabulary(name)) for name in sorted(named)}
         return cls(
             schema=like.schema, dense=like.dense, ids=ids, learned=like.learned, state=like.state,
-            last_time=like.last_time, source=like.data.path,
+            times=like.times, source=like.data.path,
         )  # fmt: skip
 
 
@@ -269,7 +269,8 @@ class RowEncoder:
             frame = self._sink.typed(block)
             _refuse(block)  # times that cannot be read
             if self._time in frame.columns:
-                check_unit(self.fitted.last_time, frame.get_column(self._time).max())
+                given = frame.get_column(self._time)
+                check_unit(self.fitted.times, [given.min(), given.max()])
             block = frame_block(self._with_features(frame), self._needed, typed=True)
         _refuse(block)
         raw = [block.columns[item].to_numpy() for item in self._layout.dense]
@@ -305,7 +306,7 @@ class RowEncoder:
         if isinstance(column.dtype, pl.List):
             lengths = column.list.len().to_numpy().astype(np.int64)
             column = column.explode(empty_as_null=False)
-        column = keys_of(column, feature)
+        given, column = column, keys_of(column, feature)
         if feature.hash_buckets is not None or feature.oov == "grow":
             absent, hashes = nulls(column), hashes_of(column)
             if feature.hash_buckets is not None:
@@ -315,7 +316,7 @@ class RowEncoder:
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
         if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
-            ids = known.find(written(column, self.fitted.schema.notation_of(feature.raw)))
+            ids = known.find(keys_of(written(given, self.fitted.schema.notation_of(feature.raw)), feature))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
             raise DataError(

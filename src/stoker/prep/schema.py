@@ -90,6 +90,9 @@ class OptionalLabel(Label):
     required: ClassVar[bool] = False
 
 
+_COMPARING = ("cross", "equal", "pairs")  # features that read texts as they are, and keep no table of them
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timestamp:
     """The time of an example. The split rules time, leave_last_out and last_touch need it."""
@@ -563,6 +566,14 @@ class Schema:
     def features(self) -> tuple[CategoricalColumn, ...]:
         """Categorical, then sequence columns: the order of ids in every batch."""
         return (*self.categorical, *self.sequence)
+
+    @property
+    def unlisted(self) -> set[str]:
+        """Raw columns of whose texts a dataset keeps no list: of hash buckets, and of features that compare them."""
+        listed = {one.raw for one in self.features if one.hash_buckets is None}
+        listed |= {column for one in self.feature if one.has_table for column in one.inputs}
+        compared = {column for one in self.feature if one.kind in _COMPARING for column in one.inputs}
+        return ({one.raw for one in self.features} | compared) - listed
 
     def notation_of(self, column: str) -> str:
         """Return how texts of a raw column are written."""

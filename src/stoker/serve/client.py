@@ -126,5 +126,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return (value.astype("datetime64[us]") if value.dtype.kind == "M" else value).tolist()  # ns become numbers
     if isinstance(value, date):
-        return value.isoformat()
+        return value.isoformat() if value == value else None  # pandas has NaT for a missing time
     raise TypeError

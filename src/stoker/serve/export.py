@@ -150,7 +150,7 @@ def export(
             "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
             "notation": dict(like.schema.notation),
-            "last_time": like.last_time,
+            "times": like.times,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
             "version": version_of(manifest),
         }  # fmt: skip
@@ -312,7 +312,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
     fitted = Fitted(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
         ids={file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))},
-        learned=learned, state=state, last_time=manifest.get("last_time"), source=path,
+        learned=learned, state=state, times=manifest.get("times", ()), source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

@@ -41,8 +41,9 @@ def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
 def filled(encoder: RowEncoder) -> dict[str, str | None]:
     """Return the raw columns of a row without values, as texts, but for the time that each row must have: the last."""
     found: dict[str, str | None] = dict.fromkeys(encoder.columns)
-    time, last = encoder.fitted.schema.timestamp, encoder.fitted.last_time
-    if time is not None and last is not None and time.column in found:
+    time, times = encoder.fitted.schema.timestamp, encoder.fitted.times
+    if time is not None and times and time.column in found:
+        last = times[1]
         found[time.column] = str(last)
         if time.type == "datetime":
             found[time.column] = pl.Series([datetime.fromisoformat(last)]).dt.strftime(time.format or "%+")[0]

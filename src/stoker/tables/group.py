@@ -285,8 +285,13 @@ class TableGroup:
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """Return the sum of squares of the gradients of all distinct rows, duplicates summed first."""
-        shards = lookups.bags.shards
-        return square_sum(shard_sums(self.backend, lookups, grad, shards).sums.values, shards)
+        bags, space = lookups
+        if not bags.ids.numel():
+            return 0.0
+        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
+        distinct, inverse = torch.unique(wanted, return_inverse=True)  # a norm needs no counts
+        sums = row_gradients(self.backend, len(distinct), space, bags, inverse.view(bags.ids.shape), grad)
+        return square_sum(sums, bags.shards)
 
     def norm_squared(self, found: ShardSums) -> float:
         """Return :meth:`gradient_norm_squared` of gradients that are summed already."""

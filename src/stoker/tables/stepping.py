@@ -133,7 +133,8 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
-        self._before_closure = 0  # those before a step of an optimizer that has begun
+        self._count_before = 0  # those before a step of an optimizer that has begun
+        self._before: dict[weakref.ref[Tensor], int] = {}  # gradients of that time, and their versions
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -425,13 +426,19 @@ class RowSteps:
                 "without the tables' handle. If rows are meant to be left out, say so: tables.step_each_backward()."
             )
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, latest: Callable[[], int]) -> None:
+    def check_optimizer(
+        self, optimizer: torch.optim.Optimizer, latest: Callable[[], int], *, closure: bool = False
+    ) -> None:
         """Raise an error if an optimizer is to step once for several backwards, in each of which the rows stepped.
 
-        ``latest`` finds the number of the last backward in this process.
+        ``latest`` finds the number of the last backward in this process; ``closure``: the step calls one.
         """
         count, self.since_optimizer = self.since_optimizer, 0
-        self._before_closure = count
+        self._before = {}
+        if count and closure:
+            grads = (p.grad for g in optimizer.param_groups for p in g["params"])
+            self._before = {weakref.ref(grad): grad._version for grad in grads if grad is not None}
+            self._count_before = count
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
@@ -452,14 +459,18 @@ class RowSteps:
 
     def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise the same error if a backward inside a step, of its closure, added to one before it."""
-        before, inside = self._before_closure, self.since_optimizer
-        self._before_closure = self.since_optimizer = 0
+        before, inside = self._before, self.since_optimizer
+        self._before, self.since_optimizer = {}, 0
         if not inside or not self.checked or self.deferred or self.trained is None:
             return
         if isinstance(optimizer, torch.optim.LBFGS) and inside > 1:  # it looks for the best step
-            raise self._once_for(optimizer, before + inside)
-        if before:
-            self._check_added(optimizer, before + inside)
+            raise self._once_for(optimizer, inside)
+        if inside > 1:
+            self._check_added(optimizer, inside)
+        handle = self.trained.handle.grad
+        changed = ((ref(), version) for ref, version in before.items())
+        if any(grad is not None and grad is not handle and grad._version > version for grad, version in changed):
+            raise self._once_for(optimizer, self._count_before + inside)
 
     def _check_added(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         """Raise an error if a backward has added to a gradient, which changes it in place."""
@@ -523,8 +534,8 @@ def _enabled_scaler() -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    found = cache(_latest_backward)
-    _check_all(optimizer, lambda steps: steps.check_optimizer(optimizer, found))
+    found, closure = cache(_latest_backward), kwargs.get("closure", args[1] if len(args) > 1 else None)
+    _check_all(optimizer, lambda steps: steps.check_optimizer(optimizer, found, closure=closure is not None))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -594,9 +605,10 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def hand_lr_over(self) -> None:
         """Copy the learning rate, which a scheduler may have set, to the tables."""
-        if unread := _UNREAD & self.param_groups[0].keys():
+        group = self.param_groups[0]
+        if unread := [name for name in sorted(_UNREAD & group.keys()) if group[name] not in (0, None)]:
             raise ConfigError(
-                f"param_groups of {self._row_steps.name} has {', '.join(sorted(unread))}, which rows do not read: only "
+                f"param_groups of {self._row_steps.name} has {', '.join(unread)}, which rows do not read: only "
                 "lr counts there. Give other settings to the row optimizer when the tables are made, such as "
                 "stoker.AdamW(weight_decay=0.01)."
             )

@@ -243,11 +243,10 @@ def _reopen(
     return open_dataset(own), wanted
 
 
-def lengths_of(run: RunDirectory, epoch: int, total: int) -> list[int]:
+def lengths_of(run: RunDirectory, epoch: int) -> list[int]:
     """Return the steps that a run was to have at its start, and whenever it was resumed with others."""
     values = run.read("config.json")
-    before = values.get("lengths") or [TrainConfig.from_dict(values["settings"]).total_steps(epoch)]
-    return before if before[-1] == total else [*before, total]
+    return values.get("lengths") or [TrainConfig.from_dict(values["settings"]).total_steps(epoch)]
 
 
 def restore(

@@ -147,11 +147,12 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         values["batch_size_chosen"] = vars(choice)
     if resume is None:
         on_first(ranks, "make the run directory", lambda: RunDirectory.create(run.path, values))
-    progress = Progress()
+    progress, lengths = Progress(), [total]
     screen = Display() if not first else make_display(display) if isinstance(display, str) else display
     with screen as shown, run.locked():
         if resume is not None:
-            values["lengths"] = lengths_of(run, len(stream), total)
+            lengths = lengths_of(run, len(stream))
+            values["lengths"] = lengths if lengths[-1] == total else [*lengths, total]
             progress = restore(run, data, replica, stream, shown)
             run.write("config.json", values)
         again = progress.step < total and progress.loss_count > 0  # the next training record repeats the last one
@@ -173,7 +174,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
                 shown.note("this processor has no bfloat16 arithmetic: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
-            longer = stretched(config, values.get("lengths", ()))
+            longer = stretched(config, lengths[-1], total)
             for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed, longer]), *ignored):
                 shown.note(note)
             try:

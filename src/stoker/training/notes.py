@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -92,11 +92,10 @@ def without_effect(
         )
 
 
-def stretched(config: TrainConfig, lengths: Sequence[int]) -> str | None:
-    """Say that a run was resumed with another length, by which its schedule changed; None if it was not."""
-    if len(lengths) < 2 or config.schedule == "constant" or config.decay_steps is not None:
+def stretched(config: TrainConfig, before: int, now: int) -> str | None:
+    """Say that a run is resumed with another length, by which its schedule changes; None if it is not."""
+    if before == now or config.schedule == "constant" or config.decay_steps is not None:
         return None
-    before, now = lengths[-2:]
     return (
         f"the schedule {config.schedule} was for {before:,} steps and is now for {now:,}, so rates change at once and "
         f"the result is not that of one run of {now:,} steps. For runs that may go on, give decay steps or a constant "

@@ -25,7 +25,7 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.lists import lists_of
-from stoker.prep.parse.notation import AS_TYPED, DECIMAL_COMMA, text_of_floats, with_point, written
+from stoker.prep.parse.notation import AS_TYPED, DECIMAL_COMMA, DOTTED, text_of_floats, with_point, written
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -263,11 +263,15 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     if not series.dtype.is_float():
         return written(series.cast(pl.String), item.notation)
     series = series.fill_nan(None)
-    if item.notation == AS_TYPED:
+    if item.notation in (AS_TYPED, DOTTED):
         return series.cast(pl.String)
     texts = text_of_floats(series)
     for row in (texts.is_null() & series.is_not_null()).arg_true().to_list():
-        wrong.setdefault(row, f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id")
+        wrong.setdefault(
+            row,
+            f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id: "
+            "write texts or whole numbers",
+        )
     return written(texts, item.notation)
 
 

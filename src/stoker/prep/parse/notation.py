@@ -2,7 +2,8 @@
 
 One missing value makes pandas read a column of ids as floats: 136 becomes 136.0, in its frames and in the files it
 writes. A whole float is therefore the text ``136``. Rows that are prepared like a dataset follow what it has: if all
-texts that are known of a column are written in one way, new ones are written in this way, too.
+whole numbers among the known texts of a column are written in one way, new ones are written in this way, too. Where no
+text is known, as with hash buckets, 136.0 is always 136.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pyarrow.compute as pc
 
 AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
 WHOLE, DOTTED, LOWER, CAPITAL = "1", "1.0", "true", "True"
-_PATTERNS = {WHOLE: r"^-?\d+$", DOTTED: r"^-?\d+\.\d+$", LOWER: "^(true|false)$", CAPITAL: "^(True|False)$"}
+_FEW = 3  # texts of a column of truth values: two, and an empty one
+_WORDS = {LOWER: ["true", "false"], CAPITAL: ["True", "False"]}
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     WHOLE: (r"\.0$", [(r"^(-?\d+)\.0$", r"\1")]),
     DOTTED: (r"^-?\d+$", [(r"^(-?\d+)$", r"\1.0")]),
@@ -24,17 +26,17 @@ _CHANGES = {  # notation -> what is rare and shows that a text may be written ot
 }
 #: A number with a decimal comma, perhaps with points between groups of three digits.
 DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
-_FIRST = 1_000  # texts that decide whether to look at all
 
 
 def notation_of(texts: pl.Series) -> str:
-    """Return how all of these texts are written, or an empty text if they are not all written in one way."""
+    """Return how whole numbers, or else truth values, are written in these texts; "" if in no way, or in two."""
     texts = texts.drop_nulls()
-    texts = texts.filter(texts != "") if len(texts) else texts
-    for name, pattern in _PATTERNS.items() if len(texts) else ():
-        if texts.head(_FIRST).str.contains(pattern).all():
-            return name if texts.str.contains(pattern).all() else ""
-    return ""
+    whole, dotted = (bool(texts.str.contains(pattern).any()) for pattern in (r"^-?\d+$", r"^-?\d+\.0$"))
+    if whole or dotted:
+        return "" if whole and dotted else WHOLE if whole else DOTTED
+    values = set(texts.head(_FEW)) - {""}
+    found = (name for name, words in _WORDS.items() if values and values <= {*words} and len(texts) <= _FEW)
+    return next(found, "")
 
 
 def notations(known: Iterable[tuple[str, pl.Series]]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import number_groups
-from stoker.prep.like import FEATURES, NOTATION, check_unit
+from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
@@ -64,7 +64,7 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
     counts = encoder.counts(fitting.parts if fitting.any_dropped and task.like is None else ())
     times = _times(fitting)
     if task.like is not None and times:
-        check_unit(task.like.last_time, max(entry["last"] for entry in times.values()))
+        check_unit(task.like.times, times_of({name: {"time": entry} for name, entry in times.items()}))
     shard_rows = _plan_shards(fitting, wide=encoder.wide)
     with ThreadPoolExecutor(2, thread_name_prefix="stoker-groups") as pool:
         # One thread reads all rows for the groups and one for kept columns, while others write shards.
@@ -255,8 +255,11 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
-def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
-    """Return a warning for each split that the rule names and that has no rows, and for columns without known ids."""
+def split_warnings(schema: Schema, manifest: dict[str, Any], like: Mapping[str, Any] | None = None) -> list[str]:
+    """Return a warning for each split that the rule names and that has no rows, and for columns without known ids.
+
+    ``like``: the manifest of the dataset whose vocabularies were used.
+    """
     rule, found = schema.split, []
     named = {"column": rule.values.values(), "files": rule.files.values()}.get(rule.rule)
     rows = sum(entry["rows"] for entry in manifest["splits"].values())
@@ -270,10 +273,12 @@ def split_warnings(schema: Schema, manifest: dict[str, Any]) -> list[str]:
     own = manifest["recipe"]["preset"] == "schema"  # what public logs do is known
     for name in manifest["unknown"]["train"] if own and rows >= _FEW else ():
         zeros, ids = np.sum([manifest["unknown"][split][name] for split in SPLITS], axis=0)
-        if zeros == ids:
+        before = None if like is None else np.sum([like["unknown"][split][name] for split in SPLITS], axis=0)
+        if zeros == ids and (before is None or before[0] < before[1] / 2):  # ids of sessions are always new
+            why = "rarer than min_count" if before is None else "written in another way than before, or new"
             found.append(
-                f"no row has a known value of column {name!r}: all are missing, or written in another way than before. "
-                "Compare its name, also upper and lower case, and a value."
+                f"no row has a known value of column {name!r}: all are missing, or {why}. Compare its name, also upper "
+                "and lower case, and a value."
             )
     for name, (zeros, ids) in manifest["unknown"]["train"].items() if own and "like" not in manifest else ():
         held = [manifest["unknown"][split][name] for split in SPLITS[1:]]

@@ -321,7 +321,8 @@ class TTEmbeddingBag(nn.Module):
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
                 "float32. Turn them back (.float()), or make the bag without optimizer."
             )
-        if self.optimizer is not None and len({core.requires_grad for core in self.cores}) > 1:
+        updates = self.optimizer is not None and self.training and torch.is_grad_enabled()
+        if updates and len({core.requires_grad for core in self.cores}) > 1:
             raise ConfigError(
                 "some cores are frozen (requires_grad=False) and others are not, but with an optimizer all of them are "
                 "updated inside backward. Freeze the bag as a whole, or make it without optimizer."

@@ -360,6 +360,8 @@ def trained(run: RunDirectory) -> Path:
         try:
             ckpt.read_manifest(newest)  # without it, the best checkpoint of an earlier time would be taken
         except CheckpointError as error:
+            if run.steps() != steps:  # it was deleted, by a run that trains
+                return trained(run)
             raise CheckpointError(
                 f"{error} It says which checkpoint is the best. {whole_checkpoints(newest)}"
             ) from error

@@ -68,9 +68,17 @@ class _Blocks:
 
     def spread(self, model: RecModel, inputs: Sequence[Tensor]) -> int:
         """Return how many places of a block a row needs, so that its score does not depend on which it has."""
+        if not all(each.is_floating_point() or each.dtype == torch.bool for each in inputs):
+            return 1  # random whole numbers may be none that the model takes
         if (key := _kind(model, inputs)) not in self._spread:
-            alike = (spread for spread in _SPREADS if _moved_alike(model, inputs, spread))
-            self._spread[key] = next(alike, TILE)
+            found = 1  # also if it is no matter of places in a vector
+            for spread in _SPREADS:
+                if (alike := _moved_alike(model, inputs, spread)) is None:
+                    return 1  # scores that are not finite tell nothing of later models
+                if alike:
+                    found = spread
+                    break
+            self._spread[key] = found
         return self._spread[key]
 
 
@@ -111,11 +119,14 @@ def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> 
     return torch.equal(found, expected[:, : found.shape[1]])
 
 
-def _moved_alike(model: RecModel, inputs: Sequence[Tensor], spread: int) -> bool:
-    """Return True if random rows have the same logits wherever they are in a block, ``spread`` places for each."""
+def _moved_alike(model: RecModel, inputs: Sequence[Tensor], spread: int) -> bool | None:
+    """Return whether random rows have the same logits wherever they are in a block, ``spread`` places for each.
+
+    None: a logit is not finite.
+    """
     random = torch.Generator().manual_seed(0)
     rows = TILE // spread
-    drawn = [torch.randn((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
+    drawn = [torch.rand((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
 
     def scored(by: int) -> Tensor:
         parts = tuple(_tile(each.roll(by, 0), 0, TILE, spread) for each in drawn)
@@ -123,6 +134,8 @@ def _moved_alike(model: RecModel, inputs: Sequence[Tensor], spread: int) -> bool
 
     with torch.no_grad(), one_thread():
         expected = scored(0)
+        if not expected.isfinite().all():
+            return None
         return all(torch.equal(scored(by), expected) for by in _MOVES)
 
 
