@@ -316,7 +316,8 @@ class RowEncoder:
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
         if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
-            ids = known.find(keys_of(written(given, self.fitted.schema.notation_of(feature.raw)), feature))
+            again = written(given, self.fitted.schema.notation_of(feature.raw))
+            ids = ids if again is given else known.find(keys_of(again, feature))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
             raise DataError(
