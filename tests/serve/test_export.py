@@ -66,8 +66,8 @@ def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:
 
 
 def test_an_onnx_model_is_that_of_the_dense_part(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript", reason="torch writes ONNX with onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="the exported model runs in ONNX Runtime")
     stoker.export(run, tmp_path / "out", onnx=True)
     scorer = stoker.Scorer(tmp_path / "out", check=True)
     session = runtime.InferenceSession(tmp_path / "out" / "dense.onnx")

@@ -116,7 +116,7 @@ def test_an_export_has_the_items(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_graph_finds_nearly_all_of_them(run: Path) -> None:
-    pytest.importorskip("usearch")
+    pytest.importorskip("usearch", reason="the index is usearch's")
     users = log(200).select("user", "age")
     exact, near = (stoker.Retriever(run, approximate=each).topk(users, k=10) for each in (False, True))
     shared = [len({*one} & {*other}) for one, other in zip(exact.items, near.items, strict=True)]

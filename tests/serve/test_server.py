@@ -27,8 +27,8 @@ from typer.testing import CliRunner
 
 import stoker
 
-pytest.importorskip("aiohttp")
-pytest.importorskip("prometheus_client")
+pytest.importorskip("aiohttp", reason="the server needs aiohttp")
+pytest.importorskip("prometheus_client", reason="the server's metrics need prometheus_client")
 
 from stoker.cli import app
 from stoker.prep.requests import as_frame

@@ -61,7 +61,8 @@ class Like:
         DataError: there is no dataset, no preparation made it, a file is damaged, or the recipe does not exist.
     """
 
-    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto", *, grow: bool = False,
+    def __init__(
+        self, path: Path, recipe: Recipe | None = None, history: str = "auto", *, grow: bool = False,
         negatives: bool = False,
     ) -> None:  # fmt: skip
         self.data, self.history, self.grow, self.negatives = Dataset(path), history, grow, negatives
