@@ -12,9 +12,9 @@ from worker_tools import argument, versions
 
 from stoker import DLRM, Batch, FeatureSpec, optim
 from stoker.tables import Ranks
+from stoker.tables.ranks.share import share_of
 from stoker.tables.storage import Rows
 from stoker.training.ranks.sharded import ShardedLoss, own_threads
-from stoker.training.ranks.share import share_of
 
 config = argument()
 

@@ -4,7 +4,7 @@
 """
 
 from stoker.tables import Ranks, RanksError
+from stoker.tables.ranks.share import Shares
 from stoker.training.ranks.sharded import ShardedLoss
-from stoker.training.ranks.share import Shares
 
 __all__ = ["Ranks", "RanksError", "ShardedLoss", "Shares"]

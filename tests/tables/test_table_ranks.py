@@ -71,8 +71,9 @@ STEPS = 3
 def make(rule: optim.RowOptimizer, place: str = "device", *, shards: int = 8, **options: Any) -> EmbeddingTables:
     """Two tables of three features, the second with its own width."""
     kinds = {"pooling": options.pop("pooling", "sum"), "dtype": options.pop("dtype", "float32")}
+    padding = options.pop("padding_idx", None)
     tables = [
-        TableConfig(name="a", num_embeddings=40, embedding_dim=4, features=("f", "g"), **kinds),
+        TableConfig(name="a", num_embeddings=40, embedding_dim=4, features=("f", "g"), padding_idx=padding, **kinds),
         TableConfig(name="b", num_embeddings=13, embedding_dim=options.pop("width", 4), features=("h",), **kinds),
     ]
     order = ("f", "h", "g")
@@ -119,6 +120,7 @@ PROGRAMS = given(
     bags=st.sampled_from(["single", "jagged", "weighted", "mean", "max"]),
     batch=st.sampled_from([16, 37, 300]), ranks=st.integers(1, 4), width=st.sampled_from([4, 8]),
     how=st.sampled_from(["backward", "accumulate", "optimizer"]), backend=st.sampled_from(["reference", "auto"]),
+    more=st.sampled_from([{}, {"steps": {"g": 3}}, {"steps": {"f": 5, "h": 3}}, {"padding_idx": 0}]),
 )  # fmt: skip
 
 
@@ -138,9 +140,10 @@ def options_of(rule: optim.RowOptimizer, dtype: str, bags: str, width: int, back
 @settings(deadline=None, max_examples=scaled(80))
 @PROGRAMS
 def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
-    seed, rule, place, dtype, bags, batch, ranks, width, how, backend
+    seed, rule, place, dtype, bags, batch, ranks, width, how, backend, more
 ):
     bags, options = options_of(rule, dtype, bags, width, backend)
+    options |= more
     alone = make(rule, place, **options)
     pooled = train(alone, seed, batch, bags, how)
 
@@ -160,9 +163,10 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
 @settings(deadline=None, max_examples=scaled(60))
 @PROGRAMS
 def test_divided_tables_of_any_number_of_ranks_are_those_of_one_process(
-    seed, rule, place, dtype, bags, batch, ranks, width, how, backend
+    seed, rule, place, dtype, bags, batch, ranks, width, how, backend, more
 ):
     bags, options = options_of(rule, dtype, bags, width, backend)
+    options |= more
     alone = make(rule, place, **options)
     initial = digest(alone)
     pooled = train(alone, seed, batch, bags, how)
@@ -726,7 +730,6 @@ def test_an_id_that_is_no_row_ends_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"steps": {"g": 2}}, "steps"),
         ({"shards": 1}, "shards=8"), ({"device": "cuda"}, "the device cuda"),
     ],
 )  # fmt: skip
@@ -735,10 +738,7 @@ def test_divided_tables_refuse_what_they_do_not_do(given: Any, message: str) -> 
         on_threads(2, lambda group: _some(group, **given))
 
 
-def test_divided_tables_refuse_padding_means_copies_and_other_ranks() -> None:
-    padded = TableConfig(name="t", num_embeddings=9, embedding_dim=4, padding_idx=0)
-    with pytest.raises(ConfigError, match="padding_idx"):
-        on_threads(2, lambda group: EmbeddingTables([padded], optimizer=optim.SGD(lr=0.1), shards=2, ranks=group))
+def test_divided_tables_refuse_means_copies_and_other_ranks() -> None:
     with pytest.raises(ConfigError, match="means of Replicas"):
         on_threads(2, _some, Replicas)
 

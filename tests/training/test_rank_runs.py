@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from campaigns import EFFORT, scaled
 from rank_workers import Warm, Workers
@@ -26,7 +25,6 @@ from stoker.tables import Ranks
 from stoker.testing import make_dataset
 from stoker.training.placing import place_run
 from stoker.training.ranks import sharded, together
-from stoker.training.ranks.start import check_settings
 from stoker.training.ranks.together import compute_part
 
 RUN: dict[str, Any] = {
@@ -38,6 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "dcn": {"hidden": (16,), "rank": 4},
     "deepfm": {"hidden": (16, 8)},
     "tabular": {"hidden": (16, 8), "dropout": 0.2, "embedding_dropout": 0.1, "dims": {"C1": 8, "C2": 4, "C3": 4}},
+    "din": {"history": {"C1": "C2"}, "attention": (8,), "hidden": (16,), "activation": "dice"},
+    "tbsm": {"history": {"C1": "C2"}, "top": (16,)},
+    "sasrec": {"history": {"C1": "C2"}, "blocks": 1, "hidden": (8,)},
+    "rankmixer": {"width": 8, "blocks": 1},
+    "two-tower": {"item": ["C3"], "hidden": (8,), "width": 8},
 }
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -244,7 +247,6 @@ def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
         ({"shards": 1}, "need as many logical shards"),
         ({"batch_size": "auto"}, "measured in one process"),
         ({"epoch_lookahead": True, "device_memory": "4KiB"}, "without epoch_lookahead"),
-        ({"model": "din", "model_options": {"history": {"C1": "C2"}}}, "steps"),
         ({"steps": 0}, "steps is 0"),
     ],
 )  # fmt: skip
@@ -261,7 +263,52 @@ def test_what_does_not_go_is_refused_by_name_on_every_rank(
     assert not (tmp_path / "run").exists()
 
 
-def test_tables_that_grow_are_refused_by_name(data: Dataset) -> None:
-    growing: Any = SimpleNamespace(schema=replace(data.schema, grow={"C1": stoker.Grow()}))
-    with pytest.raises(ConfigError, match=r"2 ranks train together: not with tables that grow yet \(C1\)"):
-        check_settings(stoker.TrainConfig(shards=8, batch_size=10), growing, 2)
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("growing")
+    draw = np.random.default_rng(0)
+    names = ["click", "x", "item", "user", "recent", "at"]
+    with (folder / "a.csv").open("w") as out:
+        print(*names, sep=",", file=out)
+        for second in range(1500):
+            item, user = second // 10 + draw.geometric(0.04), draw.integers(0, 60)
+            recent = "|".join(f"i{each}" for each in second // 10 + draw.geometric(0.04, draw.integers(0, 4)))
+            print(int((item + user) % 3 == 0), draw.random(), f"i{item}", user, recent, second, sep=",", file=out)
+    grow = {"rows": 80, "admit": 2, "evict": "lru"}
+    schema = stoker.Schema.from_dict({
+        "label": "click", "dense": [{"name": "x"}],
+        "categorical": [
+            {"name": "item", "oov": "grow", "grow": grow, "table": "items"},
+            {"name": "user", "type": "int", "oov": "grow", "grow": {"rows": 50, "evict": "lfu"}},
+        ],
+        "sequence": [{"name": "recent", "oov": "grow", "grow": grow, "table": "items", "max_length": 3}],
+    })  # fmt: skip
+    return stoker.prepare(schema, folder / "a.csv", out=folder / "data")
+
+
+def test_random_runs_of_tables_that_grow_are_those_of_one_process(
+    workers: Workers, growing: Dataset, tmp_path: Path
+) -> None:
+    room = {"device_memory": "8KiB"}  # in which the rows of a batch fit
+    placed = {name: place | room if "device_memory" in place else place for name, place in PLACES.items()}
+    for seed in range(scaled(20)):
+        draw = random.Random(seed)
+        model, number = draw.choice(["dlrm", "deepfm", "din"]), draw.choice([0, 1, 2, 3, 4])
+        ranks, again = draw.randint(1, 4), draw.randint(1, 4)
+        places = [placed[draw.choice(sorted(placed))] for _ in range(2)]
+        options = {"history": {"item": "recent"}} if model == "din" else MODELS[model]
+        given = {**settings_of("dlrm", number), "steps": 8, "eval_every": 4, "dtype": "float32", "batch_size": 40}
+        given |= {"model": model, "model_options": options}
+        out, alone, what = tmp_path / f"{seed}", tmp_path / f"{seed}-alone", (seed, model, ranks, again, places)
+        if draw.random() < 0.5:
+            found = workers.train(ranks, growing.path, out=out, **given, **places[0], threads=1)
+        else:
+            stopped = workers.train(ranks, growing.path, out=out, **{**given, "steps": 4}, **places[0], threads=1)
+            assert stopped[0][0] == 4, (what, stopped)
+            place = {"device_memory": None, "strategy": "auto", "host_memory": None, **places[1]}
+            found = workers.train(again, resume=out, steps=8, display="quiet", threads=1, **place)
+        result = stoker.train(growing, out=alone, threads=1, **given)
+        assert found == [(result.step, result.best_step, result.valid, result.test)] * len(found), (what, found)
+        assert files(out / "checkpoints") == files(alone / "checkpoints"), what
+        assert any("raw_ids" in name for name in map(str, files(out / "checkpoints")))
+        assert all(each.get("on_demand_rows_per_step", 0) == 0 for each in records(out, "train")), what

@@ -26,10 +26,10 @@ from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.running import recorded
 from stoker.ops.tree import nodes_of, shard_bounds
 from stoker.tables import Ranks, RanksError
+from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
-from stoker.training.ranks.share import share_of
 from stoker.training.ranks.sums import Step, Sums, add_over_ranks
 
 RUN: dict[str, Any] = {

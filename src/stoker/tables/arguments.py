@@ -41,8 +41,6 @@ class TablesArguments:
         average = self.ranks.average_every is not None
         at = strategies_of([each.name for each in self.tables], self.placement)
         cannot = {
-            "padding_idx: leave these ids out of their bags": any(each.padding_idx is not None for each in self.tables),
-            "steps: features must be pooled": bool(self.steps),
             "one shard: give shards=8, or another power of two": self.shards == 1,
             "the means of Replicas: give stoker.distributed.Ranks()": self.ranks.means,
             f"the device {self.device}: take the CPU": torch.device(self.device).type != "cpu",

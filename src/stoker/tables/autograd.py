@@ -83,7 +83,8 @@ class Lookup(torch.autograd.Function):
         given: tuple[Tensor, Tensor | None] | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born, tables.own_shards)
+        own = None if tables.share is None else tables.share.shards
+        forward = Forward(tables.versions, tables.training, tables._steps.enclosing(), tables.born, own)
         found = tuple(tables.look_up(many, leases, given))
         bags = tables.kept(many)
         ctx.save_for_backward(*[getattr(each, name) for name in ("ids", "offsets", "weights") for each in bags])

@@ -37,6 +37,7 @@ from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
+from stoker.tables.ranks.share import Share
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
@@ -134,7 +135,7 @@ class EmbeddingTables(CopiedTables):
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
         self.divided = asked.ranks is not None  # whether each has some of the rows, though all have cores
-        self.own_shards: Shards | None = None  # while a model looks up the examples of this rank
+        self.share: Share | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
         self._layout = StepLayout(self.features, asked.steps or {})
@@ -241,7 +242,8 @@ class EmbeddingTables(CopiedTables):
 
     def shards_of(self, batch: int) -> Shards | None:
         """Return the shards of a batch of this size; None if it is one. Of a rank's examples, the own ones."""
-        return None if self._shards == 1 else self.own_shards or Shards.of(batch, self._shards)
+        own = Shards.of(batch, self._shards) if self.share is None else self.share.shards
+        return None if self._shards == 1 else own
 
     @property
     def tick(self) -> int:
@@ -367,7 +369,9 @@ class EmbeddingTables(CopiedTables):
         given: tuple[Tensor, Tensor | None] | None = (ids, copy)
         if self.raw is not None:
             grows = trains and self.training
-            call, leases = self._births.rows_of(call, leases, grown, time, self._frozen, grows=grows, ranks=self.ranks)
+            call, leases = self._births.rows_of(
+                call, leases, grown, time, self._frozen, grows=grows, ranks=self.ranks, share=self.share
+            )
             given = None  # rows are in memory of their own
         weighted = torch.is_grad_enabled() and weights is not None and weights.requires_grad
         if joint := None if weighted else self._joint:
@@ -623,7 +627,7 @@ class EmbeddingTables(CopiedTables):
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
-            if found is not None and self.divided and self.ranks is not None:
+            if found is not None and self.ranks is not None and (self.divided or found.grown is not None):
                 with self.ranks.guard():
                     raise ConfigError(
                         "the ids or offsets of a staged batch were changed before its lookup, but the ranks among "
@@ -642,11 +646,9 @@ class EmbeddingTables(CopiedTables):
         if self.raw is not None and found is not None and found.grown is not None:
             self.raw.forget([found.grown])
 
-    def ahead(self, call: Bags, time: int | None) -> Grown | None:
+    def ahead(self, call: Bags, time: int | None, share: Share | None) -> Grown | None:
         """Give rows to the raw ids of a batch that comes later; None if no table grows. ``call`` has been checked."""
-        if self.raw is None:
-            return None
-        return self.raw.ahead(call.cpu(), time, self._frozen, grows=self.training)
+        return self._births.ahead(call, time, self._frozen, grows=self.training, ranks=self.ranks, share=share)
 
     def replicate(self, replicas: Ranks | None) -> None:
         """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.

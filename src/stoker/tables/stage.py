@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +46,7 @@ from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import Grown
 from stoker.tables.lookups import Lookups, copy_ids, equal_ids, version_of
 from stoker.tables.ranks.divided import Asked, DividedGroup
+from stoker.tables.ranks.share import Share
 from stoker.tables.slots.epoch_lookahead import EpochLookahead, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import Queue, SlottedRows
@@ -175,8 +176,7 @@ class Stage(Generic[Item]):
         raw, ranks = self.tables.raw, self.tables.ranks
         if not (ranks and self.tables.training):
             self._replicated = []
-        # Rows of raw ids depend on the batches of all ranks, which meet when they look up.
-        if (raw and ranks) or not (self._groups or self._readers or (self.background and raw)):
+        if not (self._groups or self._readers or (self.background and raw)):
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
@@ -259,7 +259,8 @@ class _Run:
         self._ready: deque[_Staged] = deque()
         self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
         self._asked: SimpleQueue[_Upcoming | None] = SimpleQueue()  # batches of ranks; None: the stream has ended
-        self._meets = bool(stage._divided or stage._replicated)  # whether ranks ask each other
+        grows = self.tables.raw is not None and self.tables.ranks is not None and self.tables.training
+        self._meets = bool(stage._divided or stage._replicated or grows)  # whether ranks ask each other
         self._asking = sys.maxsize if self._meets else 0  # batches that ranks may ask for, in all
         self._count = 0  # that they have asked for
 
@@ -378,12 +379,14 @@ class _Run:
         ids, copies = call.ids, None if stage._private else _copied(call)
         if copies is not None:  # the announced ids are looked up, unless something changes them meanwhile
             call = Bags(*copies, call.weights)
-        grown = self.tables.ahead(call, stage._time_of(item))
+        share = item if stage._private and isinstance(item, Share) else None  # the whole batch has its own memory, too
+        grown = self.tables.ahead(call, stage._time_of(item), share)
         if grown is not None:
             self._grown.append(grown)
             while self._grown[0].taken:
                 self._grown.popleft()
-        parts = self.tables.splitter.split(call if grown is None else grown.call)
+        rows = call if grown is None else replace(call.cpu(), ids=grown.call.ids[grown.mine])
+        parts = self.tables.splitter.split(rows)
         reach = stage.ahead.batches + (stage._in_flight or 2)
         asked = {index: group.ask(parts[index], reach) for index, group in stage._divided}
         for index, each in asked.items():

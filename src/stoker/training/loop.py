@@ -24,6 +24,7 @@ from stoker.models import RecModel
 from stoker.models.registry import class_path
 from stoker.optim import Constant
 from stoker.tables import Ranks
+from stoker.tables.ranks.share import whole_of
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.ends import (
@@ -44,7 +45,6 @@ from stoker.training.placing import check_disk, check_memory, for_ranks, iterate
 from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
 from stoker.training.ranks.run import open_run_directory, unshared
-from stoker.training.ranks.share import whole_of
 from stoker.training.ranks.start import find_ranks, same_ranks, together
 from stoker.training.replica import Replica, open_stream, process_settings
 from stoker.training.scheduled import Feed, swap_loss

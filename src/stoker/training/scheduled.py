@@ -24,10 +24,10 @@ from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
 from stoker.ops.loss import LISTS
 from stoker.tables import Stage
+from stoker.tables.ranks.share import Shares
 from stoker.tables.slots.window import Ahead
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged
-from stoker.training.ranks.share import Shares
 from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, Segment, ShuffleScheduler
 

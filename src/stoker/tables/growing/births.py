@@ -25,6 +25,7 @@ from stoker.tables.autograd import Gradient
 from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import GrowingIds, Grown, InitialRows
 from stoker.tables.lookups import version_of
+from stoker.tables.ranks.share import Share
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.storage import Lease, release_all
 
@@ -56,7 +57,7 @@ class Births:
 
     def rows_of(
         self, call: Bags, leases: list[Lease | None], grown: Grown | None, time: int | None, frozen: frozenset[str], *,
-        grows: bool, ranks: Ranks | None = None,
+        grows: bool, ranks: Ranks | None, share: Share | None,
     ) -> tuple[Bags, list[Lease | None]]:  # fmt: skip
         """Return a call with rows for its raw ids, and the leases that still fit.
 
@@ -68,6 +69,7 @@ class Births:
             frozen: tables that do not train.
             grows: whether this lookup trains.
             ranks: that train together, each with some of the examples; all of them call this.
+            share: the batch, if this rank knows the examples of all.
         """
         assert self.raw is not None
         device, raw = call.ids.device, call.ids
@@ -78,9 +80,7 @@ class Births:
             if rows is None:
                 rows = grown.call.ids if fits and grown is not None else self.raw.find(call.cpu()).ids
         else:
-            whole, mine = call.cpu(), slice(None)
-            if ranks is not None:
-                whole, time, mine = _joined(ranks, whole, time)
+            whole, time, mine = self._whole(call, grown, time, ranks, share)
             done, fits = self.raw.take(grown, whole, time, frozen)
             rows = done.call.ids[mine]
             self.step += 1
@@ -91,6 +91,36 @@ class Births:
             release_all(leases)
             leases = [None] * len(self.groups)
         return replace(call, ids=rows.to(device)), leases
+
+    def ahead(
+        self, call: Bags, time: int | None, frozen: frozenset[str], *, grows: bool, ranks: Ranks | None,
+        share: Share | None,
+    ) -> Grown | None:  # fmt: skip
+        """Do the step of a batch that comes later; None if no table grows. Arguments as for :meth:`rows_of`."""
+        if self.raw is None:
+            return None
+        whole, latest, mine = self._whole(call, None, time, ranks if grows else None, share)
+        grown = self.raw.ahead(whole, latest, frozen, grows=grows)
+        grown.mine, grown.said = mine, time
+        return grown
+
+    def _whole(
+        self, call: Bags, grown: Grown | None, time: int | None, ranks: Ranks | None, share: Share | None
+    ) -> tuple[Bags, int | None, slice]:
+        """Return the batch of all ranks, its time, and where the own ids are in it."""
+        if ranks is None:
+            return call.cpu(), time, slice(None)
+        if grown is not None and grown.trains:
+            if time == grown.said:
+                return grown.raw, grown.time, grown.mine
+            with ranks.guard():
+                raise ConfigError(
+                    f"a lookup has time {time}, but its batch had {grown.said} when stage() read it, which the other "
+                    "ranks know. Give both the same time."
+                )
+        if share is None:
+            return _joined(ranks, call.cpu(), time)
+        return Bags(share.whole.ids, share.whole.offsets), time, share.place
 
     def _repeated(self, ids: Tensor) -> Tensor:
         """Return the rows of a lookup that a backward repeats."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -105,6 +105,8 @@ class Grown:
     clock: tuple[int, ...] = ()  # before that step; after it while it is undone
     moved: bool = False  # whether it was done again, with other rows
     taken: bool = False  # whether its batch has trained, or never will
+    mine: slice = field(default_factory=lambda: slice(None))  # of several ranks: the own ids in the batch of all
+    said: int | None = None  # of several ranks: the time that this one has given
 
     @property
     def bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, overload
@@ -29,7 +30,7 @@ from stoker.training.files.checkpoint import DENSE, Checkpoint, Link, M, read_ma
 from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
 from stoker.training.files.segments import SavedTable
-from stoker.training.ranks.first import is_first, on_first
+from stoker.training.ranks.first import each_on_first, is_first, on_first
 from stoker.training.ranks.sharded import ShardedLoss
 
 if TYPE_CHECKING:
@@ -512,10 +513,15 @@ class _Saved:
 
     def read_raw_ids(self, module: str) -> Iterator[tuple[tuple[str, bool], Iterable[Tensor]]]:
         """Yield the entries of raw ids of the tables that grow, by (table, whether they wait)."""
+        tables = self.tables[module]
         for entry in self._entries_of(module):
-            if "clock" in entry:
-                table = SavedTable(self.chain, entry)
-                yield from (((entry["name"], waiting), table.raw_ids(waiting=waiting)) for waiting in (False, True))
+            for waiting in (False, True) if "clock" in entry else ():
+                parts = partial(self._raw_ids, entry, waiting)
+                ranks, name = tables.ranks if tables.divided else None, entry["name"]
+                yield (name, waiting), each_on_first(ranks, f"read the raw ids of table {name!r}", parts)
+
+    def _raw_ids(self, entry: Mapping[str, Any], waiting: bool) -> Iterator[Tensor]:
+        return SavedTable(self.chain, entry).raw_ids(waiting=waiting)
 
     def _entries_of(self, module: str) -> list[Any]:
         return [each for each in self.manifest["tables"] if each.get("module", "embeddings") == module]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,18 @@ def on_first(ranks: Ranks | None, work: str, action: Callable[[], T]) -> T:
         error.told = True  # type: ignore[attr-defined]
         raise error
     return found  # type: ignore[no-any-return]
+
+
+def each_on_first(ranks: Ranks | None, work: str, items: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """Yield on every rank what ``items()`` yields on the first one, none of it None; all ranks iterate over it."""
+    begun = list[Iterator[T]]()
+
+    def take() -> T | None:
+        begun[:] = begun or [items()]
+        return next(begun[0], None)
+
+    while (item := on_first(ranks, work, take)) is not None:
+        yield item
 
 
 def broadcast(ranks: Ranks, work: str, value: Tensor) -> Tensor:

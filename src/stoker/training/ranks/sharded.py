@@ -29,8 +29,8 @@ from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
 from stoker.ops.running import Known, Moved, move_all
 from stoker.ops.tree import Node, Shards, nodes_of
+from stoker.tables.ranks.share import Share, share_of, whole_of
 from stoker.tables.shards import one_thread
-from stoker.training.ranks.share import own_shards, share_of, whole_of
 from stoker.training.ranks.sums import Sums, add_over_ranks, moves_of_ranks
 from stoker.training.ranks.together import Together, compute_part
 
@@ -355,15 +355,15 @@ class ShardedLoss:
         if ranks is None:
             return batch, model.inputs(batch)
         batch = share_of(batch, ranks, model.embeddings.shards)
-        model.embeddings.own_shards = self._shards(batch)
+        model.embeddings.share = batch
         try:
             return batch, model.inputs(batch)
         finally:
-            model.embeddings.own_shards = None
+            model.embeddings.share = None
 
     def _shards(self, batch: Batch) -> Shards:
-        if self.ranks is not None:
-            return own_shards(self.ranks, len(whole_of(batch)), self.model.embeddings.shards)[1]
+        if isinstance(batch, Share):
+            return batch.shards
         return self.model.embeddings.shards_of(len(batch)) or Shards.of(len(batch), 1)
 
     def _run(self, work: Callable[[int], None], count: int) -> None:

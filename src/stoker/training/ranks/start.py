@@ -92,11 +92,9 @@ def same_ranks(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
     """Raise ConfigError for what several ranks do not support yet."""
-    growing = [table.name for table in config.tables(data.schema) if table.grow is not None]
     reasons = {
         "shards": config.shards < ranks and f"they need as many logical shards, but the run has {config.shards}. Give "
         "shards=8 to a new run; a run keeps its shards",
-        "model": bool(growing) and f"not with tables that grow yet ({', '.join(growing)})",
         "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
         "average_every": config.average_every is not None and bool(config.tensor_trains(data.schema))
         and "not with tensor trains and average_every. Leave one out",

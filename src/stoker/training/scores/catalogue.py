@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.models.base import RecModel
 from stoker.models.two_tower import TwoTower
+from stoker.tables.shards import one_thread
 from stoker.training.files.rundir import run_of, trained_rows
 from stoker.training.scores.metrics import RECALL
 
@@ -108,7 +110,8 @@ class Catalogue:
     ) -> dict[str, float]:
         """Return the shares of the rows with label 1 whose item is among the best 10, 50 and 100 of the catalogue.
 
-        All products are computed. Among equal ones the row's item counts as the last; an item that is not in the
+        All products are computed; of a model with logical shards on one thread, so their bits do not depend on the
+        number of threads and ranks. Among equal ones the row's item counts as the last; an item that is not in the
         catalogue counts as not found.
 
         Args:
@@ -118,21 +121,22 @@ class Catalogue:
             stop: called before each batch; if it returns True, the metrics of the rows so far are returned.
         """
         assert isinstance(model, TwoTower)
-        items = self.vectors(model)
-        found, asked, finite = [0] * len(RECALL), 0, bool(items.isfinite().all())
-        for batch in split.batches(_ITEMS, limit=rows) if len(split) else ():
-            if stop is not None and stop():
-                break
-            assert batch.labels is not None
-            chosen = batch.labels == 1
-            with torch.no_grad():
+        found, asked = [0] * len(RECALL), 0
+        with one_thread() if model.embeddings.shards > 1 else nullcontext(), torch.no_grad():
+            items = self.vectors(model)
+            finite = bool(items.isfinite().all())
+            for batch in split.batches(_ITEMS, limit=rows) if len(split) else ():
+                if stop is not None and stop():
+                    break
+                assert batch.labels is not None
+                chosen = batch.labels == 1
                 users = _vectors(model, model.users, batch)[chosen.to(model.device)]
-            finite &= bool(users.isfinite().all())
-            ids = model.item_ids(batch)[chosen].long()
-            places = self._place[ids.clamp(max=len(self._place) - 1)].where(ids < len(self._place), -1)
-            ranks = self._ranks(users, items, places.to(users.device))
-            found = [so_far + int((ranks < k).sum()) for so_far, k in zip(found, RECALL.values(), strict=True)]
-            asked += len(users)
+                finite &= bool(users.isfinite().all())
+                ids = model.item_ids(batch)[chosen].long()
+                places = self._place[ids.clamp(max=len(self._place) - 1)].where(ids < len(self._place), -1)
+                ranks = self._ranks(users, items, places.to(users.device))
+                found = [so_far + int((ranks < k).sum()) for so_far, k in zip(found, RECALL.values(), strict=True)]
+                asked += len(users)
         shares = [hits / asked if asked and finite else math.nan for hits in found]
         return {**dict(zip(RECALL, shares, strict=True)), "catalogue": len(self), "recall_rows": asked}
 
@@ -150,14 +154,14 @@ class Catalogue:
 
 
 def catalogue_of(model: RecModel, data: Dataset, checkpoint: Path | None = None) -> Catalogue | None:
-    """Return the catalogue of a model with towers whose rows are in this process, else None.
+    """Return the catalogue of a model with towers, else None; also None for tables that grow.
 
     Args:
         model: any model.
         data: the dataset of its run; or other rows that were prepared like it, if ``checkpoint`` is in the run.
         checkpoint: of the model, whose run may have updates.
     """
-    if not isinstance(model, TwoTower) or model.embeddings.divided or data.schema.grow:
+    if not isinstance(model, TwoTower) or data.schema.grow:
         return None
     own = data if "train" in data.splits and len(data.train) else None
     if checkpoint is not None and run_of(checkpoint) is not None:

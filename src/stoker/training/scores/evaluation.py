@@ -26,7 +26,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
-from stoker.training.ranks.share import Shares, whole_of
+from stoker.tables.ranks.share import Shares, whole_of
 from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 from stoker.training.scores.tiles import tiled_scores
 

@@ -16,18 +16,13 @@ class Share(Batch):
     """The examples of a rank."""
 
     whole: Batch  # of all ranks
+    shards: Shards  # counted from its first example
+    place: slice  # of its ids in those of the whole batch
 
 
 def whole_of(batch: Batch) -> Batch:
     """Return the batch of all ranks."""
     return batch.whole if isinstance(batch, Share) else batch
-
-
-def own_shards(ranks: Ranks, batch: int, shards: int) -> tuple[int, Shards]:
-    """Return the first example of a rank in a batch of this size, and its shards, counted from that example."""
-    bounds, own = shard_bounds(batch, shards), ranks.numbers_of(ranks.rank, shards)
-    begin = bounds[own.start]
-    return begin, Shards(tuple(each - begin for each in bounds[own.start : own.stop + 1]), own.start)
 
 
 def share_of(batch: Batch, ranks: Ranks, shards: int) -> Share:
@@ -40,21 +35,22 @@ def share_of(batch: Batch, ranks: Ranks, shards: int) -> Share:
     """
     if isinstance(batch, Share):
         return batch
-    begin, own = own_shards(ranks, len(batch), shards)
-    end = begin + own.bounds[-1]
-    ids, offsets, weights = batch.ids[begin:end], batch.offsets, batch.weights
+    bounds, own = shard_bounds(len(batch), shards), ranks.numbers_of(ranks.rank, shards)
+    begin, end = bounds[own.start], bounds[own.stop]
+    place, ids, offsets, weights = slice(begin, end), batch.ids[begin:end], batch.offsets, batch.weights
     if offsets is None:
         weights = None if weights is None else weights.view(batch.ids.shape)[begin:end].reshape(-1)
     else:
         bags = (len(offsets) - 1) // max(1, len(batch))  # of an example
         offsets = offsets[bags * begin : bags * end + 1]
         first, last = (int(each) for each in offsets[[0, -1]])
-        ids, offsets = batch.ids[first:last], offsets - first
+        place, ids, offsets = slice(first, last), batch.ids[first:last], offsets - first
         weights = None if weights is None else weights[first:last]
     return Share(
         dense=batch.dense[begin:end], ids=ids, offsets=offsets, weights=weights,
         labels=None if batch.labels is None else batch.labels[begin:end], step=batch.step, time=batch.time,
-        whole=batch,
+        whole=batch, shards=Shards(tuple(each - begin for each in bounds[own.start : own.stop + 1]), own.start),
+        place=place,
     )  # fmt: skip
 
 
