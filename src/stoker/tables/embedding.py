@@ -495,7 +495,7 @@ class EmbeddingTables(CopiedTables):
             return [each.scaled(ranks.size)._replace(shards=None) for each in gradients]
         if gradients and all(each.shards for each in gradients):  # all ranks know how many examples each has
             return gradients
-        found = []
+        found, gradients = [], self._apart(gradients)  # other replicas may have their rows elsewhere
         for each, *sizes in zip(
             gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
         ):

@@ -176,7 +176,9 @@ class Stage(Generic[Item]):
         raw, ranks = self.tables.raw, self.tables.ranks
         if not (ranks and self.tables.training):
             self._replicated = []
-        if not (self._groups or self._readers or (self.background and raw)):
+        # Of replicas only some may have slots, so they meet at the lookup.
+        alone = raw and ranks and not self.tables.divided
+        if alone or not (self._groups or self._readers or (self.background and raw)):
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
@@ -259,7 +261,7 @@ class _Run:
         self._ready: deque[_Staged] = deque()
         self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
         self._asked: SimpleQueue[_Upcoming | None] = SimpleQueue()  # batches of ranks; None: the stream has ended
-        grows = self.tables.raw is not None and self.tables.ranks is not None and self.tables.training
+        grows = self.tables.divided and self.tables.raw is not None
         self._meets = bool(stage._divided or stage._replicated or grows)  # whether ranks ask each other
         self._asking = sys.maxsize if self._meets else 0  # batches that ranks may ask for, in all
         self._count = 0  # that they have asked for

@@ -49,7 +49,7 @@ class OwnedGroup(TableGroup):
             replace(
                 table, num_embeddings=max(1, counts[table.name]),
                 init_scale=table.scale if counts[table.name] else 0.0,
-                padding_idx=None, features=(table.name,),
+                padding_idx=None, features=(table.name,), grow=None,
             )
             for table in tables
         ]  # fmt: skip
