@@ -15,7 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
+from stoker.prep.parse.frames import BadLine, Block, Field, careful_value, cut_text, frame_block, without_nulls
 from stoker.prep.parse.sources import first_line
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
@@ -31,10 +31,11 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def json_block(data: bytes, fields: Sequence[Field]) -> Block:
+def json_block(data: bytes, fields: Sequence[Field], nulls: Sequence[str] = ()) -> Block:
     """Return the rows and bad lines of JSON lines, one object each; absent keys are missing values.
 
-    A number in a column of text keeps its written form. If a key occurs twice, the first one counts.
+    A number in a column of text keeps its written form. If a key occurs twice, the first one counts. ``nulls`` are
+    texts that mean missing, too.
     """
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -49,10 +50,11 @@ def json_block(data: bytes, fields: Sequence[Field]) -> Block:
         at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
         frame = _read_with_polars(data, fields, len(at)) if len(at) < len(ends) else None
     if frame is None:
-        frame, at, bad = _read_line_by_line(line, at, fields)
+        frame, at, bad = _read_line_by_line(line, at, fields, nulls)
     return frame_block(
-        frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), bad=bad
-    )
+        without_nulls(frame, nulls), fields, row_line=at, lines=len(ends), bad=bad,
+        text_at=lambda number: cut_text(line(number)),
+    )  # fmt: skip
 
 
 def first_keys(path: Path) -> list[str]:
@@ -99,16 +101,16 @@ def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
 
 
 def _read_line_by_line(
-    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
+    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field], nulls: Sequence[str]
 ) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
     """Read line by line; return the rows, their lines, and the bad lines."""
-    schema, commas = _schema(fields), _commas(fields)
+    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
     bad: list[BadLine] = []
     for number in filled.tolist():
         try:
-            records.append(_record(line(number), schema, commas))
+            records.append(_values(_known(_record(line(number)), missing), schema, commas))
             positions.append(number)
         except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
@@ -131,8 +133,22 @@ def _commas(fields: Sequence[Field]) -> dict[str, bool]:
     return {name: any(item.kind != "float" for item in fields if item.column == name) for name in found}
 
 
-def _record(line: bytes, schema: dict[str, pl.DataType], commas: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the wanted values of a line, numbers as they are written."""
+def _numbers(nulls: Sequence[str]) -> set[float]:
+    """Return the numbers among texts that mean missing."""
+    return {value for text in nulls if (value := careful_value("float", text)) is not None}
+
+
+def _known(found: Mapping[str, Any], missing: set[float]) -> Mapping[str, Any]:
+    """Return an object without numbers that mean missing."""
+    if not missing:
+        return found
+    return {
+        name: None if isinstance(each, _Number) and float(each) in missing else each for name, each in found.items()
+    }
+
+
+def _record(line: bytes) -> Mapping[str, Any]:
+    """Return the object in a line, numbers as they are written."""
     try:
         found = parsed(line)
     except UnicodeDecodeError:
@@ -141,7 +157,7 @@ def _record(line: bytes, schema: dict[str, pl.DataType], commas: Mapping[str, bo
         raise _BadLineError(f"not a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise _BadLineError("not a JSON object")
-    return _values(found, schema, commas)
+    return found
 
 
 def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType], commas: Mapping[str, bool]) -> dict[str, Any]:
@@ -166,13 +182,16 @@ def parsed(text: bytes) -> Any:
     )  # fmt: skip
 
 
-def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl.DataFrame:
+def json_frame(
+    rows: Sequence[Mapping[str, Any]], fields: Sequence[Field], nulls: Sequence[str] = ()
+) -> pl.DataFrame:  # fmt: skip
     """Return objects of :func:`parsed` as a frame, as :func:`json_block` reads them from lines.
 
     Raises:
         DataError: a value does not fit its column; the message names the row.
     """
-    schema, commas = _schema(fields), _commas(fields)
+    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
+    rows = [_known(row, missing) for row in rows]
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         columns = {name: [row.get(name) for row in rows] for name in schema}
         if (
