@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.prep.parse.dictionaries import text_hashes
+from stoker.prep.parse.json_lines import parsed
 from stoker.prep.requests import Ids
 from stoker.prep.schema import Schema
 from stoker.testing import make_daily_run
@@ -92,8 +93,6 @@ def test_scores_are_those_of_predict(
     for each in pieces(rows, cuts):
         table: Any = each
         if kind == "json":
-            from stoker.prep.parse.json_lines import parsed
-
             if each.height:
                 objects = parsed(json.dumps(each.to_dicts()).encode())
                 found.append(scorer.score_batch(scorer.encoder.from_objects(objects)))
@@ -104,6 +103,48 @@ def test_scores_are_those_of_predict(
             table = each.with_columns(pl.col("past").cast(pl.List(pl.Int64))).to_pandas()
         found.append(scorer.score(table))
     assert np.concatenate(found).tobytes() == wanted.tobytes()
+
+
+def test_texts_that_mean_missing_and_decimal_commas_are_those_of_the_log(tmp_path: Path) -> None:
+    source = {"separator": ";", "decimal": ",", "null_values": ["NA", "-1", "1e3"]}
+    schema = Schema.from_dict({
+        "name": "shop", "label": "bought", "source": source,
+        "categorical": [{"name": "item", "hash_buckets": 50}, {"name": "shelf", "type": "int", "missing": "category"}],
+        "dense": [{"name": "price", "null_flag": True, "fill": 0.25}],
+    })  # fmt: skip
+    random = np.random.default_rng(0)
+    rows = pl.DataFrame({
+        "bought": random.integers(0, 2, 300), "item": random.choice(["NA", "a", "b", "c"], 300),
+        "shelf": random.integers(-1, 4, 300),
+        "price": random.choice([0.125, 1.5, 1234.5, 0.0, -1.0, 1e-7, 2e20], 300),
+    })  # fmt: skip
+    written = ["0,125", "1,5", "1.234,5", "0", "-1", "0,0000001", "200000000000000000000"]
+    texts = rows.with_columns(
+        pl.col("price").replace_strict([0.125, 1.5, 1234.5, 0.0, -1.0, 1e-7, 2e20], written, return_dtype=pl.String)
+    )
+    for name, each in (("log.csv", texts), ("new.csv", texts)):
+        each.write_csv(tmp_path / name, separator=";")
+    texts.write_parquet(tmp_path / "texts.parquet")
+    rows.write_parquet(tmp_path / "new.parquet")
+    rows.with_columns(pl.col("item").cast(pl.Categorical)).write_parquet(tmp_path / "categories.parquet")
+    rows.with_columns(pl.col("item").cast(pl.Binary)).write_parquet(tmp_path / "bytes.parquet")
+    rows.write_ndjson(tmp_path / "new.jsonl")
+    mixed = [rows.row(0, named=True), *texts.rows(named=True)[1:]]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in mixed))
+    data = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data", split="random:0.8,0.1")
+    model = stoker.train(data, out=tmp_path / "run", display="quiet", embedding_dim=4, batch_size=64, epochs=1).model
+
+    def scores(name: str) -> Any:
+        return stoker.predict(model, stoker.prepare(files=tmp_path / name, like=tmp_path / "data").test).scores
+
+    wanted = scores("new.csv")
+    for name in ("new.parquet", "texts.parquet", "categories.parquet", "bytes.parquet", "new.jsonl", "mixed.jsonl"):
+        assert scores(name).tobytes() == wanted.tobytes(), name
+    scorer = stoker.Scorer(tmp_path / "run")
+    for table in (rows, texts):
+        assert scorer.score(table.drop("bought")).tobytes() == wanted.tobytes()
+        objects = parsed(json.dumps(table.drop("bought").to_dicts()).encode())
+        assert scorer.score_batch(scorer.encoder.from_objects(objects)).tobytes() == wanted.tobytes()
 
 
 def test_rows_that_do_not_fit_are_refused_by_name(truth: tuple[stoker.Scorer, pl.DataFrame, Any]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
@@ -303,6 +304,15 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
             client.topk({"user": 1}, [{"item": value}], 1)
         with pytest.raises(stoker.DataError, match=f"column user: {value!r} cannot be sent"):
             client.retrieve([{"user": value}], 1)
+    rows = pl.DataFrame({"item": [2, 3]})
+    for user, candidates, found in [(1, [{"item": 2}], "user: a value of type int"), ({"user": 1}, 2, "type int"),
+                                    ({"user": 1}, rows, "candidates: a value of type Series"),
+                                    ({"user": 1}, rows.to_pandas(), "type str")]:  # fmt: skip
+        with pytest.raises(stoker.DataError, match=found + " has no names of columns"):
+            client.topk(user, candidates, 1)  # type: ignore[arg-type]
+    with pytest.raises(stoker.DataError, match=r"users: .*Series.*to_dicts\(\)"):
+        client.retrieve(pl.DataFrame({"user": [2, 3]}), 1)  # type: ignore[arg-type]
+    assert client.topk({"user": 1}, iter(rows.to_dicts()), 1) == best  # type: ignore[arg-type]
 
 
 def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> None:

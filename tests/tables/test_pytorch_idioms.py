@@ -576,6 +576,30 @@ def test_a_gradient_that_is_infinite_may_be_multiplied() -> None:
     assert not tables.rows("t")[[1, 2]].isfinite().any()
 
 
+@pytest.mark.parametrize("norm", [5e38, 6e38])  # of which 0.8, or also 0.6, is infinite in float32
+def test_a_norm_that_overflows_is_no_change_of_the_gradient(norm: float) -> None:
+    tables, bags = made(), Bags()
+    bags.bag.sparse = False
+    before, ids, size = tables.rows("t"), torch.tensor([[1, 2]]), norm / math.sqrt(2 * DIM)
+    rows = tables.as_optimizer()
+    tables.lr = 1e-38
+    for module, optimizer in ((tables, rows), (bags, torch.optim.SGD(bags.parameters(), lr=1e-38))):
+        (module(ids) * size).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach())
+    assert not torch.equal(tables.rows("t"), before)
+    before = tables.rows("t")
+    (tables(ids) * size).sum().backward()
+    nn.utils.clip_grad_norm_(tables.parameters(), 1.0)  # multiplies by 0, as with an infinite norm
+    rows.step()
+    assert torch.equal(tables.rows("t"), before)
+    (tables(ids) * size).sum().backward()
+    tables.handle.grad.div_(2.0)  # the quotient of infinities is not known
+    with pytest.raises(stoker.ConfigError, match="changed by more than a factor"):
+        rows.step()
+
+
 def test_a_gradient_that_became_nan_is_dropped_with_the_error() -> None:
     tables = made()
     rows, before = tables.as_optimizer(), tables.rows("t")

@@ -124,6 +124,15 @@ def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
     assert found.runs[1].valid == {}
 
 
+def test_a_run_of_an_earlier_version_is_on_the_same_data(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "runs" / "b", tmp_path / "b")
+    for path in (tmp_path / "b" / "checkpoints").glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        del manifest["extra"]["dataset"]["fitted_hash"]
+        path.write_text(json.dumps(manifest))
+    assert stoker.compare(made / "runs" / "a", tmp_path / "b").notes == ()
+
+
 def test_a_run_whose_records_are_gone_has_its_figures(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "runs" / "b", tmp_path / "b")
     (tmp_path / "b" / "metrics.jsonl").unlink()

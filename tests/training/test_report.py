@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
 import torch
 from hypothesis import given
@@ -233,6 +236,47 @@ def test_advice(run: dict[str, Any], analysis: dict[str, Any], change: str, gain
     [found] = advise(QUIET | run, analysed(**analysis))
     assert change in found.change
     assert gain in found.gain
+
+
+def test_advice_names_the_metric_that_decided() -> None:
+    one_class = {"auc": None, "rows": 500, "positives": 0}
+    for metric, more in (("auc", one_class), ("log_loss", {"auc": 0.6})):
+        for losses, said in (
+            ((0.5, 0.7), "log loss was best at step 10 and worse"),
+            ((0.7, 0.5), "improved .* 0.2000"),
+        ):
+            curve = [{"log_loss": loss, "step": 10 * place, "epoch": place, **more}
+                     for place, loss in enumerate(losses, 1)]  # fmt: skip
+            [found] = advise(QUIET | {"valid_curve": curve, "metric": metric}, None)
+            assert re.search(said, found.why), found
+            assert "log loss" in found.why
+    nothing = [{"auc": None, "log_loss": None, "step": step, "epoch": step} for step in (1, 2)]
+    assert advise(QUIET | {"valid_curve": nothing}, None) == []
+
+
+def test_a_run_without_validation_rows_is_measured(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    log = pl.DataFrame({"y": random.integers(0, 2, 300), "item": random.integers(0, 9, 300)})
+    schema = stoker.Schema.from_dict({"name": "log", "label": "y", "categorical": [{"name": "item", "type": "int"}]})
+    data = stoker.prepare(schema, log, out=tmp_path / "all", split="random:1,0")
+    stoker.train(data, out=tmp_path / "run", **SMALL)
+    said = " ".join(page_of(tmp_path / "run").words)
+    assert "Measured on 300 train rows" in said
+    assert "no checkpoint" not in said
+
+
+def test_raw_ids_are_not_called_known(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    users = pl.Series(random.integers(0, 500, 1000)).set(pl.Series(random.random(1000) < 0.5), None)
+    log = pl.DataFrame({"y": random.integers(0, 2, 1000), "user": users, "item": random.integers(0, 50, 1000)})
+    columns = [{"name": "user", "type": "int", "oov": "grow", "grow": {"rows": 8}}, {"name": "item", "type": "int"}]
+    schema = stoker.Schema.from_dict({"name": "log", "label": "y", "categorical": columns})
+    data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:0.5,0.5")
+    stoker.train(data, out=tmp_path / "run", **SMALL)
+    stoker.report(tmp_path / "run")
+    found = RunDirectory(tmp_path / "run").read(FILE)
+    assert {each["name"]: each["unknown"] is None for each in found["tables"]} == {"user": True, "item": False}
+    assert not [each for each in found["slices"] if each["slice"].startswith("user")]
 
 
 def test_a_run_without_faults_gets_no_advice() -> None:

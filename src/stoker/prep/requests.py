@@ -34,7 +34,7 @@ from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.inputs import arrow_of
 from stoker.prep.like import Like, check_unit
 from stoker.prep.parse.dictionaries import find_texts, hashes_of, spans_of, values_of
-from stoker.prep.parse.frames import Block, Field, frame_block
+from stoker.prep.parse.frames import Block, Field, frame_block, without_nulls
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
 from stoker.prep.parse.notation import AS_TYPED, written
@@ -201,6 +201,7 @@ class RowEncoder:
         self.columns = list(dict.fromkeys(item.column for item in self.fields))
         #: raw columns of training that scoring does not need
         self.others = sorted({item.column for item in known.fields} - set(self.columns))
+        self._nulls = schema.source.null_values
         self._time = "" if schema.timestamp is None else schema.timestamp.column
         self._window = [one for one in schema.feature if isinstance(one, Past)]
 
@@ -232,7 +233,8 @@ class RowEncoder:
             DataError: as for :meth:`encode`.
         """
         self.check_objects(rows)
-        return self._encode(frame_block(json_frame(rows, self.fields), self.fields))
+        frame = json_frame(rows, self.fields, self._nulls)
+        return self._encode(frame_block(without_nulls(frame, self._nulls), self.fields))
 
     def encode(self, table: Any, *, unknown: bool = False) -> Batch:
         """Encode a table: Polars, pandas, Arrow, or anything with ``__arrow_c_stream__``.
@@ -246,7 +248,7 @@ class RowEncoder:
         """
         frame = as_frame(table)
         self._check_names(frame.columns, unknown)
-        return self._encode(frame_block(frame, self.fields, typed=True))
+        return self._encode(frame_block(without_nulls(frame, self._nulls), self.fields, typed=True))
 
     def _check_names(self, names: Sequence[str], unknown: bool) -> None:
         missing = [name for name in self.columns if name not in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -65,8 +65,8 @@ class Client:
             DataError: the rows do not fit; the message names the cause.
             StokerError: there is no answer, or the server has too much to do.
         """
-        body = {"user": dict(user), "candidates": [dict(each) for each in candidates], "k": k}
-        answer = self._ask_json("/topk", body, user, *candidates)
+        [one], rows = _objects([user], "user", "{'user': 3}"), _objects(candidates, "candidates", "[{'item': 7}]")
+        answer = self._ask_json("/topk", {"user": one, "candidates": rows, "k": k}, one, *rows)
         return list(zip(answer["best"], answer["scores"], strict=True))
 
     def retrieve(self, users: Sequence[Mapping[str, Any]], k: int = 10) -> list[list[tuple[Any, float]]]:
@@ -80,8 +80,8 @@ class Client:
             DataError: the users do not fit, or the server was started without ``--retrieve``.
             StokerError: there is no answer, or the server has too much to do.
         """
-        body = {"users": [dict(each) for each in users], "k": k}
-        answer = self._ask_json("/retrieve", body, *users)
+        rows = _objects(users, "users", "[{'user': 3}]")
+        answer = self._ask_json("/retrieve", {"users": rows, "k": k}, *rows)
         return [list(zip(*each, strict=True)) for each in zip(answer["items"], answer["scores"], strict=True)]
 
     def _ask_json(self, path: str, body: Mapping[str, Any], *rows: Mapping[str, Any]) -> Any:
@@ -103,6 +103,18 @@ class Client:
             raise (StokerError if error.code >= 500 else DataError)(f"{self.url}{path}: {cause}") from error
         except (URLError, TimeoutError, ConnectionError) as error:
             raise StokerError(f"{self.url} gives no answer: {error}. Check that stoker serve runs there.") from error
+
+
+def _objects(given: Any, what: str, example: str) -> list[dict[str, Any]]:
+    """Return the columns of each row."""
+    rows = list(given) if isinstance(given, Iterable) else [given]
+    odd = [type(each).__name__ for each in rows if not isinstance(each, Mapping)]
+    if not odd:
+        return [dict(each) for each in rows]
+    raise DataError(
+        f"{what}: a value of type {odd[0]} has no names of columns. Give {example}; the rows of a table are "
+        "frame.to_dicts() in Polars, and frame.to_dict('records') in pandas."
+    )
 
 
 def _json(body: Mapping[str, Any], *rows: Mapping[str, Any]) -> bytes:

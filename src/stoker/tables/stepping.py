@@ -319,12 +319,12 @@ class RowSteps:
         if first == second == 0.0:
             self.discard()
             return
-        if not math.isfinite(self._norm):
-            if grad._version == self._version or first == before[0]:
+        if not math.isfinite(before[1]):  # also a norm that is too large for the handle's type
+            if grad._version == self._version or (second == before[1] and not math.isfinite(self._norm)):
                 return
-            if not math.isnan(first):
+            if not math.isnan(second):
                 self._refuse_change(before, [first, second])
-            factor = 0.0 if math.isinf(self._norm) else math.nan  # by which clip_grad_norm_ multiplies
+            factor = math.nan if math.isnan(self._norm) else 0.0  # by which clip_grad_norm_ multiplies
             self._pending = [(group, each * factor) for group, each in self._pending]
             self._norm = math.nan
             self._published, self._version = grad, grad._version

@@ -182,6 +182,24 @@ def frame_block(
     return block
 
 
+def without_nulls(frame: pl.DataFrame, nulls: Sequence[str]) -> pl.DataFrame:
+    """Return rows without single values that mean missing, as a file of text has them; also where these are numbers."""
+    return frame.with_columns(_without(column, nulls) for column in frame.iter_columns()) if nulls else frame
+
+
+def _without(series: pl.Series, nulls: Sequence[str]) -> pl.Series:
+    kind, meant = series.dtype, list[Any](nulls)
+    if kind == pl.Binary:
+        meant = [text.encode() for text in nulls]
+    elif kind.is_numeric():
+        name = "int" if kind.is_integer() else "float"
+        meant = [value for text in nulls if (value := careful_value(name, text)) is not None]
+    elif kind not in (pl.String, pl.Categorical, pl.Enum):
+        return series
+    values = series.cast(pl.String) if kind in (pl.Categorical, pl.Enum) else series
+    return series.set(values.is_in(meant).fill_null(False), None) if meant else series
+
+
 def _kept(series: pl.Series) -> pl.Series:
     if series.dtype.is_nested() or series.dtype == pl.Object:
         raise DataError(
@@ -279,10 +297,11 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     """Convert texts to numbers, the empty text to null; note rows with other texts in ``wrong``."""
     text = series.str
     if item.decimal != "." and item.kind == "float":
-        fits = text.contains(DECIMAL_COMMA)
+        numbers = with_point(series).cast(pl.Float64, strict=False)
+        fits = text.contains(DECIMAL_COMMA) & numbers.is_finite()
         for row in (~fits & (text.len_bytes() > 0)).arg_true().to_list():
             wrong.setdefault(row, _reason(item, series[row]))
-        return with_point(series).set(~fits, None).cast(pl.Float64)
+        return numbers.set(~fits, None)
     if item.kind == "hex":
         values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
         odd = (text.len_bytes() > 16) | text.starts_with("+")
@@ -395,14 +414,16 @@ def parquet_types(path: Path) -> pl.Schema:
         return pl.scan_parquet(path).collect_schema()
 
 
-def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
-    """Return rows [start, start + rows) of a Parquet file."""
+def parquet_block(
+    path: Path, fields: Sequence[Field], start: int, rows: int, nulls: Sequence[str] = ()
+) -> Block:  # fmt: skip
+    """Return rows [start, start + rows) of a Parquet file; ``nulls`` are texts that mean missing."""
     names = list(dict.fromkeys(item.column for item in fields))
     with reading_parquet(path):
         there = selectors.by_name(names, require_all=False)
         frame = pl.scan_parquet(path).select(there).slice(start, rows).collect(engine="streaming")
     try:
-        return frame_block(frame, fields, typed=True)
+        return frame_block(without_nulls(frame, nulls), fields, typed=True)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 

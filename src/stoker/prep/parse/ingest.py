@@ -86,7 +86,9 @@ class Source:
             cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
             per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
             for number, (start, rows) in enumerate(cuts):
-                yield number, int(rows * per_row), partial(parquet_block, self.path, self.fields, start, rows)
+                yield number, int(rows * per_row), partial(
+                    parquet_block, self.path, self.fields, start, rows, self.format.null_values
+                )  # fmt: skip
             return
         header = self._parser is not None and not self.format.columns
         quotes = self._parser is not None and self.format.quote is not None
@@ -105,7 +107,7 @@ class Source:
 
     def _read_text(self, text: LineBlock, *, header: bool) -> Block:
         if self._parser is None:
-            block = json_block(text.load(), self.fields)
+            block = json_block(text.load(), self.fields, self.format.null_values)
         else:
             block = self._parser.parse(text.load(), header=header)
         if text.damage is not None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
+from stoker.prep.parse.frames import BadLine, Block, Field, careful_value, cut_text, frame_block, without_nulls
 from stoker.prep.parse.sources import first_line
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
@@ -30,10 +31,11 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def json_block(data: bytes, fields: Sequence[Field]) -> Block:
+def json_block(data: bytes, fields: Sequence[Field], nulls: Sequence[str] = ()) -> Block:
     """Return the rows and bad lines of JSON lines, one object each; absent keys are missing values.
 
-    A number in a column of text keeps its written form. If a key occurs twice, the first one counts.
+    A number in a column of text keeps its written form. If a key occurs twice, the first one counts. ``nulls`` are
+    texts that mean missing, too.
     """
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -48,10 +50,11 @@ def json_block(data: bytes, fields: Sequence[Field]) -> Block:
         at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
         frame = _read_with_polars(data, fields, len(at)) if len(at) < len(ends) else None
     if frame is None:
-        frame, at, bad = _read_line_by_line(line, at, fields)
+        frame, at, bad = _read_line_by_line(line, at, fields, nulls)
     return frame_block(
-        frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), bad=bad
-    )
+        without_nulls(frame, nulls), fields, row_line=at, lines=len(ends), bad=bad,
+        text_at=lambda number: cut_text(line(number)),
+    )  # fmt: skip
 
 
 def first_keys(path: Path) -> list[str]:
@@ -98,16 +101,16 @@ def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
 
 
 def _read_line_by_line(
-    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
+    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field], nulls: Sequence[str]
 ) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
     """Read line by line; return the rows, their lines, and the bad lines."""
-    schema = _schema(fields)
+    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
     bad: list[BadLine] = []
     for number in filled.tolist():
         try:
-            records.append(_record(line(number), schema))
+            records.append(_values(_known(_record(line(number)), missing), schema, commas))
             positions.append(number)
         except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
@@ -118,8 +121,34 @@ class _BadLineError(Exception):
     """The reason why a line is bad."""
 
 
-def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
-    """Return the wanted values of a line, numbers as they are written."""
+class _Number(str):
+    """A number of JSON, as it is written: not a text in quotes."""
+
+    __slots__ = ()
+
+
+def _commas(fields: Sequence[Field]) -> dict[str, bool]:
+    """Return the columns whose texts have decimal commas -> whether they are also read as another kind."""
+    found = {item.column for item in fields if item.decimal != "."}
+    return {name: any(item.kind != "float" for item in fields if item.column == name) for name in found}
+
+
+def _numbers(nulls: Sequence[str]) -> set[float]:
+    """Return the numbers among texts that mean missing."""
+    return {value for text in nulls if (value := careful_value("float", text)) is not None}
+
+
+def _known(found: Mapping[str, Any], missing: set[float]) -> Mapping[str, Any]:
+    """Return an object without numbers that mean missing."""
+    if not missing:
+        return found
+    return {
+        name: None if isinstance(each, _Number) and float(each) in missing else each for name, each in found.items()
+    }
+
+
+def _record(line: bytes) -> Mapping[str, Any]:
+    """Return the object in a line, numbers as they are written."""
     try:
         found = parsed(line)
     except UnicodeDecodeError:
@@ -128,11 +157,17 @@ def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
         raise _BadLineError(f"not a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise _BadLineError("not a JSON object")
-    return _values(found, schema)
+    return found
 
 
-def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType]) -> dict[str, Any]:
-    return {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType], commas: Mapping[str, bool]) -> dict[str, Any]:
+    values = {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+    for name, shared in commas.items():
+        if isinstance(values[name], _Number):
+            if shared:
+                raise _BadLineError(f"column {name}: it is read as text, too, with a decimal comma: write it as a text")
+            values[name] = f"{Decimal(repr(float(values[name]))):f}".replace(".", ",")
+    return values
 
 
 def parsed(text: bytes) -> Any:
@@ -142,26 +177,33 @@ def parsed(text: bytes) -> Any:
         ValueError: it is not JSON in UTF-8; NaN and Infinity are not.
     """
     return json.loads(
-        text.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
+        text.decode("utf-8"), parse_float=_Number, parse_int=lambda text: "0" if text == "-0" else text,
         parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
     )  # fmt: skip
 
 
-def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl.DataFrame:
+def json_frame(
+    rows: Sequence[Mapping[str, Any]], fields: Sequence[Field], nulls: Sequence[str] = ()
+) -> pl.DataFrame:  # fmt: skip
     """Return objects of :func:`parsed` as a frame, as :func:`json_block` reads them from lines.
 
     Raises:
         DataError: a value does not fit its column; the message names the row.
     """
-    schema = _schema(fields)
+    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
+    rows = [_known(row, missing) for row in rows]
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         columns = {name: [row.get(name) for row in rows] for name in schema}
-        if not any(isinstance(kind, pl.List) for kind in schema.values()) and all(map(_is_plain, columns.values())):
+        if (
+            not commas
+            and not any(isinstance(kind, pl.List) for kind in schema.values())
+            and all(map(_is_plain, columns.values()))
+        ):
             return pl.DataFrame([pl.Series(name, values, pl.String) for name, values in columns.items()])
     records = []
     for number, row in enumerate(rows):
         try:
-            records.append(_values(row, schema))
+            records.append(_values(row, schema, commas))
         except _BadLineError as error:
             raise DataError(f"row {number}: {error}. Rows count from 0; nothing was scored.") from None
     return _texts(records, schema)
@@ -169,7 +211,7 @@ def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl
 
 def _is_plain(values: list[Any]) -> bool:
     """Return True if all values are texts or missing."""
-    return set(map(type, values)) <= {str, type(None)}
+    return set(map(type, values)) <= {str, _Number, type(None)}
 
 
 def _texts(records: Sequence[Mapping[str, Any]], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stoker.base.units import format_size, listed, plural
-from stoker.training.scores.metrics import merit, metric_names
+from stoker.training.scores.metrics import deciding, merit, metric_names
 
 Record = Mapping[str, Any]
 _ENOUGH = 100  # rows of each label, below which figures are little more than chance
@@ -78,18 +78,21 @@ def _epochs(run: Record) -> Iterator[Advice]:
         return
     values = [merit(each, metric) for each in curve]
     best = max(range(len(values)), key=lambda place: values[place])
-    words = metric_names(run["k"]).get(metric, metric)
+    if not math.isfinite(values[best]):
+        return
+    decides = deciding(curve[best], metric)
+    words = metric_names(run["k"]).get(decides, decides)
     if best + 1 < len(curve):
         share = 1 - curve[best]["step"] / curve[-1]["step"]
         yield Advice(
             f"Stop after epoch {curve[best]['epoch']:.3g} (--epochs, or --patience 1)",
-            f"{words} was best at step {curve[best]['step']:,} and fell afterwards",
+            f"{words} was best at step {curve[best]['step']:,} and worse afterwards",
             f"{share:.0%} of the training time, the same model",
         )
-    elif values[best] > values[best - 1]:
+    elif math.isfinite(before := values[best - 1]) and values[best] > before:
         yield Advice(
             "Train longer (--epochs)",
-            f"{words} still rose in the last evaluation, by {abs(values[best] - values[best - 1]):.4f}",
+            f"{words} still improved in the last evaluation, by {values[best] - before:.4f}",
             "not known until it is tried",
         )
 

@@ -139,6 +139,7 @@ def shuffled(batch: Batch, feature: int, order: Tensor) -> Batch:
 
 def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]]:
     """Return the cost of each table: bytes, lookups an example, distinct rows of the sample, and shares of id 0."""
+    grown = model.spec.grow  # whose ids are raw: only in training it shows which have a row
     counts = data.manifest.get("unknown", {})
     held = [split for split in counts if split != "train"]
 
@@ -154,7 +155,8 @@ def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]
             "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
             "bytes": stored(model, table),
             "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
-            "unknown": share(held, mine), "unknown_train": share([*counts.keys() & {"train"}], mine),
+            "unknown": None if table.name in grown else share(held, mine),
+            "unknown_train": share([*counts.keys() & {"train"}], mine),
         })  # fmt: skip
     return found
 
@@ -190,10 +192,13 @@ def _values(data: Dataset, table: str, size: int) -> list[str]:
 def _slices(
     model: RecModel, data: Dataset, batch: Batch, known: Tensor, logits: Floats, labels: Floats
 ) -> list[dict[str, Any]]:
-    """Return metrics of rows with each id of small tables, and with unknown and known ids of large ones."""
+    """Return metrics of rows with each id of small tables, and with unknown and known ids of large ones.
+
+    Tables that grow have no slices.
+    """
     found = []
     for f, feature in enumerate(model.spec.features):
-        if not bool((batch.lengths(f) == 1).all()):
+        if feature.table in model.spec.grow or not bool((batch.lengths(f) == 1).all()):
             continue
         ids = batch.bags(f)[0][known].cpu().numpy()
         size = model.spec.num_embeddings[feature.table]

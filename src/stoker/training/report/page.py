@@ -17,7 +17,7 @@ from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.files.loading import load
-from stoker.training.files.rundir import RunDirectory, read_report
+from stoker.training.files.rundir import RunDirectory, read_report, trained
 from stoker.training.notes import FORMER
 from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, KEYS, analyse
@@ -81,15 +81,15 @@ def read(directory: RunDirectory) -> dict[str, Any]:
 
 def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -> tuple[dict[str, Any] | None, str]:
     """Return the analysis, made now if it is not there; None with the reason if it cannot be made."""
-    best = directory.best()
-    if best is None:
+    if not directory.steps():
         return None, "the run has no checkpoint yet"
-    if not again and (directory.path / FILE).is_file():
-        with suppress(ConfigError):
-            kept = directory.read(FILE)
-            if kept.get("checkpoint") == best.name and kept.keys() >= KEYS:
-                return kept, ""
     try:
+        best = trained(directory)
+        if not again and (directory.path / FILE).is_file():
+            with suppress(ConfigError):
+                kept = directory.read(FILE)
+                if kept.get("checkpoint") == best.name and kept.keys() >= KEYS:
+                    return kept, ""
         data = Dataset(run["dataset"])
         config = TrainConfig.from_dict(run["settings"])
         found = analyse(load(best).model, data, config) | {"checkpoint": best.name}

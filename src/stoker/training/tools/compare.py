@@ -266,7 +266,8 @@ def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) ->
     except DataError as error:
         notes.append(f"the dataset of {name} cannot be read, so its columns are not compared: {error}")
         return None
-    if directory.newest_extra().get("dataset", identity) != identity:
+    known = directory.newest_extra().get("dataset") or {}
+    if any(known.get(what, value) != value for what, value in identity.items()):  # earlier versions knew fewer
         notes.append(f"{path} was prepared again after {name} was trained: the data described here is the new one")
     groups = data.groups
     return DatasetFacts(
