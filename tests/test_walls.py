@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_890,
     "training": 10_995,
     "rewrite": 1_940,
-    "prep": 12_790,
+    "prep": 12_800,
     "synthetic": 1_670,
     "cli": 3_415,
     "live": 1_285,

@@ -107,6 +107,34 @@ def test_grown_ids_are_found_again_in_another_type(tmp_path: Path) -> None:
     assert sorted(known) == sorted(str(100 + user) for user in (*range(9), *range(50, 59)))
 
 
+def test_a_manifest_says_how_each_table_is_written_so_that_no_vocabulary_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an update brings the first whole numbers; datasets whose manifest does not say it are read."""
+    schema = {"label": "label", "categorical": [{"name": "user"}, {"name": "item", "table": "user"}, {"name": "new"}]}
+    rows = {"label": [0, 1] * 4, "user": ["a", "b"] * 4, "item": ["a", "c"] * 4, "new": ["True", "False"] * 4}
+    data = stoker.prepare(stoker.Schema.from_dict(schema), pl.DataFrame(rows), out=tmp_path / "data")
+    assert data.manifest["notation"] == {"user": "", "new": "True"}
+    more = pl.DataFrame({**rows, "user": ["7", "8"] * 4})
+    grown = stoker.prepare(None, more, out=tmp_path / "grown", like=data, grow=True)
+    assert grown.manifest["notation"] == {"user": "1", "new": "True"}
+    later = stoker.prepare(None, more.with_columns(user=pl.lit("7.0")), out=tmp_path / "later", like=grown)
+    assert later.manifest["notation"] == grown.manifest["notation"]
+    assert all((batch.ids > 0).all() for batch in later.test.batches(8))
+    manifest = {**grown.manifest, "notation": "1"}
+    read = []
+    monkeypatch.setattr(Like, "vocabulary", lambda like, name: read.append(name) or pl.DataFrame({"value": ["7"]}))
+    assert (
+        Like(later.path).schema.notation
+        == Like(grown.path).schema.notation
+        == {"user": "1", "item": "1", "new": "True"}
+    )
+    assert not read
+    (grown.path / "manifest.json").write_text(json.dumps(manifest))
+    assert Like(grown.path).notations == {"user": "1", "new": "1"}
+    assert sorted(read) == ["new", "user"], "each table once"
+
+
 def test_datasets_of_earlier_versions_keep_their_texts_of_floats(tmp_path: Path) -> None:
     """Where no vocabulary tells, as with hash buckets, floats are hashed as they were."""
     pl.DataFrame(log(lambda number: f"{number}.0")).write_parquet(tmp_path / "log.parquet")

@@ -20,13 +20,13 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, WHOLE, notations
+from stoker.prep.parse.notation import AS_TYPED, WHOLE, agreed, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
 FEATURES = "features"  # folder of the fitted features, within a dataset
-NOTATION = "notation"  # key of the manifest: how whole floats became texts
+NOTATION = "notation"  # key of the manifest: table -> how its texts are written; older datasets have no tables
 
 
 def times_of(splits: Mapping[str, Any]) -> list[Any]:
@@ -94,23 +94,33 @@ class Like:
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
         default = dict.fromkeys(self.schema.unlisted, WHOLE) if NOTATION in manifest else {"": AS_TYPED}
-        self.schema = replace(self.schema, notation={**default, **notations(self._known_texts())})
+        #: table -> how its texts are written
+        self.notations = self._notations(manifest.get(NOTATION))
+        self.schema = replace(self.schema, notation={**default, **agreed(self._known_notations())})
 
     @property
     def times(self) -> list[Any]:
         """The first and the last time of the rows; [] if they have none."""
         return times_of(self.data.manifest["splits"])
 
-    def _known_texts(self) -> Iterator[tuple[str, pl.Series]]:
-        """Yield raw columns and the texts that the dataset knows of them."""
+    def _notations(self, stored: Any) -> dict[str, str]:
+        """Return table -> how its texts are written; read the vocabularies of which the manifest does not say it."""
+        found: dict[str, str] = dict(stored) if isinstance(stored, dict) else {}
+        for table in {column.table_name for column in self.schema.features if column.type == "string"} - found.keys():
+            if f"vocab/{table}.parquet" in self.data.manifest["files"]:
+                found[table] = notation_of(self.vocabulary(table).get_column("value"))
+        return found
+
+    def _known_notations(self) -> Iterator[tuple[str, str]]:
+        """Yield raw columns and how texts that the dataset knows of them are written."""
         for column in self.schema.features:
-            file = f"vocab/{column.table_name}.parquet"
-            if column.type == "string" and file in self.data.manifest["files"]:
-                yield column.raw, self.vocabulary(column.table_name).get_column("value")
+            if column.table_name in self.notations:
+                yield column.raw, self.notations[column.table_name]
         for feature in self.schema.feature:
             if feature.name in self.learned:
                 table = self.learned[feature.name].table
-                yield from ((name, table.get_column(name)) for name in feature.inputs if name in table.columns)
+                for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
+                    yield name, notation_of(table.get_column(name))
 
     def stores_state(self, feature: Derivation) -> bool:
         """Return True if the state of a window feature after the new rows is known and so can be stored."""

@@ -39,12 +39,11 @@ def notation_of(texts: pl.Series) -> str:
     return next(found, "")
 
 
-def notations(known: Iterable[tuple[str, pl.Series]]) -> dict[str, str]:
-    """Return the notation of each column whose known texts agree on one."""
+def agreed(known: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the notation of each column of which all known lists of texts have the same one."""
     found: dict[str, set[str]] = {}
-    for column, texts in known:
-        if texts.dtype == pl.String:
-            found.setdefault(column, set()).add(notation_of(texts))
+    for column, notation in known:
+        found.setdefault(column, set()).add(notation)
     return {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
 
 

@@ -30,7 +30,7 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-WORK_VERSION = 13  # raise it when the content of parts changes
+WORK_VERSION = 14  # raise it when the content of parts changes
 KEPT = "__keep."  # prefix of kept columns while features are computed
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,

@@ -35,7 +35,6 @@ from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
-from stoker.prep.parse.notation import WHOLE
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
@@ -380,7 +379,8 @@ def _finish(
         "quarantined": bad,
     }
     if like is None or NOTATION in like.data.manifest:
-        manifest[NOTATION] = WHOLE
+        manifest[NOTATION] = {} if like is None else dict(like.notations)
+        manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)
