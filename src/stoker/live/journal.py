@@ -24,18 +24,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
 from stoker.base.files import EDGE, hash_edge
 from stoker.base.units import quoted
 from stoker.prep import recipes
+from stoker.prep.parse.sources import count_rows, is_packed, plain_name, source_kind, text_edge, text_of
+from stoker.prep.schema import Schema
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
 from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
 from stoker.training.files.segments import new_and_gone
 
 _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
+#: size -> sha256 -> None for a used log, or another of this call; and its name, if only logs of that name grow from it
+_Known: TypeAlias = dict[int, dict[str, tuple[object, str]]]
 
 
 class Log(NamedTuple):
@@ -44,6 +48,11 @@ class Log(NamedTuple):
     name: str
     bytes: int
     sha256: str
+    text: str = ""  # sha256 of what a compressed log has
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {key: value for key, value in self._asdict().items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Order:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "logs": [log._asdict() for log in self.logs], "settings": dict(self.settings)}
+        return {**asdict(self), "logs": [log.to_dict() for log in self.logs], "settings": dict(self.settings)}
 
 
 @contextmanager
@@ -128,34 +137,43 @@ class Journal:
             DataError: a log has grown since it was used, or begins with another of the logs.
         """
         lookups = recipes.lookups(base, [path.name for path in files])
-        used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
-        before: dict[int, dict[str, object]] = {}  # size -> sha256 -> None, or another log of this call
+        used = {
+            log[key]: (line["number"], log["name"])
+            for line in self.lines for log in line["logs"] for key in ("sha256", "text") if key in log
+        }  # fmt: skip
+        known: _Known = {}
         for line in self.lines:
             for log in line["logs"]:
                 if log.get("rows") != 0:  # others may begin with the same header
-                    before.setdefault(int(log["bytes"]), {})[log["sha256"]] = None
+                    own = log["name"] if log.get("rows") == 1 else ""
+                    known.setdefault(int(log["bytes"]), {})[log["sha256"]] = None, own
+        source = Schema.from_dict(base["schema"]).source
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):
-            size, digest, _ = hashed[path] = _hash(path, before)
-            if path.name not in lookups and not _header_only(path):
-                before.setdefault(size, {}).setdefault(digest, names.get(path, path))
+            log, _, _ = hashed[path] = _hash(path, names.get(path, path.name), known)
+            rows = 2 if source_kind(path, source.kind) == "parquet" else count_rows(path, source, 2)
+            if path.name not in lookups and rows:
+                known.setdefault(log.bytes, {}).setdefault(
+                    log.sha256, (names.get(path, path), log.name if rows == 1 else "")
+                )
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name, shown = names.get(path, path.name), names.get(path, path)
-            size, digest, begins = hashed[path]
-            trained = _trained(path, size, base)
+            log, length, begins = hashed[path]
+            size, digests = log.bytes, {log.sha256, log.text}
+            trained = _trained(path, size, length, base)
             if path.name in lookups:
-                described.append((path, Log(name, size, digest)))
+                described.append((path, log))
             elif size in trained:
                 left_out.append(
                     f"{shown} is a log of the dataset that the run was trained on: it is left out. If its rows were "
                     "for validation or test only, take it with held_out=True (--held-out)"
                 )
-            elif digest in used:
-                number, known = used[digest]
-                alias = "" if known == name else f" as {known}"
+            elif again := digests & used.keys():
+                number, other = used[again.pop()]
+                alias = "" if other == name else f" as {other}"
                 left_out.append(f"{shown} was used by update {number}{alias}: it is left out")
             elif trained or None in begins.values():
                 count = max(*trained, *(size for size, other in begins.items() if other is None), 0)
@@ -169,10 +187,10 @@ class Journal:
                     f"{path} begins with all {size:,} bytes of {other}, whose rows would count twice. Leave {other} "
                     "out."
                 )
-            elif digest in {log.sha256 for _, log in fresh}:
+            elif digests & {value for _, log in fresh for value in (log.sha256, log.text) if value}:
                 left_out.append(f"{shown} has the same contents as another of these logs: it is left out")
             else:
-                fresh.append((path, Log(name, size, digest)))
+                fresh.append((path, log))
         return fresh + described if fresh else [], left_out
 
     def begin(self, order: Order) -> bool:
@@ -254,33 +272,49 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
                     "step": int(manifest["step"])})  # fmt: skip
 
 
-def _trained(path: Path, size: int, base: Mapping[str, Any]) -> list[int]:
-    """Return how many bytes of a log the dataset of the run has, if it has any."""
-    found = [each for each in base.get("sources", []) if each["rows"] and 0 < each["bytes"] <= size]
+def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> list[int]:
+    """Return how many bytes of a log, of ``length`` decompressed, the dataset of the run has, if it has any."""
+    found = [each for each in base.get("sources", []) if each["rows"] and each["bytes"] > 0]
     heads = cache(partial(hash_edge, path, 0))  # of one length for all large files
-    return [
+    alike = [each for each in found if plain_name(Path(each["file"])) == plain_name(path)]
+    packed = [
+        each
+        for each in alike
+        if ("text" in each or is_packed(path))
+        and each.get("text", each.get("head")) == text_edge(path, EDGE if "text" in each else min(EDGE, each["bytes"]))
+    ]
+    return [size if "text" in each or each["bytes"] >= length else each["bytes"] for each in packed] + [
         each["bytes"]
         for each in found
-        if each.get("head") == heads(min(EDGE, each["bytes"]))
+        if each["bytes"] <= size
+        and (each["rows"] > 1 or each["bytes"] == size or each["file"] == path.name)
+        and each.get("head") == heads(min(EDGE, each["bytes"]))
         and each["tail"] == hash_edge(path, max(0, each["bytes"] - EDGE), min(EDGE, each["bytes"]))
     ]
 
 
-def _header_only(path: Path) -> bool:
-    """Return True if a file has one line, which is no object of JSON: other logs may begin with the same header."""
+def _hash(path: Path, name: str, known: _Known) -> tuple[Log, int, dict[int, object]]:
+    """Return a log; its bytes, decompressed; and the sizes of known logs that it begins with, with what they are."""
     with path.open("rb") as file:
-        data = file.read(EDGE)
-    return len(data) < EDGE and len(data.splitlines()) <= 1 and not data.lstrip().startswith(b"{")
+        size, digest, found = _hash_pieces(iter(partial(file.read, _BLOCK), b""), name, known)
+    if not is_packed(path):
+        return Log(name, size, digest), size, found
+    length, text, more = _hash_pieces(text_of(path), name, known)
+    return Log(name, size, digest, text), length, more | found
 
 
-def _hash(path: Path, known: Mapping[int, Mapping[str, object]]) -> tuple[int, str, dict[int, object]]:
-    """Return the size and sha256 of a file; and the sizes of known logs that it begins with, with what is known."""
+def _hash_pieces(pieces: Iterator[bytes], name: str, known: _Known) -> tuple[int, str, dict[int, object]]:
     digest, done, found = hashlib.sha256(), 0, dict[int, object]()
-    with path.open("rb") as file:
-        for stop in (*sorted(known), None):
-            while block := file.read(_BLOCK if stop is None else min(_BLOCK, stop - done)):
-                digest.update(block)
-                done += len(block)
-            if stop is not None and done == stop and digest.hexdigest() in known[stop]:
-                found[stop] = known[stop][digest.hexdigest()]
+    stops = sorted(known, reverse=True)
+    for piece in pieces:
+        rest = memoryview(piece)
+        while stops and stops[-1] <= done + len(rest):
+            cut = stops.pop() - done
+            digest.update(rest[:cut])
+            done, rest = done + cut, rest[cut:]
+            other, own = known[done].get(digest.hexdigest(), (None, None))
+            if own in ("", name):
+                found[done] = other
+        digest.update(rest)
+        done += len(rest)
     return done, digest.hexdigest(), {size: what for size, what in found.items() if 0 < size < done}

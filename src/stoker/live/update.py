@@ -307,7 +307,7 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
             ))  # fmt: skip
             read = [each["rows"] if each["bytes"] == log.bytes else None
                     for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
-            logs = [log._asdict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
+            logs = [log.to_dict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
             note = {
                 **order.to_dict(),
                 "logs": logs,
