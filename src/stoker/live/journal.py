@@ -38,8 +38,23 @@ from stoker.training.files.segments import new_and_gone
 
 _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
-#: size -> sha256 -> None for a used log, or another of this call; and its name, if only logs of that name grow from it
-_Known: TypeAlias = dict[int, dict[str, tuple[object, str]]]
+
+
+class Known(NamedTuple):
+    """A log that others may begin with."""
+
+    shown: object  # None: it was used
+    name: str
+    one_row: bool = False  # so that only a log of its name has grown from it
+
+    def may_grow(self, name: str, *, packed: bool) -> bool:
+        """Return True if a log that begins with it, in its bytes or if ``packed`` as text, has its rows."""
+        if packed:
+            return plain_name(Path(name)) == plain_name(Path(self.name))
+        return not self.one_row or self.name == name
+
+
+_BySize: TypeAlias = dict[int, dict[str, Known]]  # size -> sha256 -> what is known
 
 
 class Log(NamedTuple):
@@ -53,6 +68,11 @@ class Log(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {key: value for key, value in self._asdict().items() if value != ""}
+
+    @property
+    def keys(self) -> set[object]:
+        """What two files of one log have in common: their bytes, or the name and the text."""
+        return {self.sha256, (plain_name(Path(self.name)), self.text or self.sha256)}
 
 
 @dataclass(frozen=True)
@@ -137,32 +157,29 @@ class Journal:
             DataError: a log has grown since it was used, or begins with another of the logs.
         """
         lookups = recipes.lookups(base, [path.name for path in files])
-        used = {
-            log[key]: (line["number"], log["name"])
-            for line in self.lines for log in line["logs"] for key in ("sha256", "text") if key in log
-        }  # fmt: skip
-        known: _Known = {}
+        used: dict[object, tuple[int, str]] = {}
+        known: _BySize = {}
         for line in self.lines:
-            for log in line["logs"]:
-                if log.get("rows") != 0:  # others may begin with the same header
-                    own = log["name"] if log.get("rows") == 1 else ""
-                    known.setdefault(int(log["bytes"]), {})[log["sha256"]] = None, own
+            for entry in line["logs"]:
+                log = Log(*(entry.get(key, "") for key in Log._fields))
+                used |= dict.fromkeys(log.keys, (line["number"], log.name))
+                if entry.get("rows") != 0:  # others may begin with the same header
+                    known.setdefault(log.bytes, {})[log.sha256] = Known(None, log.name, entry.get("rows") == 1)
         source = Schema.from_dict(base["schema"]).source
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):
             log, _, _ = hashed[path] = _hash(path, names.get(path, path.name), known)
             rows = 2 if source_kind(path, source.kind) == "parquet" else count_rows(path, source, 2)
             if path.name not in lookups and rows:
-                known.setdefault(log.bytes, {}).setdefault(
-                    log.sha256, (names.get(path, path), log.name if rows == 1 else "")
-                )
+                one = Known(names.get(path, path), log.name, rows == 1)
+                known.setdefault(log.bytes, {}).setdefault(log.sha256, one)
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name, shown = names.get(path, path.name), names.get(path, path)
             log, length, begins = hashed[path]
-            size, digests = log.bytes, {log.sha256, log.text}
+            size = log.bytes
             trained = _trained(path, size, length, base)
             if path.name in lookups:
                 described.append((path, log))
@@ -171,9 +188,9 @@ class Journal:
                     f"{shown} is a log of the dataset that the run was trained on: it is left out. If its rows were "
                     "for validation or test only, take it with held_out=True (--held-out)"
                 )
-            elif again := digests & used.keys():
-                number, other = used[again.pop()]
-                alias = "" if other == name else f" as {other}"
+            elif again := log.keys & used.keys():
+                number, then = used[again.pop()]
+                alias = "" if then == name else f" as {then}"
                 left_out.append(f"{shown} was used by update {number}{alias}: it is left out")
             elif trained or None in begins.values():
                 count = max(*trained, *(size for size, other in begins.items() if other is None), 0)
@@ -187,7 +204,7 @@ class Journal:
                     f"{path} begins with all {size:,} bytes of {other}, whose rows would count twice. Leave {other} "
                     "out."
                 )
-            elif digests & {value for _, log in fresh for value in (log.sha256, log.text) if value}:
+            elif any(log.keys & other.keys for _, other in fresh):
                 left_out.append(f"{shown} has the same contents as another of these logs: it is left out")
             else:
                 fresh.append((path, log))
@@ -293,18 +310,21 @@ def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> lis
     ]
 
 
-def _hash(path: Path, name: str, known: _Known) -> tuple[Log, int, dict[int, object]]:
+def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, object]]:
     """Return a log; its bytes, decompressed; and the sizes of known logs that it begins with, with what they are."""
     with path.open("rb") as file:
-        size, digest, found = _hash_pieces(iter(partial(file.read, _BLOCK), b""), name, known)
+        size, digest, found = _hash_pieces(iter(partial(file.read, _BLOCK), b""), known)
+    found = {size: one for size, one in found.items() if one.may_grow(name, packed=False)}
     if not is_packed(path):
-        return Log(name, size, digest), size, found
-    length, text, more = _hash_pieces(text_of(path), name, known)
-    return Log(name, size, digest, text), length, more | found
+        return Log(name, size, digest), size, {size: one.shown for size, one in found.items()}
+    length, text, more = _hash_pieces(text_of(path), known)
+    found |= {size: one for size, one in more.items() if one.may_grow(name, packed=True)}
+    return Log(name, size, digest, text), length, {size: one.shown for size, one in found.items()}
 
 
-def _hash_pieces(pieces: Iterator[bytes], name: str, known: _Known) -> tuple[int, str, dict[int, object]]:
-    digest, done, found = hashlib.sha256(), 0, dict[int, object]()
+def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, Known]]:
+    """Return the size and sha256 of bytes; and the sizes of known logs that they begin with, with what is known."""
+    digest, done, found = hashlib.sha256(), 0, dict[int, Known]()
     stops = sorted(known, reverse=True)
     for piece in pieces:
         rest = memoryview(piece)
@@ -312,9 +332,8 @@ def _hash_pieces(pieces: Iterator[bytes], name: str, known: _Known) -> tuple[int
             cut = stops.pop() - done
             digest.update(rest[:cut])
             done, rest = done + cut, rest[cut:]
-            other, own = known[done].get(digest.hexdigest(), (None, None))
-            if own in ("", name):
-                found[done] = other
+            if (one := known[done].get(digest.hexdigest())) is not None:
+                found[done] = one
         digest.update(rest)
         done += len(rest)
-    return done, digest.hexdigest(), {size: what for size, what in found.items() if 0 < size < done}
+    return done, digest.hexdigest(), {size: one for size, one in found.items() if 0 < size < done}
