@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,21 @@ def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
     assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
 
 
+def test_an_export_of_an_earlier_version_reads_the_notation_from_its_texts(tmp_path: Path) -> None:
+    """But hash buckets keep what they were: 7.0 is the text 7.0 there."""
+    data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,))
+    stoker.save(tmp_path / "step", model)
+    stoker.export(tmp_path / "step", tmp_path / "out", data=data.path)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    del manifest["notation"]
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    texts = pl.DataFrame(log()).drop("label")
+    floats = pl.DataFrame(log(float, (True, False))).drop("label").with_columns(item=texts["item"])
+    wanted = stoker.Scorer(model, data).score(texts)
+    assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
+
+
 @pytest.mark.parametrize("unit", ["ms", "datetime"])
 def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
     """By prepare and by a scorer: window features would be wrong without a word."""
@@ -217,6 +233,71 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
         stoker.prepare(None, other, out=tmp_path / "new", like=data)
     assert not (tmp_path / "new").exists()
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
+
+
+MOMENTS = [datetime(2024, 1, 5 + n % 9, n % 24, n % 60, n % 7) for n in range(60)]
+SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("unit", ["ms", "us", "ns", "pandas"])
+def test_times_are_the_texts_of_the_log_whatever_their_unit(tmp_path: Path, shape: str, unit: Any) -> None:
+    """In frames, requests and Parquet, where a column of text gets times."""
+    times = pl.Series("when", MOMENTS)
+    times = times if "%H" in shape else times.dt.truncate("1d")
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": times.dt.strftime(shape)})
+    values = {"label": "label", "categorical": [{"name": "when"}], "derive": ["mean_target by=when"]}
+    rows.write_csv(tmp_path / "log.csv")
+    data = stoker.prepare(
+        stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0"
+    )
+    typed = times if unit == "pandas" else times.cast(pl.Datetime(unit))
+    if shape.endswith(("+00:00", "Z")):
+        typed = typed.dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
+    frame: Any = rows.with_columns(typed)
+    frame = frame.to_pandas() if unit == "pandas" else frame
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = encoder.encode(rows.drop("label"))
+    assert (wanted.ids > 0).all()
+    found = encoder.encode(frame[["when"]])
+    assert (found.ids == wanted.ids).all()
+    assert (found.dense == wanted.dense).all()
+    again = stoker.prepare(None, frame, out=tmp_path / "again", like=data)
+    assert [batch.ids.tolist() for batch in again.test.batches(60)] == [wanted.ids.tolist()]
+    if shape == "%Y-%m-%d":
+        assert (encoder.encode(pl.DataFrame(times.cast(pl.Date))).ids == wanted.ids).all()
+        with pytest.raises(stoker.DataError, match=r"column when: '2024-01-05 10:00:00.*' cannot be written like the"):
+            encoder.encode(pl.DataFrame({"when": [datetime(2024, 1, 5, 10)]}))
+
+
+def test_times_without_a_notation_are_refused(tmp_path: Path) -> None:
+    """Where the log writes them in another way, or no list of its texts tells how."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS, "bucket": ["a"] * 60})
+    texts = rows.with_columns(pl.col("when").dt.strftime("%d.%m.%Y %H:%M"))
+    values = {"label": "label", "categorical": [{"name": "when"}, {"name": "bucket", "hash_buckets": 9}]}
+    schema = stoker.Schema.from_dict(values)
+    data = stoker.prepare(schema, texts, out=tmp_path / "data")
+    with pytest.raises(stoker.DataError, match=r"column when holds Datetime.*Convert it to texts as in the log"):
+        RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label"))
+    with pytest.raises(stoker.DataError, match=r"column when holds Datetime"):
+        stoker.prepare(None, rows, out=tmp_path / "again", like=data)
+    with pytest.raises(stoker.DataError, match=r"column bucket holds Datetime"):
+        stoker.prepare(schema, rows.with_columns(bucket="when"), out=tmp_path / "none")
+    days = texts.with_columns(bucket=pl.col("when").str.head(10).str.to_date("%d.%m.%Y"))
+    data = stoker.prepare(schema, days, out=tmp_path / "days", split="random:1,0")
+    plain = days.with_columns(pl.col("bucket").cast(pl.String)).drop("label")
+    asked = RowEncoder(Fitted.of(Like(data.path))).encode(plain)
+    assert [batch.ids.tolist() for batch in data.train.batches(60)] == [asked.ids.tolist()], "a date has one text"
+
+
+def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "when"}]})
+    data = stoker.prepare(schema, rows.cast({"when": pl.Datetime("ms")}), out=tmp_path / "data", split="random:1,0")
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = [batch.ids.tolist() for batch in data.train.batches(60)]
+    for unit in ("ms", "us", "ns"):
+        assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
 
 
 GERMAN = "user;price;rating;count\n" + "".join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, WHOLE, agreed, notation_of
+from stoker.prep.parse.notation import AS_TYPED, MIXED, UNLISTED, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
@@ -45,6 +45,31 @@ def check_unit(known: Sequence[Any], new: Sequence[Any]) -> None:
             f"the times of the new rows end at {new[1]}, those that the model has seen at {known[1]}: these are "
             f"{units[0]} since 1970, and the new ones {units[1]}. Convert the times of the new rows."
         )
+
+
+def notation_by_column(
+    schema: Schema, tables: Mapping[str, str], learned: Mapping[str, LearnedTable], *, as_typed: bool
+) -> dict[str, str]:
+    """Return raw column -> how the texts that a dataset knows of it are written.
+
+    Args:
+        schema: of the dataset.
+        tables: table -> how its texts are written.
+        learned: fitted features, whose tables may have texts of raw columns.
+        as_typed: whether an earlier version made the dataset, whose floats and times became texts in their own way.
+    """
+    found: dict[str, set[str]] = {}
+    for column in schema.features:
+        if column.table_name in tables:
+            found.setdefault(column.raw, set()).add(tables[column.table_name])
+    for feature in schema.feature:
+        table = learned[feature.name].table if feature.name in learned else pl.DataFrame()
+        for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
+            found.setdefault(name, set()).add(notation_of(table.get_column(name)))
+    agreed = {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+    if as_typed:
+        return {"": AS_TYPED, **agreed}
+    return {**dict.fromkeys(schema.unlisted, UNLISTED), **dict.fromkeys(found, MIXED), **agreed}
 
 
 class Like:
@@ -93,10 +118,10 @@ class Like:
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
-        default = dict.fromkeys(self.schema.unlisted, WHOLE) if NOTATION in manifest else {"": AS_TYPED}
         #: table -> how its texts are written
         self.notations = self._notations(manifest.get(NOTATION))
-        self.schema = replace(self.schema, notation={**default, **agreed(self._known_notations())})
+        notation = notation_by_column(self.schema, self.notations, self.learned, as_typed=NOTATION not in manifest)
+        self.schema = replace(self.schema, notation=notation)
 
     @property
     def times(self) -> list[Any]:
@@ -110,17 +135,6 @@ class Like:
             if f"vocab/{table}.parquet" in self.data.manifest["files"]:
                 found[table] = notation_of(self.vocabulary(table).get_column("value"))
         return found
-
-    def _known_notations(self) -> Iterator[tuple[str, str]]:
-        """Yield raw columns and how texts that the dataset knows of them are written."""
-        for column in self.schema.features:
-            if column.table_name in self.notations:
-                yield column.raw, self.notations[column.table_name]
-        for feature in self.schema.feature:
-            if feature.name in self.learned:
-                table = self.learned[feature.name].table
-                for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
-                    yield name, notation_of(table.get_column(name))
 
     def stores_state(self, feature: Derivation) -> bool:
         """Return True if the state of a window feature after the new rows is known and so can be stored."""
