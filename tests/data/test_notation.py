@@ -338,6 +338,17 @@ def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(
     assert [float(data.train[row]["dense"][0]) for row in range(3)] == [1.5, 1500.0, -2.25]
     encoder = RowEncoder(Fitted.of(Like(data.path)))
     assert encoder.encode(pl.DataFrame({"u": ["a"], "x": ["1,5"]})).dense.tolist() == [[1.5]]
+    for number, value in ((b"1.234", 1.234), (b"1e-05", 1e-05), (b'"1.234"', 1234.0), (b"-7", -7.0), (b'"1,5"', 1.5)):
+        line = b'{"y": 1, "u": "a", "x": ' + number + b"}\n"
+        asked = encoder.from_objects([parsed(line)]).dense
+        assert asked.tolist() == [[pytest.approx(value)]], "a number of JSON has a decimal point"
+        (tmp_path / "new.jsonl").write_bytes(line + b'{"y": 1, "u": 2.50, "x": "2,5"}\n')
+        again = stoker.prepare(None, tmp_path / "new.jsonl", out=tmp_path / "new", like=data, overwrite=True)
+        assert again.test[0]["dense"].tolist() == asked[0].tolist()
+    with pytest.raises(stoker.DataError, match="column x: 'Infinity' is not a number"):
+        encoder.from_objects([parsed(b'{"u": "a", "x": 1e999}')])
+    with pytest.raises(stoker.DataError, match="is not a number"):
+        encoder.encode(pl.DataFrame({"u": ["a"], "x": ["1" * 400]}))
     plain = stoker.Schema.from_dict({**values, "source": {"separator": ";"}})
     with pytest.raises(stoker.DataError, match=r'decimal comma: set decimal = ","'):
         stoker.prepare(plain, rows.with_columns(x=pl.lit("3,5")), out=tmp_path / "none")

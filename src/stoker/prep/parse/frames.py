@@ -310,10 +310,11 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     """Convert texts to numbers, the empty text to null; note rows with other texts in ``wrong``."""
     text = series.str
     if item.decimal != "." and item.kind == "float":
-        fits = text.contains(DECIMAL_COMMA)
+        numbers = with_point(series).cast(pl.Float64, strict=False)
+        fits = text.contains(DECIMAL_COMMA) & numbers.is_finite()
         for row in (~fits & (text.len_bytes() > 0)).arg_true().to_list():
             wrong.setdefault(row, _reason(item, series[row]))
-        return with_point(series).set(~fits, None).cast(pl.Float64)
+        return numbers.set(~fits, None)
     if item.kind == "hex":
         values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
         odd = (text.len_bytes() > 16) | text.starts_with("+")

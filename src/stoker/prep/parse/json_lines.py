@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,13 @@ def _read_line_by_line(
     line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
 ) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
     """Read line by line; return the rows, their lines, and the bad lines."""
-    schema = _schema(fields)
+    schema, commas = _schema(fields), _commas(fields)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
     bad: list[BadLine] = []
     for number in filled.tolist():
         try:
-            records.append(_record(line(number), schema))
+            records.append(_record(line(number), schema, commas))
             positions.append(number)
         except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
@@ -118,7 +119,19 @@ class _BadLineError(Exception):
     """The reason why a line is bad."""
 
 
-def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
+class _Number(str):
+    """A number of JSON, as it is written: not a text in quotes."""
+
+    __slots__ = ()
+
+
+def _commas(fields: Sequence[Field]) -> dict[str, bool]:
+    """Return the columns whose texts have decimal commas -> whether they are also read as another kind."""
+    found = {item.column for item in fields if item.decimal != "."}
+    return {name: any(item.kind != "float" for item in fields if item.column == name) for name in found}
+
+
+def _record(line: bytes, schema: dict[str, pl.DataType], commas: Mapping[str, bool]) -> dict[str, Any]:
     """Return the wanted values of a line, numbers as they are written."""
     try:
         found = parsed(line)
@@ -128,11 +141,17 @@ def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
         raise _BadLineError(f"not a JSON object: {error}") from None
     if not isinstance(found, dict):
         raise _BadLineError("not a JSON object")
-    return _values(found, schema)
+    return _values(found, schema, commas)
 
 
-def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType]) -> dict[str, Any]:
-    return {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+def _values(found: Mapping[str, Any], schema: Mapping[str, pl.DataType], commas: Mapping[str, bool]) -> dict[str, Any]:
+    values = {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+    for name, shared in commas.items():
+        if isinstance(values[name], _Number):
+            if shared:
+                raise _BadLineError(f"column {name}: it is read as text, too, with a decimal comma: write it as a text")
+            values[name] = f"{Decimal(repr(float(values[name]))):f}".replace(".", ",")
+    return values
 
 
 def parsed(text: bytes) -> Any:
@@ -142,7 +161,7 @@ def parsed(text: bytes) -> Any:
         ValueError: it is not JSON in UTF-8; NaN and Infinity are not.
     """
     return json.loads(
-        text.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
+        text.decode("utf-8"), parse_float=_Number, parse_int=lambda text: "0" if text == "-0" else text,
         parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
     )  # fmt: skip
 
@@ -153,15 +172,19 @@ def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl
     Raises:
         DataError: a value does not fit its column; the message names the row.
     """
-    schema = _schema(fields)
+    schema, commas = _schema(fields), _commas(fields)
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         columns = {name: [row.get(name) for row in rows] for name in schema}
-        if not any(isinstance(kind, pl.List) for kind in schema.values()) and all(map(_is_plain, columns.values())):
+        if (
+            not commas
+            and not any(isinstance(kind, pl.List) for kind in schema.values())
+            and all(map(_is_plain, columns.values()))
+        ):
             return pl.DataFrame([pl.Series(name, values, pl.String) for name, values in columns.items()])
     records = []
     for number, row in enumerate(rows):
         try:
-            records.append(_values(row, schema))
+            records.append(_values(row, schema, commas))
         except _BadLineError as error:
             raise DataError(f"row {number}: {error}. Rows count from 0; nothing was scored.") from None
     return _texts(records, schema)
@@ -169,7 +192,7 @@ def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl
 
 def _is_plain(values: list[Any]) -> bool:
     """Return True if all values are texts or missing."""
-    return set(map(type, values)) <= {str, type(None)}
+    return set(map(type, values)) <= {str, _Number, type(None)}
 
 
 def _texts(records: Sequence[Mapping[str, Any]], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
