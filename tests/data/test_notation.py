@@ -325,6 +325,23 @@ def test_numbers_with_a_decimal_comma_are_those_with_a_point(tmp_path: Path) -> 
     assert not data.manifest["quarantined"]
 
 
+def test_commas_between_thousands_are_no_decimal_commas(tmp_path: Path) -> None:
+    """1,234 is not 1.234: a draft leaves such a column out, and bad lines have the remedy."""
+
+    def write(name: str, rating: str) -> Path:
+        rows = (f"u{n % 9};{1 + n % 40},{n % 10}00;{1 + n % 4}{rating}5;{n % 3 % 2}" for n in range(200))
+        (tmp_path / name).write_text("user;price;rating;click\n" + "\n".join(rows) + "\n")
+        return tmp_path / name
+
+    drafted = stoker.draft_schema(write("log.csv", "."))
+    assert 'decimal = ","' not in drafted
+    assert "commas between thousands" in drafted
+    values = {"label": "click", "dense": [{"name": "price"}], "source": {"separator": ";"}}
+    with pytest.raises(stoker.DataError, match="write 1,234 as 1234"):
+        stoker.prepare(stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "none")
+    assert 'decimal = ","' in stoker.draft_schema(write("both.csv", ",")), "ratings such as 1,5 tell"
+
+
 def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(tmp_path: Path) -> None:
     values = {"label": "y", "dense": [{"name": "x"}], "categorical": [{"name": "u"}]}
     prices = ["1,5", "1.500", " -2,25 ", "1.5", "", *["7"] * 95]

@@ -37,6 +37,9 @@ _MOST_DIGITS = 9  # of a fraction
 #: A number with a decimal comma, perhaps with points between groups of three digits.
 DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
 
+#: A number with commas between groups of three digits.
+THOUSANDS = r"^\s*[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?\s*$"
+
 
 def notation_of(texts: pl.Series) -> str:
     """Return how these texts write whole numbers, else truth values, else times; "" if in no way, or in two."""
