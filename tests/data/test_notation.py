@@ -300,6 +300,23 @@ def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
         assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
 
 
+@pytest.mark.parametrize("kind", [pl.Int64, pl.Int32, pl.Float64])
+def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kind: Any) -> None:
+    """A reader of CSV takes the texts 10 and 20 for numbers, which they are not."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "code": ["10", "20", "30"] * 20})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "code", "type": "hex"}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
+    typed = rows.with_columns(pl.col("code").cast(kind))
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
+        encoder.encode(typed.select("code"))
+    with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
+        stoker.prepare(schema, typed, out=tmp_path / "other")
+    values = rows.select(pl.col("code").str.to_integer(base=16, dtype=pl.UInt64))
+    assert (encoder.encode(values).ids == encoder.encode(rows.select("code")).ids).all()
+    assert encoder.encode(pl.DataFrame({"code": [None]}, schema={"code": kind})).ids.tolist() == [[0]]
+
+
 GERMAN = "user;price;rating;count\n" + "".join(
     f"u{row % 9};{'1.234,5' if row % 7 == 0 else f'{row},25'};{1 + row % 4},{5 * (row % 2)};{row % 4}\n"
     for row in range(200)

@@ -248,6 +248,11 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         return _as_texts(series, item, wrong)
     if moments:
         series = series.cast(pl.Datetime("us")).to_physical()
+    if kind == "hex" and series.dtype != pl.UInt64 and series.count():  # UInt64: read as such before
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, and the schema reads hexadecimal texts, where 10 is 16. Write "
+            'texts, or UInt64 of the values; if the log has decimal numbers, set type = "int" of the column.'
+        )
     plain = series.dtype.is_integer()
     if series.dtype.is_float():
         plain = kind == "float" and bool(series.is_finite().all())
