@@ -105,7 +105,7 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     ``predict`` and ``evaluate`` use the new model.
 
     All of it happens or nothing. The same call continues a killed update. A log that was used, by an update or for the
-    dataset of the run, is skipped under any name.
+    dataset of the run, is skipped under any name; also if it was compressed or unpacked since, under its own name.
 
     Args:
         run: a run whose training has ended, or its URL.
