@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 10_995,
     "rewrite": 1_940,
-    "prep": 12_850,
+    "prep": 13_010,
     "synthetic": 1_670,
     "cli": 3_415,
-    "live": 1_285,
+    "live": 1_335,
     "serve": 1_560,
 }  # fmt: skip
-ALL_LINES = 64_880
+ALL_LINES = 65_100
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

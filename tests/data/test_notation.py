@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,34 @@ def test_grown_ids_are_found_again_in_another_type(tmp_path: Path) -> None:
     assert sorted(known) == sorted(str(100 + user) for user in (*range(9), *range(50, 59)))
 
 
+def test_a_manifest_says_how_each_table_is_written_so_that_no_vocabulary_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an update brings the first whole numbers; datasets whose manifest does not say it are read."""
+    schema = {"label": "label", "categorical": [{"name": "user"}, {"name": "item", "table": "user"}, {"name": "new"}]}
+    rows = {"label": [0, 1] * 4, "user": ["a", "b"] * 4, "item": ["a", "c"] * 4, "new": ["True", "False"] * 4}
+    data = stoker.prepare(stoker.Schema.from_dict(schema), pl.DataFrame(rows), out=tmp_path / "data")
+    assert data.manifest["notation"] == {"user": "", "new": "True"}
+    more = pl.DataFrame({**rows, "user": ["7", "8"] * 4})
+    grown = stoker.prepare(None, more, out=tmp_path / "grown", like=data, grow=True)
+    assert grown.manifest["notation"] == {"user": "1", "new": "True"}
+    later = stoker.prepare(None, more.with_columns(user=pl.lit("7.0")), out=tmp_path / "later", like=grown)
+    assert later.manifest["notation"] == grown.manifest["notation"]
+    assert all((batch.ids > 0).all() for batch in later.test.batches(8))
+    manifest = {**grown.manifest, "notation": "1"}
+    read = []
+    monkeypatch.setattr(Like, "vocabulary", lambda like, name: read.append(name) or pl.DataFrame({"value": ["7"]}))
+    assert (
+        Like(later.path).schema.notation
+        == Like(grown.path).schema.notation
+        == {"user": "1", "item": "1", "new": "True"}
+    )
+    assert not read
+    (grown.path / "manifest.json").write_text(json.dumps(manifest))
+    assert Like(grown.path).notations == {"user": "1", "new": "1"}
+    assert sorted(read) == ["new", "user"], "each table once"
+
+
 def test_datasets_of_earlier_versions_keep_their_texts_of_floats(tmp_path: Path) -> None:
     """Where no vocabulary tells, as with hash buckets, floats are hashed as they were."""
     pl.DataFrame(log(lambda number: f"{number}.0")).write_parquet(tmp_path / "log.parquet")
@@ -173,6 +202,21 @@ def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
     assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
 
 
+def test_an_export_of_an_earlier_version_reads_the_notation_from_its_texts(tmp_path: Path) -> None:
+    """But hash buckets keep what they were: 7.0 is the text 7.0 there."""
+    data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,))
+    stoker.save(tmp_path / "step", model)
+    stoker.export(tmp_path / "step", tmp_path / "out", data=data.path)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    del manifest["notation"]
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    texts = pl.DataFrame(log()).drop("label")
+    floats = pl.DataFrame(log(float, (True, False))).drop("label").with_columns(item=texts["item"])
+    wanted = stoker.Scorer(model, data).score(texts)
+    assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
+
+
 @pytest.mark.parametrize("unit", ["ms", "datetime"])
 def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
     """By prepare and by a scorer: window features would be wrong without a word."""
@@ -189,6 +233,88 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
         stoker.prepare(None, other, out=tmp_path / "new", like=data)
     assert not (tmp_path / "new").exists()
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
+
+
+MOMENTS = [datetime(2024, 1, 5 + n % 9, n % 24, n % 60, n % 7) for n in range(60)]
+SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("unit", ["ms", "us", "ns", "pandas"])
+def test_times_are_the_texts_of_the_log_whatever_their_unit(tmp_path: Path, shape: str, unit: Any) -> None:
+    """In frames, requests and Parquet, where a column of text gets times."""
+    times = pl.Series("when", MOMENTS)
+    times = times if "%H" in shape else times.dt.truncate("1d")
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": times.dt.strftime(shape)})
+    values = {"label": "label", "categorical": [{"name": "when"}], "derive": ["mean_target by=when"]}
+    rows.write_csv(tmp_path / "log.csv")
+    data = stoker.prepare(
+        stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0"
+    )
+    typed = times if unit == "pandas" else times.cast(pl.Datetime(unit))
+    if shape.endswith(("+00:00", "Z")):
+        typed = typed.dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
+    frame: Any = rows.with_columns(typed)
+    frame = frame.to_pandas() if unit == "pandas" else frame
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = encoder.encode(rows.drop("label"))
+    assert (wanted.ids > 0).all()
+    found = encoder.encode(frame[["when"]])
+    assert (found.ids == wanted.ids).all()
+    assert (found.dense == wanted.dense).all()
+    again = stoker.prepare(None, frame, out=tmp_path / "again", like=data)
+    assert [batch.ids.tolist() for batch in again.test.batches(60)] == [wanted.ids.tolist()]
+    if shape == "%Y-%m-%d":
+        assert (encoder.encode(pl.DataFrame(times.cast(pl.Date))).ids == wanted.ids).all()
+        with pytest.raises(stoker.DataError, match=r"column when: '2024-01-05 10:00:00.*' cannot be written like the"):
+            encoder.encode(pl.DataFrame({"when": [datetime(2024, 1, 5, 10)]}))
+
+
+def test_times_without_a_notation_are_refused(tmp_path: Path) -> None:
+    """Where the log writes them in another way, or no list of its texts tells how."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS, "bucket": ["a"] * 60})
+    texts = rows.with_columns(pl.col("when").dt.strftime("%d.%m.%Y %H:%M"))
+    values = {"label": "label", "categorical": [{"name": "when"}, {"name": "bucket", "hash_buckets": 9}]}
+    schema = stoker.Schema.from_dict(values)
+    data = stoker.prepare(schema, texts, out=tmp_path / "data")
+    with pytest.raises(stoker.DataError, match=r"column when holds Datetime.*Convert it to texts as in the log"):
+        RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label"))
+    with pytest.raises(stoker.DataError, match=r"column when holds Datetime"):
+        stoker.prepare(None, rows, out=tmp_path / "again", like=data)
+    with pytest.raises(stoker.DataError, match=r"column bucket holds Datetime"):
+        stoker.prepare(schema, rows.with_columns(bucket="when"), out=tmp_path / "none")
+    days = texts.with_columns(bucket=pl.col("when").str.head(10).str.to_date("%d.%m.%Y"))
+    data = stoker.prepare(schema, days, out=tmp_path / "days", split="random:1,0")
+    plain = days.with_columns(pl.col("bucket").cast(pl.String)).drop("label")
+    asked = RowEncoder(Fitted.of(Like(data.path))).encode(plain)
+    assert [batch.ids.tolist() for batch in data.train.batches(60)] == [asked.ids.tolist()], "a date has one text"
+
+
+def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "when"}]})
+    data = stoker.prepare(schema, rows.cast({"when": pl.Datetime("ms")}), out=tmp_path / "data", split="random:1,0")
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = [batch.ids.tolist() for batch in data.train.batches(60)]
+    for unit in ("ms", "us", "ns"):
+        assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
+
+
+@pytest.mark.parametrize("kind", [pl.Int64, pl.Int32, pl.Float64])
+def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kind: Any) -> None:
+    """A reader of CSV takes the texts 10 and 20 for numbers, which they are not."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "code": ["10", "20", "30"] * 20})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "code", "type": "hex"}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
+    typed = rows.with_columns(pl.col("code").cast(kind))
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
+        encoder.encode(typed.select("code"))
+    with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
+        stoker.prepare(schema, typed, out=tmp_path / "other")
+    values = rows.select(pl.col("code").str.to_integer(base=16, dtype=pl.UInt64))
+    assert (encoder.encode(values).ids == encoder.encode(rows.select("code")).ids).all()
+    assert encoder.encode(pl.DataFrame({"code": [None]}, schema={"code": kind})).ids.tolist() == [[0]]
 
 
 GERMAN = "user;price;rating;count\n" + "".join(
@@ -214,6 +340,23 @@ def test_numbers_with_a_decimal_comma_are_those_with_a_point(tmp_path: Path) -> 
         assert (ours.labels == theirs.labels).all()
         assert (ours.ids == theirs.ids).all()
     assert not data.manifest["quarantined"]
+
+
+def test_commas_between_thousands_are_no_decimal_commas(tmp_path: Path) -> None:
+    """1,234 is not 1.234: a draft leaves such a column out, and bad lines have the remedy."""
+
+    def write(name: str, rating: str) -> Path:
+        rows = (f"u{n % 9};{1 + n % 40},{n % 10}00;{1 + n % 4}{rating}5;{n % 3 % 2}" for n in range(200))
+        (tmp_path / name).write_text("user;price;rating;click\n" + "\n".join(rows) + "\n")
+        return tmp_path / name
+
+    drafted = stoker.draft_schema(write("log.csv", "."))
+    assert 'decimal = ","' not in drafted
+    assert "commas between thousands" in drafted
+    values = {"label": "click", "dense": [{"name": "price"}], "source": {"separator": ";"}}
+    with pytest.raises(stoker.DataError, match="write 1,234 as 1234"):
+        stoker.prepare(stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "none")
+    assert 'decimal = ","' in stoker.draft_schema(write("both.csv", ",")), "ratings such as 1,5 tell"
 
 
 def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(tmp_path: Path) -> None:

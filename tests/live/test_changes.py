@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from stoker.base.errors import CheckpointError
-from stoker.live.journal import Log, Order, _hash
+from stoker.live.journal import Known, Log, Order, _hash
 from stoker.training.files.rundir import RunDirectory
 
 
@@ -21,11 +22,21 @@ def test_equal_orders_are_equal_as_json() -> None:
 def test_a_known_beginning_is_found(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"abc")
-    size, digest, found = _hash(path, {})
-    assert (size, found) == (3, {})
+    log, length, found = _hash(path, "log", {})
+    assert (log.bytes, length, log.text, found) == (3, 3, "", {})
+    digest = log.sha256
     path.write_bytes(b"abcdef")
-    assert _hash(path, {3: {digest: "a"}, 4: {digest: "b"}, 9: {digest: "c"}})[2] == {3: "a"}
-    assert _hash(path, {0: {_hash(Path("/dev/null"), {})[1]: "a"}})[2] == {}, "an empty log is the beginning of all"
+    known = {size: {digest: Known(shown, "log.gz")} for size, shown in ((3, "a"), (4, "b"), (9, "c"))}
+    assert _hash(path, "log", known)[2] == {3: "a"}
+    path.write_bytes(gzip.compress(b"abcdef"))
+    assert _hash(path, "log", known)[1:] == (6, {3: "a"})
+    assert _hash(path, "log2", known)[1:] == (6, {}), "equal rows of another log"
+    empty = _hash(Path("/dev/null"), "", {})[0].sha256
+    assert _hash(path, "log", {0: {empty: Known("a", "log")}})[2] == {}, "an empty log is the beginning of all"
+    path.write_bytes(b"abcdef")
+    one = {3: {digest: Known("a", "other", one_row=True)}}
+    assert _hash(path, "log", one)[2] == {}, "of one row"
+    assert _hash(path, "other", one)[2] == {3: "a"}, "which has grown"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": "../../elsewhere"}'])

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.cli import main
 from stoker.live.watch import watch
+from stoker.prep.source_format import SourceFormat
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import find_checkpoint
 from stoker.training.files.segments import join
@@ -194,6 +196,62 @@ def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
     shutil.rmtree(place / "data")  # only the last update is needed to go on
     assert stoker.update(run, logs(place, 2)).rows == 300
     assert "was used by update 2" in stoker.update(run, logs(place, 2)).notes[0]
+
+
+def test_a_log_that_is_compressed_later_is_left_out(place: Path) -> None:
+    """As tools that rotate logs do; likewise one that is unpacked, and one of the dataset of the run."""
+    run, packed = place / "run", place / "packed"
+    packed.mkdir()
+    for path in logs(place, 0, 1, 2):
+        (packed / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    found = stoker.update(run, [packed / "day_0.csv.gz", *logs(place, 1), packed / "day_1.csv.gz"])
+    assert (found.number, found.rows) == (1, 300)
+    assert "day_0.csv.gz is a log of the dataset that the run was trained on" in found.notes[0]
+    assert "day_1.csv.gz has the same contents as another of these logs" in found.notes[1]
+    found = stoker.update(run, packed / "day_1.csv.gz")
+    assert (found.rows, found.notes) == (
+        0, [f"{packed}/day_1.csv.gz was used by update 1 as day_1.csv: it is left out"],
+    )  # fmt: skip
+    assert stoker.update(run, packed / "day_2.csv.gz").number == 2
+    assert "was used by update 2 as day_2.csv.gz" in stoker.update(run, logs(place, 2)).notes[0]
+    for number in (0, 1):
+        grown = logs(place, number)[0].read_bytes() + day(3).write_csv(include_header=False).encode()
+        (packed / f"day_{number}.csv.gz").write_bytes(gzip.compress(grown))
+        with pytest.raises(DataError, match=rf"day_{number}.csv.gz begins with [\d,]+ bytes on which the run was"):
+            stoker.update(run, packed / f"day_{number}.csv.gz")
+
+
+def test_a_dataset_of_compressed_logs_knows_them_unpacked(tmp_path: Path) -> None:
+    write_days(tmp_path / "logs", 1)
+    [log] = logs(tmp_path, 0)
+    (tmp_path / "logs/day_0.csv.gz").write_bytes(gzip.compress(log.read_bytes()))
+    with pytest.raises(DataError, match=r"day_0.csv.gz is .*day_0.csv, compressed: its rows would count twice"):
+        stoker.prepare(schema(tmp_path), sorted((tmp_path / "logs").glob("day_0*")), out=tmp_path / "data")
+    text = log.read_bytes()
+    log.unlink()
+    (tmp_path / "logs/day_0.csv.gz").rename(log)  # its bytes say that it is compressed
+    first_run(tmp_path)
+    log.rename(tmp_path / "logs/day_0.csv.gz")
+    log.write_bytes(text)
+    assert "is a log of the dataset" in stoker.update(tmp_path / "run", log).notes[0]
+
+
+def test_logs_of_one_row_are_no_beginnings_of_others(place: Path) -> None:
+    """But for a log of the same name, which has grown. Two quiet hours may have equal rows."""
+    text = day(1).write_csv().encode()
+    ends = [at + 1 for at, byte in enumerate(text) if byte == ord("\n")]
+    for number, end in enumerate([*ends[1:3], len(text)]):
+        (place / f"{number}h.csv").write_bytes(text[:end])
+    run = place / "run"
+    assert stoker.update(run, place / "0h.csv").rows == 1
+    (place / "renamed.csv").write_bytes(text[: ends[1]])
+    assert "was used by update 1 as 0h.csv" in stoker.update(run, place / "renamed.csv").notes[0]
+    assert stoker.update(run, place / "1h.csv").rows == 2
+    with pytest.raises(DataError, match=r"2h\.csv begins with"):  # two rows are a log
+        stoker.update(run, place / "2h.csv")
+    (place / "0h.csv").write_bytes(text)
+    with pytest.raises(DataError, match=r"0h\.csv begins with"):
+        stoker.update(run, place / "0h.csv")
 
 
 def test_files_about_users_and_items_go_with_each_update(tmp_path: Path) -> None:
@@ -600,6 +658,21 @@ def test_files_without_rows_end_no_watch(place: Path) -> None:
     with pytest.warns(UserWarning, match="left out until they change, since they have no rows: ") as warned:
         assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
     assert all(name in str(warned[0].message) for name in ("empty.csv.gz", "header.csv", "table.parquet"))
+
+
+def test_a_row_without_a_header_that_cannot_be_read_ends_a_watch(tmp_path: Path) -> None:
+    """Its only line is no header, so that the log has a row: it is not left out as a log without one."""
+    day(0, 900).write_csv(tmp_path / "day_0.csv", include_header=False)
+    columns = replace(schema(tmp_path), source=SourceFormat(columns=tuple(day(0).columns)))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "day_0.csv").rename(tmp_path / "logs/day_0.csv")
+    run, incoming = first_run(tmp_path, columns), tmp_path / "incoming"
+    incoming.mkdir()
+    (incoming / "day_1.csv").write_text("maybe,1001,i1,u1,0.5\n")
+    with pytest.raises(DataError, match="The only line is bad"):
+        next(watch(run, incoming, sleep=lambda _: None))
+    (incoming / "day_1.csv").write_text("1,1001,i1,u1,0.5\n")
+    assert next(watch(run, incoming, sleep=lambda _: None)).rows == 1
 
 
 def test_damaged_records_are_named(place: Path) -> None:

@@ -24,12 +24,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
 from stoker.base.files import EDGE, hash_edge
 from stoker.base.units import quoted
 from stoker.prep import recipes
+from stoker.prep.parse.sources import count_rows, is_packed, plain_name, source_kind, text_edge, text_of
+from stoker.prep.schema import Schema
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
 from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
 from stoker.training.files.segments import new_and_gone
@@ -38,12 +40,39 @@ _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
 
 
+class Known(NamedTuple):
+    """A log that others may begin with."""
+
+    shown: object  # None: it was used
+    name: str
+    one_row: bool = False  # so that only a log of its name has grown from it
+
+    def may_grow(self, name: str, *, packed: bool) -> bool:
+        """Return True if a log that begins with it, in its bytes or if ``packed`` as text, has its rows."""
+        if packed:
+            return plain_name(Path(name)) == plain_name(Path(self.name))
+        return not self.one_row or self.name == name
+
+
+_BySize: TypeAlias = dict[int, dict[str, Known]]  # size -> sha256 -> what is known
+
+
 class Log(NamedTuple):
     """The contents of a log."""
 
     name: str
     bytes: int
     sha256: str
+    text: str = ""  # sha256 of what a compressed log has
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {key: value for key, value in self._asdict().items() if value != ""}
+
+    @property
+    def keys(self) -> set[object]:
+        """What two files of one log have in common: their bytes, or the name and the text."""
+        return {self.sha256, (plain_name(Path(self.name)), self.text or self.sha256)}
 
 
 @dataclass(frozen=True)
@@ -56,7 +85,7 @@ class Order:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {**asdict(self), "logs": [log._asdict() for log in self.logs], "settings": dict(self.settings)}
+        return {**asdict(self), "logs": [log.to_dict() for log in self.logs], "settings": dict(self.settings)}
 
 
 @contextmanager
@@ -128,34 +157,40 @@ class Journal:
             DataError: a log has grown since it was used, or begins with another of the logs.
         """
         lookups = recipes.lookups(base, [path.name for path in files])
-        used = {log["sha256"]: (line["number"], log["name"]) for line in self.lines for log in line["logs"]}
-        before: dict[int, dict[str, object]] = {}  # size -> sha256 -> None, or another log of this call
+        used: dict[object, tuple[int, str]] = {}
+        known: _BySize = {}
         for line in self.lines:
-            for log in line["logs"]:
-                if log.get("rows") != 0:  # others may begin with the same header
-                    before.setdefault(int(log["bytes"]), {})[log["sha256"]] = None
+            for entry in line["logs"]:
+                log = Log(*(entry.get(key, "") for key in Log._fields))
+                used |= dict.fromkeys(log.keys, (line["number"], log.name))
+                if entry.get("rows") != 0:  # others may begin with the same header
+                    known.setdefault(log.bytes, {})[log.sha256] = Known(None, log.name, entry.get("rows") == 1)
+        source = Schema.from_dict(base["schema"]).source
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):
-            size, digest, _ = hashed[path] = _hash(path, before)
-            if path.name not in lookups and not _header_only(path):
-                before.setdefault(size, {}).setdefault(digest, names.get(path, path))
+            log, _, _ = hashed[path] = _hash(path, names.get(path, path.name), known)
+            rows = 2 if source_kind(path, source.kind) == "parquet" else count_rows(path, source, 2)
+            if path.name not in lookups and rows:
+                one = Known(names.get(path, path), log.name, rows == 1)
+                known.setdefault(log.bytes, {}).setdefault(log.sha256, one)
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
         for path in files:
             name, shown = names.get(path, path.name), names.get(path, path)
-            size, digest, begins = hashed[path]
-            trained = _trained(path, size, base)
+            log, length, begins = hashed[path]
+            size = log.bytes
+            trained = _trained(path, size, length, base)
             if path.name in lookups:
-                described.append((path, Log(name, size, digest)))
+                described.append((path, log))
             elif size in trained:
                 left_out.append(
                     f"{shown} is a log of the dataset that the run was trained on: it is left out. If its rows were "
                     "for validation or test only, take it with held_out=True (--held-out)"
                 )
-            elif digest in used:
-                number, known = used[digest]
-                alias = "" if known == name else f" as {known}"
+            elif again := log.keys & used.keys():
+                number, then = used[again.pop()]
+                alias = "" if then == name else f" as {then}"
                 left_out.append(f"{shown} was used by update {number}{alias}: it is left out")
             elif trained or None in begins.values():
                 count = max(*trained, *(size for size, other in begins.items() if other is None), 0)
@@ -169,10 +204,10 @@ class Journal:
                     f"{path} begins with all {size:,} bytes of {other}, whose rows would count twice. Leave {other} "
                     "out."
                 )
-            elif digest in {log.sha256 for _, log in fresh}:
+            elif any(log.keys & other.keys for _, other in fresh):
                 left_out.append(f"{shown} has the same contents as another of these logs: it is left out")
             else:
-                fresh.append((path, Log(name, size, digest)))
+                fresh.append((path, log))
         return fresh + described if fresh else [], left_out
 
     def begin(self, order: Order) -> bool:
@@ -254,33 +289,51 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
                     "step": int(manifest["step"])})  # fmt: skip
 
 
-def _trained(path: Path, size: int, base: Mapping[str, Any]) -> list[int]:
-    """Return how many bytes of a log the dataset of the run has, if it has any."""
-    found = [each for each in base.get("sources", []) if each["rows"] and 0 < each["bytes"] <= size]
+def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> list[int]:
+    """Return how many bytes of a log, of ``length`` decompressed, the dataset of the run has, if it has any."""
+    found = [each for each in base.get("sources", []) if each["rows"] and each["bytes"] > 0]
     heads = cache(partial(hash_edge, path, 0))  # of one length for all large files
-    return [
+    alike = [each for each in found if plain_name(Path(each["file"])) == plain_name(path)]
+    packed = [
+        each
+        for each in alike
+        if ("text" in each or is_packed(path))
+        and each.get("text", each.get("head")) == text_edge(path, EDGE if "text" in each else min(EDGE, each["bytes"]))
+    ]
+    return [size if "text" in each or each["bytes"] >= length else each["bytes"] for each in packed] + [
         each["bytes"]
         for each in found
-        if each.get("head") == heads(min(EDGE, each["bytes"]))
+        if each["bytes"] <= size
+        and (each["rows"] > 1 or each["bytes"] == size or each["file"] == path.name)
+        and each.get("head") == heads(min(EDGE, each["bytes"]))
         and each["tail"] == hash_edge(path, max(0, each["bytes"] - EDGE), min(EDGE, each["bytes"]))
     ]
 
 
-def _header_only(path: Path) -> bool:
-    """Return True if a file has one line, which is no object of JSON: other logs may begin with the same header."""
+def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, object]]:
+    """Return a log; its bytes, decompressed; and the sizes of known logs that it begins with, with what they are."""
     with path.open("rb") as file:
-        data = file.read(EDGE)
-    return len(data) < EDGE and len(data.splitlines()) <= 1 and not data.lstrip().startswith(b"{")
+        size, digest, found = _hash_pieces(iter(partial(file.read, _BLOCK), b""), known)
+    found = {size: one for size, one in found.items() if one.may_grow(name, packed=False)}
+    if not is_packed(path):
+        return Log(name, size, digest), size, {size: one.shown for size, one in found.items()}
+    length, text, more = _hash_pieces(text_of(path), known)
+    found |= {size: one for size, one in more.items() if one.may_grow(name, packed=True)}
+    return Log(name, size, digest, text), length, {size: one.shown for size, one in found.items()}
 
 
-def _hash(path: Path, known: Mapping[int, Mapping[str, object]]) -> tuple[int, str, dict[int, object]]:
-    """Return the size and sha256 of a file; and the sizes of known logs that it begins with, with what is known."""
-    digest, done, found = hashlib.sha256(), 0, dict[int, object]()
-    with path.open("rb") as file:
-        for stop in (*sorted(known), None):
-            while block := file.read(_BLOCK if stop is None else min(_BLOCK, stop - done)):
-                digest.update(block)
-                done += len(block)
-            if stop is not None and done == stop and digest.hexdigest() in known[stop]:
-                found[stop] = known[stop][digest.hexdigest()]
-    return done, digest.hexdigest(), {size: what for size, what in found.items() if 0 < size < done}
+def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, Known]]:
+    """Return the size and sha256 of bytes; and the sizes of known logs that they begin with, with what is known."""
+    digest, done, found = hashlib.sha256(), 0, dict[int, Known]()
+    stops = sorted(known, reverse=True)
+    for piece in pieces:
+        rest = memoryview(piece)
+        while stops and stops[-1] <= done + len(rest):
+            cut = stops.pop() - done
+            digest.update(rest[:cut])
+            done, rest = done + cut, rest[cut:]
+            if (one := known[done].get(digest.hexdigest())) is not None:
+                found[done] = one
+        digest.update(rest)
+        done += len(rest)
+    return done, digest.hexdigest(), {size: one for size, one in found.items() if 0 < size < done}

@@ -105,7 +105,7 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     ``predict`` and ``evaluate`` use the new model.
 
     All of it happens or nothing. The same call continues a killed update. A log that was used, by an update or for the
-    dataset of the run, is skipped under any name.
+    dataset of the run, is skipped under any name; also if it was compressed or unpacked since, under its own name.
 
     Args:
         run: a run whose training has ended, or its URL.
@@ -307,7 +307,7 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
             ))  # fmt: skip
             read = [each["rows"] if each["bytes"] == log.bytes else None
                     for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
-            logs = [log._asdict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
+            logs = [log.to_dict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
             note = {
                 **order.to_dict(),
                 "logs": logs,

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stoker.base.errors import DataError
+from stoker.base.errors import DataError, StokerError
 from stoker.base.units import listed
+from stoker.live.journal import opened
 from stoker.live.update import UpdateResult, update
-from stoker.prep.parse.sources import line_blocks, number_order, source_kind
+from stoker.prep.parse.sources import count_rows, number_order, source_kind
+from stoker.prep.schema import Schema
+from stoker.prep.source_format import SourceFormat
+from stoker.training.files.rundir import open_dataset
 
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
@@ -52,7 +57,8 @@ def watch(
             try:
                 result = update(run, sorted(ready, key=number_order), **settings)
             except DataError as error:
-                empty = [path for path in ready if not _has_rows(path)]
+                kind = _format(run, settings.get("data"))
+                empty = [path for path in ready if not _has_rows(path, kind)]
                 if not empty:
                     raise
                 names = listed([path.name for path in empty])
@@ -72,11 +78,18 @@ def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
             yield path, path.stat()
 
 
-def _has_rows(path: Path) -> bool:
+def _format(run: str | Path, data: Any) -> SourceFormat:
+    """Return the format of the logs of a run; the usual one if its dataset is gone."""
+    with suppress(StokerError), opened(run) as journal:
+        given = open_dataset(journal.dataset if data is None or journal.number else data).manifest
+        return Schema.from_dict(given["schema"]).source
+    return SourceFormat()
+
+
+def _has_rows(path: Path, given: SourceFormat) -> bool:
     """Return False if a file has a header at most."""
-    if (kind := source_kind(path)) != "parquet":
-        block = next(line_blocks(path))
-        return block.damage is not None or len(block.load().strip().splitlines()) > (kind == "csv")
+    if source_kind(path, given.kind) != "parquet":
+        return count_rows(path, given, 1) > 0
     try:
         return bool(pq.read_metadata(path).num_rows)
     except (pa.ArrowException, OSError):  # damaged

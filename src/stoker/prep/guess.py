@@ -21,7 +21,7 @@ from stoker.prep.parse.delimited import MAX_QUOTED_LINES
 from stoker.prep.parse.frames import reading_parquet
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
-from stoker.prep.parse.notation import DECIMAL_COMMA
+from stoker.prep.parse.notation import DECIMAL_COMMA, THOUSANDS
 from stoker.prep.parse.sources import check_text, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 
@@ -340,15 +340,25 @@ def null_texts(frame: pl.DataFrame) -> list[str]:
 
 
 def decimal_commas(frame: pl.DataFrame) -> list[str]:
-    """Return the columns of texts that are numbers with a decimal comma, and not ids in lists of two."""
+    """Return the columns of texts that are numbers with a decimal comma, and not ids in lists of two.
+
+    If commas divide thousands in all of them, as in 1,234, return none.
+    """
     texts = [column.drop_nulls() for column in frame.iter_columns() if column.dtype == pl.String]
     numbers = (text.filter(~text.is_in(["", *NULLS])) for text in texts if not _CODE_NAME.search(text.name))
-    return [each.name for each in numbers if _have_commas(each)]
+    found = [each for each in numbers if _have_commas(each)]
+    return [] if all(map(_have_thousands, found)) else [each.name for each in found]
 
 
 def _have_commas(values: pl.Series) -> bool:
     """Return True if all values are numbers with a decimal comma, or whole."""
     return bool(values.str.contains(DECIMAL_COMMA).all() and values.str.contains(",", literal=True).any())
+
+
+def _have_thousands(values: pl.Series) -> bool:
+    """Return True if all commas of numbers may divide thousands."""
+    commas = values.filter(values.str.contains(",", literal=True))
+    return bool(commas.str.contains(THOUSANDS).all())
 
 
 def guess_columns(sample: Sample) -> list[Guess]:
@@ -541,6 +551,8 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
     if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
         return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
     if _have_commas(values) and not _CODE_NAME.search(name):
+        if _have_thousands(values):
+            return guess.leave_out('numbers with commas between thousands, or lists of two: write "1,234" as 1234')
         return guess.leave_out('numbers with a decimal comma, or lists of two: decimal = "," in [source] reads numbers')
     if _list_text(guess, values):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, WHOLE, notations
+from stoker.prep.parse.notation import AS_TYPED, MIXED, UNLISTED, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
 FEATURES = "features"  # folder of the fitted features, within a dataset
-NOTATION = "notation"  # key of the manifest: how whole floats became texts
+NOTATION = "notation"  # key of the manifest: table -> how its texts are written; older datasets have no tables
 
 
 def times_of(splits: Mapping[str, Any]) -> list[Any]:
@@ -45,6 +45,31 @@ def check_unit(known: Sequence[Any], new: Sequence[Any]) -> None:
             f"the times of the new rows end at {new[1]}, those that the model has seen at {known[1]}: these are "
             f"{units[0]} since 1970, and the new ones {units[1]}. Convert the times of the new rows."
         )
+
+
+def notation_by_column(
+    schema: Schema, tables: Mapping[str, str], learned: Mapping[str, LearnedTable], *, as_typed: bool
+) -> dict[str, str]:
+    """Return raw column -> how the texts that a dataset knows of it are written.
+
+    Args:
+        schema: of the dataset.
+        tables: table -> how its texts are written.
+        learned: fitted features, whose tables may have texts of raw columns.
+        as_typed: whether an earlier version made the dataset, whose floats and times became texts in their own way.
+    """
+    found: dict[str, set[str]] = {}
+    for column in schema.features:
+        if column.table_name in tables:
+            found.setdefault(column.raw, set()).add(tables[column.table_name])
+    for feature in schema.feature:
+        table = learned[feature.name].table if feature.name in learned else pl.DataFrame()
+        for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
+            found.setdefault(name, set()).add(notation_of(table.get_column(name)))
+    agreed = {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+    if as_typed:
+        return {"": AS_TYPED, **agreed}
+    return {**dict.fromkeys(schema.unlisted, UNLISTED), **dict.fromkeys(found, MIXED), **agreed}
 
 
 class Like:
@@ -93,24 +118,23 @@ class Like:
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
-        default = dict.fromkeys(self.schema.unlisted, WHOLE) if NOTATION in manifest else {"": AS_TYPED}
-        self.schema = replace(self.schema, notation={**default, **notations(self._known_texts())})
+        #: table -> how its texts are written
+        self.notations = self._notations(manifest.get(NOTATION))
+        notation = notation_by_column(self.schema, self.notations, self.learned, as_typed=NOTATION not in manifest)
+        self.schema = replace(self.schema, notation=notation)
 
     @property
     def times(self) -> list[Any]:
         """The first and the last time of the rows; [] if they have none."""
         return times_of(self.data.manifest["splits"])
 
-    def _known_texts(self) -> Iterator[tuple[str, pl.Series]]:
-        """Yield raw columns and the texts that the dataset knows of them."""
-        for column in self.schema.features:
-            file = f"vocab/{column.table_name}.parquet"
-            if column.type == "string" and file in self.data.manifest["files"]:
-                yield column.raw, self.vocabulary(column.table_name).get_column("value")
-        for feature in self.schema.feature:
-            if feature.name in self.learned:
-                table = self.learned[feature.name].table
-                yield from ((name, table.get_column(name)) for name in feature.inputs if name in table.columns)
+    def _notations(self, stored: Any) -> dict[str, str]:
+        """Return table -> how its texts are written; read the vocabularies of which the manifest does not say it."""
+        found: dict[str, str] = dict(stored) if isinstance(stored, dict) else {}
+        for table in {column.table_name for column in self.schema.features if column.type == "string"} - found.keys():
+            if f"vocab/{table}.parquet" in self.data.manifest["files"]:
+                found[table] = notation_of(self.vocabulary(table).get_column("value"))
+        return found
 
     def stores_state(self, feature: Derivation) -> bool:
         """Return True if the state of a window feature after the new rows is known and so can be stored."""

@@ -44,7 +44,7 @@ from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.like import Like
 from stoker.prep.parse.frames import MissingColumnError
 from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
-from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, text_order_warning
+from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_copies, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
@@ -154,6 +154,7 @@ class Preparation(PrepareSettings):
         names = inputs.names
         _check_names(chosen, names)
         sources, again = expand(inputs.files)
+        refuse_packed_copies(sources, names)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
             limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),

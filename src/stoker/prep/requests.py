@@ -37,7 +37,7 @@ from stoker.prep.parse.dictionaries import find_texts, hashes_of, spans_of, valu
 from stoker.prep.parse.frames import Block, Field, frame_block, without_nulls
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
-from stoker.prep.parse.notation import AS_TYPED, written
+from stoker.prep.parse.notation import NUMBERS, written
 from stoker.prep.rows.featured import RowsSink, raw_fields
 from stoker.prep.schema import CategoricalColumn, Schema
 from stoker.prep.stages.task import all_test, schema_after_features
@@ -86,6 +86,11 @@ class Ids:
     def write(self, path: Path) -> None:
         """Write a file that can be mapped."""
         write_mapped(path, self.table)
+
+    @property
+    def texts(self) -> pl.Series | None:
+        """The known texts; None if values are numbers."""
+        return None if self._texts is None else pl.Series(pl.from_arrow(self._texts))
 
     def find(self, column: pl.Series) -> Array:
         """Return the id of each value [n], int64; 0 for a null and for a value that is not in the vocabulary."""
@@ -333,7 +338,7 @@ class RowEncoder:
 
 def _as_given(item: Field, exact: Collection[str]) -> Field:
     """Return a field whose texts stay as they are given, if it is looked up in a vocabulary only."""
-    return item if item.column in exact or item.notation == AS_TYPED else replace(item, notation="")
+    return item if item.column in exact or item.notation not in NUMBERS else replace(item, notation="")
 
 
 def as_frame(table: Any) -> pl.DataFrame:

@@ -41,8 +41,8 @@ from stoker.optim import SGD
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.like import FEATURES, Like
-from stoker.prep.parse.notation import AS_TYPED
+from stoker.prep.like import FEATURES, Like, notation_by_column
+from stoker.prep.parse.notation import notation_of
 from stoker.prep.requests import Fitted, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
@@ -305,14 +305,18 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
     schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
-    schema = replace(schema, notation=manifest.get("notation", {"": AS_TYPED}))
     learned = load_features(path / FEATURES)[1] if schema.feature else {}
+    ids = {file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))}
+    notation = manifest.get("notation")
+    if notation is None:  # of an earlier version
+        tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
+        notation = notation_by_column(schema, tables, learned, as_typed=True)
+    schema = replace(schema, notation=notation)
     state = {one.name: learned[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = Fitted(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids={file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))},
-        learned=learned, state=state, times=manifest.get("times", ()), source=path,
+        ids=ids, learned=learned, state=state, times=manifest.get("times", ()), source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

@@ -25,7 +25,18 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.lists import lists_of
-from stoker.prep.parse.notation import AS_TYPED, DECIMAL_COMMA, DOTTED, text_of_floats, with_point, written
+from stoker.prep.parse.notation import (  # fmt: skip
+    AS_TYPED,
+    DECIMAL_COMMA,
+    DOTTED,
+    UNLISTED,
+    fits_moment,
+    is_moment,
+    text_of_floats,
+    text_of_moments,
+    with_point,
+    written,
+)
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -255,6 +266,11 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         return _as_texts(series, item, wrong)
     if moments:
         series = series.cast(pl.Datetime("us")).to_physical()
+    if kind == "hex" and series.dtype != pl.UInt64 and series.count():  # UInt64: read as such before
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, and the schema reads hexadecimal texts, where 10 is 16. Write "
+            'texts, or UInt64 of the values; if the log has decimal numbers, set type = "int" of the column.'
+        )
     plain = series.dtype.is_integer()
     if series.dtype.is_float():
         plain = kind == "float" and bool(series.is_finite().all())
@@ -277,7 +293,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
 def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Convert single values of another type to texts; note rows with floats that may have lost digits."""
     if series.dtype.is_temporal():
-        return series.dt.to_string("iso")
+        return _moments_as_texts(series, item, wrong)
     if not series.dtype.is_float():
         return written(series.cast(pl.String), item.notation)
     series = series.fill_nan(None)
@@ -291,6 +307,26 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
             "write texts or whole numbers",
         )
     return written(texts, item.notation)
+
+
+def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Convert times to texts as a dataset writes them; note rows that it cannot write."""
+    if item.notation == AS_TYPED:
+        return series.dt.to_string("iso")
+    plain = series.dtype == pl.Date and item.notation == UNLISTED
+    if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, which texts write in many ways, and the dataset does not say "
+            "in which. Convert it to texts as in the log."
+        )
+    texts = written(text_of_moments(series), item.notation)
+    if is_moment(item.notation):
+        for row in (~fits_moment(texts, item.notation)).fill_null(False).arg_true().to_list():
+            wrong.setdefault(
+                row, f"column {item.column}: {texts[row]!r} cannot be written like the texts of the dataset "
+                f"({item.notation}): convert it to text as in the log",
+            )  # fmt: skip
+    return texts
 
 
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:

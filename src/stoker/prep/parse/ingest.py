@@ -23,7 +23,7 @@ from stoker.prep.parse.frames import (
     parquet_types,
 )  # fmt: skip
 from stoker.prep.parse.json_lines import first_keys, json_block
-from stoker.prep.parse.sources import LineBlock, check_text, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import LineBlock, check_text, first_line, line_blocks, plain_name, source_kind
 from stoker.prep.source_format import SourceFormat
 
 PARQUET_ROWS = 2**18  # rows of a Parquet file in a part, roughly
@@ -137,8 +137,7 @@ def file_columns(path: Path, given: SourceFormat) -> list[str]:
 
 
 def _separator(path: Path, given: SourceFormat) -> str:
-    plain = path.name.lower().removesuffix(".gz").removesuffix(".zst")
-    return given.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
+    return given.separator or ("\t" if plain_name(path).lower().endswith((".tsv", ".txt")) else ",")
 
 
 def _header_names(line: str, separator: str, quote: str | None) -> list[str]:

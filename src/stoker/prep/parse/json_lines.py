@@ -129,7 +129,7 @@ class _Number(str):
 
 def _commas(fields: Sequence[Field]) -> dict[str, bool]:
     """Return the columns whose texts have decimal commas -> whether they are also read as another kind."""
-    found = {item.column for item in fields if item.decimal != "."}
+    found = {item.column for item in fields if item.decimal != "." and item.kind == "float"}
     return {name: any(item.kind != "float" for item in fields if item.column == name) for name in found}
 
 

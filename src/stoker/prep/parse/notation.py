@@ -1,4 +1,4 @@
-"""How texts write whole numbers and truth values, so that one id is one text whatever type a file gives it.
+"""How texts write whole numbers, truth values and times, so that one id is one text whatever type a file gives it.
 
 One missing value makes pandas read a column of ids as floats: 136 becomes 136.0, in its frames and in the files it
 writes. A whole float is therefore the text ``136``. Rows that are prepared like a dataset follow what it has: if all
@@ -8,7 +8,7 @@ text is known, as with hash buckets, 136.0 is always 136.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 
 import polars as pl
 import pyarrow as pa
@@ -16,36 +16,53 @@ import pyarrow.compute as pc
 
 AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
 WHOLE, DOTTED, LOWER, CAPITAL = "1", "1.0", "true", "True"
+UNLISTED = "unlisted"  # of texts of which a dataset keeps no list: whole numbers without a point, no times
+MIXED = "mixed"  # of a column whose known texts agree on nothing
+NUMBERS = (WHOLE, DOTTED, LOWER, CAPITAL)
 _FEW = 3  # texts of a column of truth values: two, and an empty one
 _WORDS = {LOWER: ["true", "false"], CAPITAL: ["True", "False"]}
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     WHOLE: (r"\.0$", [(r"^(-?\d+)\.0$", r"\1")]),
+    UNLISTED: (r"\.0$", [(r"^(-?\d+)\.0$", r"\1")]),
     DOTTED: (r"^-?\d+$", [(r"^(-?\d+)$", r"\1.0")]),
     LOWER: ("^[TF]", [("^True$", "true"), ("^False$", "false")]),
     CAPITAL: ("^[tf]", [("^true$", "True"), ("^false$", "False")]),
 }
+#: A date, or a time without a zone or of UTC. The notation of times is one of them with all digits 0.
+_MOMENT = (
+    r"^(?P<date>\d{4}-\d{2}-\d{2})(?:[T ](?P<clock>\d{2}:\d{2})(?::(?P<second>\d{2})(?:\.(?P<fraction>\d{1,9}))?)?"
+    r"(?P<zone>Z|\+00:00)?)?$"
+)
+_MOST_DIGITS = 9  # of a fraction
 #: A number with a decimal comma, perhaps with points between groups of three digits.
 DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
 
+#: A number with commas between groups of three digits.
+THOUSANDS = r"^\s*[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?\s*$"
+
 
 def notation_of(texts: pl.Series) -> str:
-    """Return how whole numbers, or else truth values, are written in these texts; "" if in no way, or in two."""
+    """Return how these texts write whole numbers, else truth values, else times; "" if in no way, or in two."""
     texts = texts.drop_nulls()
     whole, dotted = (bool(texts.str.contains(pattern).any()) for pattern in (r"^-?\d+$", r"^-?\d+\.0$"))
     if whole or dotted:
         return "" if whole and dotted else WHOLE if whole else DOTTED
     values = set(texts.head(_FEW)) - {""}
     found = (name for name, words in _WORDS.items() if values and values <= {*words} and len(texts) <= _FEW)
-    return next(found, "")
+    if truth := next(found, ""):
+        return truth
+    shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
+    return str(shapes[0]) if len(shapes) == 1 else ""
 
 
-def notations(known: Iterable[tuple[str, pl.Series]]) -> dict[str, str]:
-    """Return the notation of each column whose known texts agree on one."""
-    found: dict[str, set[str]] = {}
-    for column, texts in known:
-        if texts.dtype == pl.String:
-            found.setdefault(column, set()).add(notation_of(texts))
-    return {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+def is_moment(notation: str) -> bool:
+    """Return True for a notation of times."""
+    return notation.startswith("0000-")
+
+
+def fits_moment(texts: pl.Series, notation: str) -> pl.Series:
+    """Return where texts are in a notation of times."""
+    return texts.str.contains("^" + re.escape(notation).replace("0", r"\d") + "$")
 
 
 def with_point(texts: pl.Series) -> pl.Series:
@@ -61,13 +78,52 @@ def text_of_floats(series: pl.Series) -> pl.Series:
     return texts.set(whole & (series.abs() >= exact), None)
 
 
+def text_of_moments(series: pl.Series) -> pl.Series:
+    """Return dates and times as texts, of UTC if they have a zone, with digits that do not depend on their unit."""
+    if series.dtype == pl.Date:
+        return series.dt.to_string("%Y-%m-%d")
+    zone = "+00:00" if getattr(series.dtype, "time_zone", None) else ""
+    series = series.dt.convert_time_zone("UTC") if zone else series
+    texts = series.dt.to_string(f"%Y-%m-%d %H:%M:%S.%9f{zone}")
+    return texts.str.replace(r"(\.\d{6})000", "$1")  # microseconds, unless there are nanoseconds
+
+
+def _as_moments(texts: pl.Series, notation: str) -> pl.Series:
+    """Return times in a notation; other texts, and times that it cannot hold, as they are."""
+    wanted = re.fullmatch(_MOMENT, notation)
+    assert wanted is not None
+    digits = len(wanted["fraction"] or "")
+    zone = pl.col("zone").is_null() if wanted["zone"] is None else pl.col("zone").is_not_null()
+    clock, second = pl.col("clock").fill_null("00:00"), pl.col("second").fill_null("00")
+    fraction = pl.col("fraction").fill_null("").str.pad_end(_MOST_DIGITS, "0")
+    fits = pl.col("date").is_not_null() & zone & (fraction.str.slice(digits) == "0" * (_MOST_DIGITS - digits))
+    made = [pl.col("date")]
+    if wanted["clock"]:
+        made += [pl.lit(notation[10]), clock]
+    else:
+        fits &= clock == "00:00"
+    if wanted["second"]:
+        made += [pl.lit(":"), second]
+    else:
+        fits &= second == "00"
+    made += [pl.lit("."), fraction.str.head(digits)] if digits else []
+    parts = pl.DataFrame({"text": texts}).with_columns(pl.col("text").str.extract_groups(_MOMENT).alias("part"))
+    whole = pl.concat_str(*made, pl.lit(wanted["zone"] or ""))
+    return parts.unnest("part").select(pl.when(fits).then(whole).otherwise("text").alias(texts.name)).to_series()
+
+
 def written(texts: pl.Series, notation: str) -> pl.Series:
     """Return texts in a notation."""
+    if is_moment(notation):
+        odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
+        return _as_moments(texts, notation) if odd.any() else texts
     if notation not in _CHANGES or not len(texts):
         return texts
     rare, changes = _CHANGES[notation]
     arrow = texts.to_arrow(compat_level=pl.CompatLevel.oldest())  # Polars would take five times as long for a request
-    if not pc.any(pc.ends_with(arrow, ".0") if notation == WHOLE else pc.match_substring_regex(arrow, rare)).as_py():
+    if not pc.any(
+        pc.ends_with(arrow, ".0") if rare.startswith(r"\.") else pc.match_substring_regex(arrow, rare)
+    ).as_py():
         return texts
     for pattern, replacement in changes:
         arrow = pc.replace_substring_regex(arrow, pattern, replacement)

@@ -42,6 +42,11 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         "schema, else leave the column out.",
     ),
     (
+        r"(column .+?): '[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?' is not (a number|a whole number)", r"\1: not \2",
+        'Numbers with commas between thousands: write 1,234 as 1234. If the commas are decimal: set decimal = "," in '
+        "[source] of the schema.",
+    ),
+    (
         r"(column .+?): '[-+\d.]*\d,\d+' is not (a number)", r"\1: not \2",
         'Numbers with a decimal comma: set decimal = "," in [source] of the schema.',
     ),

@@ -9,19 +9,22 @@ run finds the same blocks.
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.base.errors import DataError, errors_as, require
+from stoker.base.files import EDGE
 from stoker.base.units import format_size, quoted
+from stoker.prep.source_format import SourceFormat
 
 BLOCK_BYTES = 2**24
 FRAME = ".frame"  # suffix of the temporary file of a table: Parquet, whatever format the schema has for files
@@ -126,8 +129,56 @@ def source_kind(path: Path, kind: str = "auto") -> str:
         return "parquet"
     if kind != "auto":
         return kind
-    suffix = Path(path.stem).suffix if path.suffix.lower() in (".gz", ".zst", ".zstd") else path.suffix
-    return _SUFFIXES.get(suffix.lower(), "csv")
+    return _SUFFIXES.get(Path(plain_name(path)).suffix.lower(), "csv")
+
+
+def plain_name(path: Path) -> str:
+    """Return the name of a file without the suffix of a compression."""
+    return path.stem if path.suffix.lower() in (".gz", ".zst", ".zstd") else path.name
+
+
+def is_packed(path: Path) -> bool:
+    """Return True if a file is compressed."""
+    return _compression(path) is not None
+
+
+def text_of(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file in pieces, decompressed."""
+    return (piece for piece, _, _ in _pieces(path))
+
+
+def text_edge(path: Path, size: int = EDGE) -> str:
+    """Return the sha256 of the first bytes of a file, decompressed, by which a log is recognized."""
+    head = bytearray()
+    for piece in text_of(path):
+        head += piece
+        if len(head) >= size:
+            break
+    return hashlib.sha256(memoryview(head)[:size]).hexdigest()
+
+
+def refuse_packed_copies(files: Sequence[Path], names: Mapping[Path, str]) -> None:
+    """Raise :class:`DataError` if a compressed file is another one of the same name, whose rows would count twice."""
+    alike: dict[str, list[Path]] = {}
+    for path in files:
+        alike.setdefault(plain_name(Path(names.get(path, path.name))), []).append(path)
+    for paths in alike.values():
+        for one, other in combinations(paths, 2):
+            if is_packed(one) != is_packed(other) and text_edge(one) == text_edge(other):
+                packed, plain = (names.get(path, path) for path in sorted((one, other), key=is_packed, reverse=True))
+                raise DataError(f"{packed} is {plain}, compressed: its rows would count twice. Leave one of them out.")
+
+
+def count_rows(path: Path, given: SourceFormat, most: int) -> int:
+    """Return the number of rows of a text file, up to ``most``: of lines but for a header. One that is damaged has all.
+
+    A row with a line break in a quoted field counts as several.
+    """
+    block = next(line_blocks(path, block_bytes=EDGE))
+    if block.damage is not None:
+        return most
+    header = source_kind(path, given.kind) == "csv" and not given.columns
+    return min(most, max(0, len(block.load().strip().splitlines()) - header))
 
 
 def check_text(path: Path) -> None:

@@ -20,7 +20,7 @@ from stoker.dataset.manifest import REQUEST, SPLITS
 from stoker.dataset.memory import home_of
 from stoker.prep.features.learned import Merge
 from stoker.prep.parse.layout import Layout
-from stoker.prep.parse.notation import WHOLE
+from stoker.prep.parse.notation import UNLISTED
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
@@ -30,7 +30,7 @@ from stoker.prep.stages.parts import Journal
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-WORK_VERSION = 13  # raise it when the content of parts changes
+WORK_VERSION = 14  # raise it when the content of parts changes
 KEPT = "__keep."  # prefix of kept columns while features are computed
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
@@ -98,7 +98,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.like is None:
-            self.schema = replace(self.schema, notation=dict.fromkeys(self.schema.unlisted, WHOLE))
+            self.schema = replace(self.schema, notation=dict.fromkeys(self.schema.unlisted, UNLISTED))
         self.splitting = self.schema if self.like is None else all_test(self.schema)
         if self.like is not None and self.like.negatives and not self.schema.label.column:
             self.splitting = replace(self.splitting, label=self.schema.label)  # each row has label 1

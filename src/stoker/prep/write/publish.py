@@ -35,9 +35,8 @@ from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
-from stoker.prep.parse.notation import WHOLE
 from stoker.prep.parse.quarantine import collect_quarantine
-from stoker.prep.parse.sources import source_kind
+from stoker.prep.parse.sources import is_packed, source_kind, text_edge
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
@@ -380,7 +379,8 @@ def _finish(
         "quarantined": bad,
     }
     if like is None or NOTATION in like.data.manifest:
-        manifest[NOTATION] = WHOLE
+        manifest[NOTATION] = {} if like is None else dict(like.notations)
+        manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)
@@ -396,6 +396,9 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
          "rows": 0 if number in read else parquet_rows(path), "bad": 0}
         for number, path in enumerate(task.files) for size in [path.stat().st_size]
     ]  # fmt: skip
+    for entry, path in zip(found, task.files, strict=True):
+        if is_packed(path):
+            entry["text"] = text_edge(path)
     for part in rows.raw:
         entry = found[part.file]
         entry["rows"] += part.rows
