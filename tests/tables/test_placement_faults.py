@@ -6,11 +6,13 @@ import gc
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, StokerError, TableConfig, optim, stage
 from stoker.base.errors import HomeError
+from stoker.tables.slots.residency import LANDED, SlotPlan
 from stoker.tables.slots.slotted import TooFewSlots
 
 ROWS, DIM = 400, 4
@@ -70,15 +72,21 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
     assert not staging_threads()
 
 
-def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(monkeypatch):
+@pytest.mark.parametrize(("chunk", "stored"), [(2**20, 0), (7, 1)])
+def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, stored, monkeypatch):
+    """Also the rows of later chunks."""
+    monkeypatch.setattr("stoker.tables.slots.slotted._STORED", chunk)
     tables, expected = build(Cached(slots=60)), build()
     for each in (tables, expected):
         train(each, batches(3))
     storage = tables.groups[0].storage
-    store = storage.home.store
+    store, calls = storage.home.store, []
 
     def failing(*given):
-        raise HomeError("the disk is full")
+        calls.append(1)
+        if len(calls) > stored:
+            raise HomeError("the disk is full")
+        store(*given)
 
     monkeypatch.setattr(storage.home, "store", failing)
     with pytest.raises(HomeError, match="full"):
@@ -135,6 +143,17 @@ def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
     inside = set(storage.residency.row_in_slot.tolist())
     outside = [row for row in range(ROWS) if row not in inside]
     assert torch.equal(held[outside], expected[outside])
+
+
+def test_a_plan_waits_for_writebacks_that_plans_no_longer_name(monkeypatch):
+    """After ``LANDED`` plans a residency has forgotten who evicted a row."""
+    storage, none, waited = build(Cached(slots=40, home="file")).groups[0].storage, np.zeros(0, np.int64), []
+    monkeypatch.setattr(storage._link, "_wait", waited.append)
+    for fence in (-1, 19):
+        storage._link.settle(SlotPlan(
+            number=20, slots=none, fetch_rows=none, fetch_slots=none, evict_rows=none, evict_slots=none, fence=fence
+        ))  # fmt: skip
+    assert waited == [20 - LANDED, 19]
 
 
 def test_leaving_a_staged_loop_early_leaves_no_thread_and_no_row_behind():
