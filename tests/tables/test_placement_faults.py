@@ -12,6 +12,7 @@ import torch
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, StokerError, TableConfig, optim, stage
 from stoker.base.errors import HomeError
+from stoker.tables.links.transfer import Writeback
 from stoker.tables.slots.residency import LANDED, SlotPlan
 from stoker.tables.slots.slotted import TooFewSlots
 
@@ -143,6 +144,42 @@ def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
     inside = set(storage.residency.row_in_slot.tolist())
     outside = [row for row in range(ROWS) if row not in inside]
     assert torch.equal(held[outside], expected[outside])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_second_try_does_not_overwrite_newer_rows(late, monkeypatch):
+    """One writeback fails and the next one, of the same row, would succeed: at once, or after the second try began."""
+    storage = build(Cached(slots=40, home="file")).groups[0].storage
+    link, store, rows, gate, tries = storage._link, storage.home.store, np.array([7]), threading.Event(), []
+
+    def failing(*given):
+        tries.append(1)
+        if len(tries) == 1:
+            raise HomeError("the disk is full")
+        store(*given)
+
+    class Gated(Writeback):
+        def arrive(self):
+            gate.wait()
+            return super().arrive()
+
+    def values(number):
+        made = storage.home.empty(1)
+        made.weight.fill_(number)
+        made.state["sum"].fill_(number)
+        return made
+
+    monkeypatch.setattr(storage.home, "store", failing)
+    link._post(Writeback(0, rows, values(1.0)))
+    link._until(lambda: bool(link._failed))
+    link._post(Gated(1, rows, values(2.0)))
+    if not late:
+        gate.set()
+        link._until(lambda: len(link._failed) == 2 or len(link._pending) == 1)
+    until = link._until
+    monkeypatch.setattr(link, "_until", lambda done: (gate.set(), until(done)))
+    link.drain()
+    assert storage.home.read(7, 8).weight.unique().tolist() == [2.0]
 
 
 def test_a_plan_waits_for_writebacks_that_plans_no_longer_name(monkeypatch):
