@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from stoker import Schema
 from stoker.base.errors import DataError, StokerError
+from stoker.base.files import seal
 from stoker.cli import app as application
 from stoker.cli import machine
 from stoker.dataset.dataset import Dataset
@@ -113,7 +114,7 @@ def test_tables_stand_in_natural_order_and_fit_80_columns(app: typer.Typer, tmp_
     }  # as a preparation leaves them
     large = torch.tensor([14_120_000, 12_300_000, 11_110_000, 5, 4, 3, 2, 1, 0])
     manifest["files"]["counts.safetensors"] = write_counts(path, {name: large.clone() for name in found})
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(seal(manifest)))
     names = [table["table"] for table in json.loads(run(app, "inspect", path, "--json"))["tables"]]
     assert names == [f"C{i}" for i in range(1, 13)]
     text = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "80"}).output
@@ -142,7 +143,7 @@ def test_the_times_of_every_split_are_shown_where_the_manifest_has_them(app: typ
     manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
     for split in manifest["splits"].values():  # as earlier versions wrote it
         split.pop("time", None)
-    (tmp_path / "own" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "own" / "manifest.json").write_text(json.dumps(seal(manifest)))
     assert "Times of the rows" not in run(app, "inspect", tmp_path / "own", "--verify")
     assert "time" not in json.loads(run(app, "inspect", tmp_path / "own", "--json"))["splits"]["train"]
 

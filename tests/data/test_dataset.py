@@ -15,9 +15,9 @@ import torch
 from safetensors.numpy import load_file
 
 from stoker.base.errors import DataError
-from stoker.base.files import atomic_file
+from stoker.base.files import atomic_file, hash_json, seal
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import hash_json, read_manifest, write_manifest
+from stoker.dataset.manifest import read_manifest, write_manifest
 from stoker.dataset.shards import allow_open_files, open_shard, write_shard
 from stoker.testing import make_dataset
 
@@ -34,7 +34,7 @@ def path(original: Path, tmp_path: Path) -> Path:
 
 def edit(path: Path, **changes: object) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | changes))
+    (path / "manifest.json").write_text(json.dumps(seal(manifest | changes)))
 
 
 def test_opens_and_verifies(path: Path) -> None:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
+from stoker.base.files import hash_json
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import hash_json, write_manifest
+from stoker.dataset.manifest import write_manifest
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.prep.prepare import prepare

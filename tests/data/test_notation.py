@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 import stoker
+from stoker.base.files import seal
 from stoker.prep.like import Like
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, notation_of, text_of_floats, written
@@ -142,7 +143,7 @@ def test_datasets_of_earlier_versions_keep_their_texts_of_floats(tmp_path: Path)
     data = prepared(tmp_path, tmp_path / "log.parquet")
     manifest = json.loads((data.path / "manifest.json").read_text())
     del manifest["notation"]
-    (data.path / "manifest.json").write_text(json.dumps(manifest))
+    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
     assert Like(data.path).schema.notation_of("item") == AS_TYPED
     texts, floats = log(lambda number: f"{number}.0"), log(float)
     del texts["label"], floats["label"]

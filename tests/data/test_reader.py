@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 
 import stoker.dataset.split as reader_module
 from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.files import hash_json
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather, new_tensor
-from stoker.dataset.manifest import hash_json, write_manifest
+from stoker.dataset.manifest import write_manifest
 from stoker.dataset.order import EpochOrder
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec

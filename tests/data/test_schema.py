@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError, SchemaError
-from stoker.dataset.manifest import hash_json
+from stoker.base.files import hash_json
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.ads import criteo
 from stoker.prep.schema import (

@@ -16,9 +16,10 @@ import torch
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.base.files import canonical_json, hash_json
 from stoker.dataset import gather
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import canonical_json, hash_json, write_counts, write_manifest
+from stoker.dataset.manifest import write_counts, write_manifest
 from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.models import MODELS

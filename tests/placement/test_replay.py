@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.base.progress import quiet
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import write_manifest
 from stoker.placement.replay import CacheStrategy, Counts, IdTrace, _pinned, record, row_size, simulate
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
@@ -315,7 +317,7 @@ def test_tables_without_sequences(tmp_path: Path) -> None:
 def test_an_id_outside_its_table_is_named(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, rows=100, num_embeddings=(90, 30, 5))
     manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"C3": 5', '"C3": 4'))
+    write_manifest(tmp_path, json.loads(manifest.read_text().replace('"C3": 5', '"C3": 4')))
     assert Dataset(tmp_path).schema.num_embeddings["C3"] == 4
     with pytest.raises(DataError, match="feature C3 holds id 4, table C3 has 4 rows"):
         stoker.replay(data.path, slots=90)

@@ -6,11 +6,14 @@ import gc
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, StokerError, TableConfig, optim, stage
 from stoker.base.errors import HomeError
+from stoker.tables.links.transfer import Writeback
+from stoker.tables.slots.residency import LANDED, SlotPlan
 from stoker.tables.slots.slotted import TooFewSlots
 
 ROWS, DIM = 400, 4
@@ -70,15 +73,21 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
     assert not staging_threads()
 
 
-def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(monkeypatch):
+@pytest.mark.parametrize(("chunk", "stored"), [(2**20, 0), (7, 1)])
+def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, stored, monkeypatch):
+    """Also the rows of later chunks."""
+    monkeypatch.setattr("stoker.tables.slots.slotted._STORED", chunk)
     tables, expected = build(Cached(slots=60)), build()
     for each in (tables, expected):
         train(each, batches(3))
     storage = tables.groups[0].storage
-    store = storage.home.store
+    store, calls = storage.home.store, []
 
     def failing(*given):
-        raise HomeError("the disk is full")
+        calls.append(1)
+        if len(calls) > stored:
+            raise HomeError("the disk is full")
+        store(*given)
 
     monkeypatch.setattr(storage.home, "store", failing)
     with pytest.raises(HomeError, match="full"):
@@ -135,6 +144,53 @@ def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
     inside = set(storage.residency.row_in_slot.tolist())
     outside = [row for row in range(ROWS) if row not in inside]
     assert torch.equal(held[outside], expected[outside])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_second_try_does_not_overwrite_newer_rows(late, monkeypatch):
+    """One writeback fails and the next one, of the same row, would succeed: at once, or after the second try began."""
+    storage = build(Cached(slots=40, home="file")).groups[0].storage
+    link, store, rows, gate, tries = storage._link, storage.home.store, np.array([7]), threading.Event(), []
+
+    def failing(*given):
+        tries.append(1)
+        if len(tries) == 1:
+            raise HomeError("the disk is full")
+        store(*given)
+
+    class Gated(Writeback):
+        def arrive(self):
+            gate.wait()
+            return super().arrive()
+
+    def values(number):
+        made = storage.home.empty(1)
+        made.weight.fill_(number)
+        made.state["sum"].fill_(number)
+        return made
+
+    monkeypatch.setattr(storage.home, "store", failing)
+    link._post(Writeback(0, rows, values(1.0)))
+    link._until(lambda: bool(link._failed))
+    link._post(Gated(1, rows, values(2.0)))
+    if not late:
+        gate.set()
+        link._until(lambda: len(link._failed) == 2 or len(link._pending) == 1)
+    until = link._until
+    monkeypatch.setattr(link, "_until", lambda done: (gate.set(), until(done)))
+    link.drain()
+    assert storage.home.read(7, 8).weight.unique().tolist() == [2.0]
+
+
+def test_a_plan_waits_for_writebacks_that_plans_no_longer_name(monkeypatch):
+    """After ``LANDED`` plans a residency has forgotten who evicted a row."""
+    storage, none, waited = build(Cached(slots=40, home="file")).groups[0].storage, np.zeros(0, np.int64), []
+    monkeypatch.setattr(storage._link, "_wait", waited.append)
+    for fence in (-1, 19):
+        storage._link.settle(SlotPlan(
+            number=20, slots=none, fetch_rows=none, fetch_slots=none, evict_rows=none, evict_slots=none, fence=fence
+        ))  # fmt: skip
+    assert waited == [20 - LANDED, 19]
 
 
 def test_leaving_a_staged_loop_early_leaves_no_thread_and_no_row_behind():

@@ -13,13 +13,13 @@ from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker import TableConfig
+from stoker import Cached, TableConfig
 from stoker.base.errors import ConfigError, HomeError
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Home, Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome
-from stoker.tables.stores.ram_tier import RamTier
+from stoker.tables.stores.ram_tier import RamTier, make_home
 
 STATE = {"sum": "scalar"}
 STORES = {"memory": MemoryHome, "file": FileHome, "log": LogHome}
@@ -225,9 +225,12 @@ def test_an_interrupt_at_any_line_loses_no_row(seed):
     home.close()
 
 
-def test_a_frame_that_an_interrupt_left_behind_does_not_take_the_block_from_its_frame():
-    home = tier_of(8, frames=2, block=1)
+@pytest.mark.parametrize("taken", [0, 1, 2])  # frames before the one that is left behind
+def test_a_frame_that_an_interrupt_left_behind_does_not_take_the_block_from_its_frame(taken):
+    home = tier_of(8, frames=3, block=1)
     some, other = np.array([0]), np.array([1])
+    for row in range(taken):
+        home.store(np.array([7 - row]), numbered(home, np.array([7 - row]), 9))
     source, first = inspect.getsourcelines(RamTier._move)
     line = first + next(at for at, text in enumerate(source) if "self._frame_of[new] =" in text)
 
@@ -242,8 +245,11 @@ def test_a_frame_that_an_interrupt_left_behind_does_not_take_the_block_from_its_
             home.store(some, numbered(home, some, 1))
     finally:
         sys.settrace(None)
-    home.store(some, numbered(home, some, 2))  # in the other frame
+    home._used[:] = False
+    home.store(some, numbered(home, some, 2))  # in another frame
     home.store(some, numbered(home, some, 3))
+    home.flush()
+    assert home.inner.read(0, 1).state["sum"].tolist() == [3.0]
     home.store(other, numbered(home, other, 4))  # in the first
     assert home.read(0, 1).state["sum"].tolist() == [3.0]
     home.close()
@@ -277,6 +283,19 @@ def test_threads_may_move_different_rows_of_one_block_at_once():
         sys.setswitchinterval(interval)
     assert not failed
     home.close()
+
+
+def test_a_tier_closes_what_it_is_over_and_its_frames(monkeypatch):
+    home = tier_of(8, frames=2, block=1, store="file")
+    home.close()
+    for each in (home.inner, home.frames):
+        with pytest.raises(HomeError, match="closed"):
+            fetched(each, np.array([0]))
+    closed = []
+    monkeypatch.setattr(FileHome, "close", lambda self: closed.append(self))
+    with pytest.raises(ConfigError, match="too little"):
+        make_home(Cached(slots=1, home="file", host_memory=10, writes="in-place"), home.initial, STATE, gpu=False)
+    assert len(closed) == 1
 
 
 def test_the_memory_is_a_bound_and_too_little_is_refused():

@@ -182,6 +182,7 @@ def check(tables, slots, transient, landing, steps, hints, make):
         residency.set_up(landing)
     held: list[tuple[np.ndarray, np.ndarray]] = []  # slots and rows of batches in flight
     content: dict[int, int] = {}  # slot -> row, as the plans say
+    changed: set[int] = set()  # slots
     left: dict[int, int] = {}  # row -> plan that wrote it home
     model = Model()
     for kind, rows, flag in steps:
@@ -203,10 +204,11 @@ def check(tables, slots, transient, landing, steps, hints, make):
             assert not busy & set(a.evict_slots.tolist()), "a row in flight was evicted"
             for row, slot in zip(a.evict_rows.tolist(), a.evict_slots.tolist(), strict=True):
                 assert content[slot] == row
+                changed.remove(slot)
                 left[row] = a.number
             left_before = dict(left)
             for row, slot in zip(a.fetch_rows.tolist(), a.fetch_slots.tolist(), strict=True):
-                assert slot not in busy
+                assert slot not in busy | changed
                 content[slot] = row
                 if left.pop(row, -LANDED) > a.number - landing:  # once waited for, it has landed
                     assert a.fence >= left_before[row], "a fetch could overtake a writeback"
@@ -216,6 +218,7 @@ def check(tables, slots, transient, landing, steps, hints, make):
             slots_, _ = held.pop(0)
             for residency in (plain, fast):
                 residency.release(slots_, changed=flag)
+            changed |= set(slots_.tolist()) if flag else set()
         elif kind == "skip" and plain.announced:
             plain.skip()
             fast.skip()
@@ -223,7 +226,13 @@ def check(tables, slots, transient, landing, steps, hints, make):
             plain.cancel()
             fast.cancel()
         elif kind == "take":
-            assert np.array_equal(plain.take_changed(), fast.take_changed())
+            taken = plain.take_changed()
+            assert np.array_equal(taken, fast.take_changed())
+            assert sorted(taken.tolist()) == sorted(changed)
+            again = taken[: flag * len(taken) : 2]  # as if they could not be stored
+            for residency in (plain, fast):
+                residency.mark_changed(again)
+            changed = set(again.tolist())
         resident = set(plain.row_in_slot.tolist())
         if kind in ("plan", "skip") and len(model.window) > plain.announced:
             model.take(resident)
@@ -235,6 +244,7 @@ def check(tables, slots, transient, landing, steps, hints, make):
         assert announced_rows(plain) == announced_rows(fast)
         assert plain.guesses == fast.guesses
         assert np.array_equal(plain.row_in_slot, fast.row_in_slot)
+        assert all(row in (-1, content.get(slot)) for slot, row in enumerate(plain.row_in_slot.tolist()))
 
 
 def belady_misses(batches: list[np.ndarray], slots: int) -> int:

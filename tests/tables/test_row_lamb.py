@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -223,6 +224,27 @@ def test_a_bad_id_that_a_device_found_late_stops_the_update(monkeypatch):
     monkeypatch.undo()
     for name, value in tables.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("how", ["backward", "step"])  # the step of ranks, in blocks
+def test_a_step_that_fails_halfway_forgets_the_norms(how, monkeypatch):
+    """Rows have moved, so sums of squares of before are wrong."""
+    tables = tables_of(LAMB(lr=0.1, max_trust=None), placement=Cached(slots=12, spill="parts"))
+    group = tables.group_of["a"]
+    group.squares()
+    move = group.backend.lamb_move
+
+    def failing(*given):
+        move(*given)
+        raise OSError("interrupted")
+
+    monkeypatch.setattr(group.backend, "lamb_move", failing)
+    loss, rows = tables(torch.tensor([[0, 1, 2]])).sum(), torch.tensor([0, 1, 9])
+    step = partial(group.step, rows, torch.ones(3, 5), torch.ones(3, dtype=torch.int64))
+    with pytest.raises(OSError, match="interrupted"):
+        (loss.backward if how == "backward" else step)()
+    monkeypatch.undo()
+    assert group.squares() == [squares(tables.rows(table.name))[0] for table in group.tables]
 
 
 def test_an_empty_batch_moves_nothing():

@@ -18,6 +18,7 @@ from small_runs import files
 
 import stoker
 from stoker.base.errors import CheckpointError
+from stoker.base.files import seal
 from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import DLRM
@@ -138,7 +139,7 @@ def test_any_damage_is_named_and_refused(tmp_path_factory: pytest.TempPathFactor
 
 def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    (saved / "manifest.json").write_text(json.dumps(seal({**manifest, "format_version": 99})))
     with pytest.raises(CheckpointError, match=r"format 99.*Update"):
         stoker.load(saved)
     (saved / "manifest.json").write_text("{")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import stoker
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import seal
 from stoker.cli import app
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
@@ -80,7 +81,7 @@ def test_same_rows_with_another_feature(made: Path, tmp_path: Path) -> None:
             values["splits"][key]["shards"][0]["sha256"] = "0" * 64
         values["splits"]["test"]["positives"] = counts["positives"]
         values["schema_hash"] = "1" * 64
-        manifest.write_text(json.dumps(values))
+        manifest.write_text(json.dumps(seal(values)))
         run = tmp_path / name / "run"
         shutil.copytree(made / "runs" / "a", run)
         config = json.loads((run / "config.json").read_text())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stoker
+from stoker.base.files import seal
 from stoker.testing import make_dataset
 from stoker.training import defaults
 from stoker.training.defaults import batch_for, complete, epochs_for
@@ -35,7 +36,7 @@ def without_valid(data: stoker.Dataset, path: Path) -> stoker.Dataset:
     for file in data.path.iterdir():
         (path / file.name).symlink_to(file)
     (path / "manifest.json").unlink()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(seal(manifest)))
     return stoker.Dataset(path)
 
 

@@ -134,6 +134,22 @@ def test_a_lost_best_checkpoint_is_no_hurdle_for_the_rest_of_the_run(tmp_path: P
     assert result.valid["log_loss"] <= found["valid"]["log_loss"]
 
 
+def test_a_resumed_run_deletes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_dataset(tmp_path / "d", rows=1000)
+    stoker.train(data, out=tmp_path / "run", steps=8, save_every=2, eval_every=8, keep_last=9, **SMALL)
+    run = RunDirectory(tmp_path / "run")
+    assert run.steps() == [2, 4, 6, 8]
+    (run.checkpoints / "step_000000010.tmp").mkdir()
+
+    def begin(state: object) -> None:  # before a step is trained
+        raise DataError("begun")
+
+    monkeypatch.setattr("stoker.training.loop.fit", begin)
+    with pytest.raises(DataError, match="begun"):
+        stoker.train(resume=run.path, steps=10, keep_last=2, display="quiet")
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000000006", "step_000000008"]
+
+
 def test_the_bar_moves_between_records_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Noted()
     data = make_dataset(tmp_path / "d", rows=1000)

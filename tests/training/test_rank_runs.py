@@ -109,6 +109,9 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         assert found == [result] * len(found), (what, found)
         assert files(out / "checkpoints") == files(expected / "checkpoints"), what
         assert_same_run(expected, out, kinds=("valid",))
+        rates = [{line["step"]: (line["row_lr"], line["dense_lr"]) for line in records(each, "train")}
+                 for each in (expected, out)]  # fmt: skip
+        assert rates[0] == rates[1], what
         assert len(records(out, "valid")) == 2, "each record is written once"
 
 

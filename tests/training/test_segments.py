@@ -18,6 +18,7 @@ from test_checkpoint import OPTIMIZERS, SPEC, batch, build
 
 import stoker
 from stoker.base.errors import CheckpointError
+from stoker.base.files import seal, unseal
 from stoker.dataset.batch import Batch
 from stoker.tables.changes import Change
 from stoker.tables.storage import Rows
@@ -73,7 +74,7 @@ class Training:
 def whole_files(path: Path) -> dict[str, Any]:
     """The files of a checkpoint; its manifest without the mark of what it replaced."""
     found: dict[str, Any] = dict(files(path))
-    manifest = json.loads(found["manifest.json"])
+    manifest = unseal(found["manifest.json"])
     manifest.pop("compacted", None)
     return found | {"manifest.json": manifest}
 
@@ -310,7 +311,7 @@ def test_a_manifest_that_names_a_file_elsewhere_does_not_leave_the_folder(tmp_pa
     path = run.paths[-1] / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["parent"]["name"] = "../../elsewhere"
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(seal(manifest)))
     with pytest.raises(CheckpointError, match="segments/elsewhere is missing"):
         stoker.load(run.paths[-1])
 

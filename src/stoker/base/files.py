@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -17,6 +18,7 @@ from stoker.base.errors import ConfigError, DataError
 EDGE = 2**20  # bytes at the begin and the end of a log, by which it is recognized
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
+SEAL = "sha256"  # key of a file of JSON values: the hash of all others
 PASSING: set[Path] = set()  # directories that are deleted when this process ends
 
 
@@ -155,6 +157,34 @@ def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
     except (ImportError, OSError):
         return None
     return True
+
+
+def canonical_json(value: Any) -> str:
+    """Return a value as JSON with sorted keys and no spaces, so that equal values have equal hashes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def hash_json(value: Any) -> str:
+    """Return the sha256 of the canonical JSON of a value, such as the manifest's ``schema_hash`` of a schema."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for a file of JSON, with a checksum by which :func:`unseal` finds that a character was altered."""
+    known = json.loads(json.dumps({name: value for name, value in values.items() if name != SEAL}))  # as they are read
+    return {**known, SEAL: hash_json(known)}
+
+
+def unseal(text: str | bytes) -> Any:
+    """Return the values of a file of JSON without their checksum, which files of earlier versions lack.
+
+    Raises:
+        ValueError: the text is no JSON, or was altered.
+    """
+    values = json.loads(text)
+    if isinstance(values, dict) and SEAL in values and values.pop(SEAL) != hash_json(values):
+        raise ValueError("it was altered: its sha256 is not that of its values")
+    return values
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from stoker.base.errors import CheckpointError, DataError, errors_as
+from stoker.base.files import unseal
 from stoker.base.remote import local_run
 from stoker.base.units import EPOCHS, epoch_unit, format_size, plural
 from stoker.cli.options import OneObject, say, show_rows, show_table
@@ -77,7 +78,7 @@ def _kind(path: Path) -> str:
     if manifest.is_file():
         remedy = "Restore it from a copy, or make it again."
         with errors_as(DataError, f"{manifest} cannot be read", remedy, (OSError, ValueError)):
-            values = json.loads(manifest.read_text(encoding="utf-8"))
+            values = unseal(manifest.read_bytes())
         kind = values.get("kind", "dataset") if isinstance(values, dict) else None
         if kind in ("dataset", "checkpoint", "export"):
             return str(kind)
@@ -145,7 +146,7 @@ def _describe_export(path: Path, *, verify: bool) -> dict[str, Any]:
     from stoker.serve.scorer import Scorer
 
     columns = Scorer(path, check=verify).columns
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = unseal((path / "manifest.json").read_bytes())
     files = manifest["files"].values()
     tables = [{"table": name, "rows": rows} for name, rows in manifest["features"]["num_embeddings"].items()]
     found = {"kind": "export", "path": str(path), "columns": columns, "tables": tables, **manifest["version"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from stoker.base.errors import DataError, errors_as
-from stoker.base.files import atomic_file, hash_file
+from stoker.base.files import atomic_file, hash_file, hash_json, seal, unseal
 from stoker.base.units import quoted
 from stoker.base.version import __version__
 
@@ -35,16 +34,6 @@ _NEEDED = ("format_version", "features", "schema_hash", "splits")
 def is_left_over(directory: Path) -> bool:
     """Return True if a killed process left this directory while it remade a dataset."""
     return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / MANIFEST).exists()
-
-
-def canonical_json(value: Any) -> str:
-    """Return a value as JSON with sorted keys and no spaces, so that equal values have equal hashes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def hash_json(value: Any) -> str:
-    """Return the sha256 of the canonical JSON of a value, such as the manifest's ``schema_hash`` of a schema."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def describe_file(path: str | Path) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
     values = {"kind": "dataset", "format_version": version, **manifest}
     if missing := [key for key in _NEEDED if key not in values]:
         raise DataError(f"the manifest of {directory} lacks {missing}; it would not open again.")
-    text = json.dumps(values, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(seal(values), sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     with atomic_file(Path(directory) / MANIFEST) as file:
         file.write(text.encode() + b"\n")
 
@@ -110,7 +99,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
             "Run the same stoker prepare command again; finished parts are kept."
         )
     with errors_as(DataError, f"{path} cannot be read", "Prepare the dataset again.", (OSError, ValueError)):
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = unseal(path.read_bytes())
     if not isinstance(manifest, dict) or manifest.get("kind", "dataset") != "dataset":
         kind = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
         raise DataError(f"{path} is of kind {kind}, not a dataset.")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError, errors_as
-from stoker.base.files import EDGE, hash_edge
+from stoker.base.files import EDGE, hash_edge, seal
 from stoker.base.units import quoted
 from stoker.prep import recipes
 from stoker.prep.parse.sources import count_rows, is_packed, plain_name, source_kind, text_edge, text_of
@@ -274,7 +274,7 @@ class Journal:
         ):
             file.seek(sum(map(len, kept)))
             file.truncate()  # lines of updates that were taken back, or killed
-            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            file.write(json.dumps(seal(line), allow_nan=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         set_head(self.run, segment)

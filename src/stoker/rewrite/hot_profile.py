@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError, DataError, errors_as
-from stoker.base.files import atomic_file
+from stoker.base.files import atomic_file, hash_json
 from stoker.base.picture import Grid, Plotted, blank
 from stoker.base.settings import Settings, setting
 from stoker.base.units import format_size, parse_share, parse_size, quoted
-from stoker.dataset.manifest import hash_json
 from stoker.optim import ROW_OPTIMIZERS
 
 if TYPE_CHECKING:

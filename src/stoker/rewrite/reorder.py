@@ -26,13 +26,13 @@ from safetensors.torch import save
 from stoker.base.device import check_threads
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError, errors_as
-from stoker.base.files import atomic_file
+from stoker.base.files import atomic_file, hash_json
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
-from stoker.dataset.manifest import NEW_IDS, describe_file, hash_json, note_request, write_counts, write_manifest
+from stoker.dataset.manifest import NEW_IDS, describe_file, note_request, write_counts, write_manifest
 from stoker.dataset.shards import Shard
 from stoker.rewrite.derived import derived_at, table_ids, write_shards
 from stoker.rewrite.id_order import (

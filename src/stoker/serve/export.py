@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +27,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from stoker.base.errors import CheckpointError, ConfigError, DependencyError, errors_as
-from stoker.base.files import atomic_file, check_target, exchange, sync_folder
+from stoker.base.files import atomic_file, canonical_json, check_target, exchange, seal, sync_folder, unseal
 from stoker.base.picture import Shown
 from stoker.base.units import format_size, listed
 from stoker.base.version import __version__
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import canonical_json, describe_file
+from stoker.dataset.manifest import describe_file
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel, TwoTower
 from stoker.optim import SGD
@@ -193,7 +192,7 @@ def _files(folder: Path) -> dict[str, Any]:
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     with atomic_file(folder / "manifest.json") as file:
-        file.write(canonical_json(manifest).encode() + b"\n")
+        file.write(canonical_json(seal(manifest)).encode() + b"\n")
 
 
 def _write_rows(
@@ -269,7 +268,7 @@ def version_of(manifest: Mapping[str, Any]) -> dict[str, int]:
 def is_export(path: str | Path) -> bool:
     """Return True if a directory was written by :func:`export`."""
     try:
-        return bool(json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))["kind"] == "export")
+        return bool(unseal((Path(path) / "manifest.json").read_bytes())["kind"] == "export")
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -286,7 +285,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
     """
     path = Path(path)
     with errors_as(CheckpointError, f"{path} is not an export", "Export the run again.", (OSError, ValueError)):
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = unseal((path / "manifest.json").read_bytes())
     if int(manifest["format_version"]) > FORMAT_VERSION:
         raise CheckpointError(f"{path} has export format {manifest['format_version']}. Update Stoker.")
     for name, entry in manifest["files"].items():

@@ -6,7 +6,6 @@ then D values ``q`` of 8 bits, or two in a byte. 0 is always exact.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.files import unseal
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.reference import addresses
 from stoker.ops.space import slot_space
@@ -80,7 +80,7 @@ class Exported(Strategy):
         """
         if device.type != "cpu":
             raise ConfigError("the rows of an export are mapped into main memory. Leave device out, or serve the run.")
-        manifest = json.loads((Path(self.path) / "manifest.json").read_text(encoding="utf-8"))
+        manifest = unseal((Path(self.path) / "manifest.json").read_bytes())
         names, kind, dim = [table.name for table in tables], manifest["rows"], tables[0].embedding_dim
         found = [entry["file"] for entry in manifest["groups"] if entry["tables"] == names]
         shape = (space.num_rows, width_of(kind, dim))

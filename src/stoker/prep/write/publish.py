@@ -18,7 +18,7 @@ import torch
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.base.files import EDGE, hash_edge
+from stoker.base.files import EDGE, hash_edge, hash_json
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
@@ -371,7 +371,7 @@ def _finish(
         "created_by": task.recipe.command,
         "recipe": {"name": task.recipe.name, "preset": task.recipe.preset_name},
         "schema": values,
-        "schema_hash": stored.hash_json(identity) if like is None else like.data.schema_hash,
+        "schema_hash": hash_json(identity) if like is None else like.data.schema_hash,
         "features": features.to_dict(),
         "dense_stats": {c.name: vars(item) for c, item in zip(schema.dense, fitting.dense, strict=True)},
         "files": files,

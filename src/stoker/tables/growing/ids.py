@@ -35,7 +35,6 @@ from stoker.tables.growing.state import (
     FIRST,
     FREE,
     HEAP,
-    HELD,
     KEY,
     LFU,
     LIVE,
@@ -260,7 +259,6 @@ class GrowingIds:
             self._clock[:] = grown.clock
             grown.clock = clock
         self._state.pools[:, FREE] = self._state.pools[:, HEAP] = UNKNOWN
-        self._state.pools[:, HELD] = 0
         self._undone = committed
 
     def _tick(self, time: int | None) -> None:

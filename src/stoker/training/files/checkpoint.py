@@ -45,7 +45,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stoker.base.errors import CheckpointError, ConfigError, errors_as
-from stoker.base.files import exchange, hash_file, move, refuse_url, sync_folder
+from stoker.base.files import exchange, hash_file, move, refuse_url, seal, sync_folder, unseal
 from stoker.base.picture import Shown
 from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
@@ -370,7 +370,7 @@ def _read_manifest(directory: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {_MANIFEST}.")
     with errors_as(CheckpointError, f"{path} is damaged", "Use an earlier checkpoint.", (OSError, ValueError)):
         content = path.read_bytes()
-        manifest = json.loads(content)
+        manifest = unseal(content)
     if not isinstance(manifest, dict) or manifest.get("kind") != "checkpoint":
         raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
     if int(manifest.get("format_version", 0)) > FORMAT_VERSION:
@@ -517,7 +517,7 @@ class _Writer:
         on_first(self.ranks, "write a manifest", lambda: self._finish(manifest))
 
     def _finish(self, manifest: Mapping[str, Any]) -> None:
-        text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(seal(manifest), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
         with (self.folder / _MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stoker.base.errors import CheckpointError, ConfigError, errors_as
+from stoker.base.files import canonical_json
 from stoker.base.units import listed
-from stoker.dataset.manifest import canonical_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName

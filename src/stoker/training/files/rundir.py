@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
-from stoker.base.files import atomic_file, lock_file, sync_folder
+from stoker.base.files import atomic_file, lock_file, seal, sync_folder, unseal
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
@@ -163,13 +163,13 @@ class RunDirectory:
                 text = path.read_text(encoding="utf-8")
             except FileNotFoundError:  # a roll-back may delete it at any moment
                 return None
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = unseal(text)
             Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
             return values
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Replace ``head.json`` at once."""
-        self.write(_HEAD, values)
+        self.write(_HEAD, seal(values))
 
     def updates(self) -> list[dict[str, Any]]:
         """Return the lines of ``updates.jsonl``, one for each update up to the head; none if the run was not updated.
@@ -182,7 +182,7 @@ class RunDirectory:
         if path.exists():
             with errors_as(DataError, f"{path} is garbled", "Put it back from a copy.", (OSError, ValueError)):
                 for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut by a kill
-                    found.append(json.loads(line))
+                    found.append(unseal(line))
         known = [each for each in found if each["number"] <= last]
         if [each["number"] for each in known] != list(range(1, last + 1)):
             raise DataError(
@@ -515,7 +515,7 @@ def _what(path: Path) -> str | None:
     if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
         return "a run"
     try:
-        kind = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("kind", "dataset")
+        kind = unseal((path / "manifest.json").read_bytes()).get("kind", "dataset")
     except (OSError, ValueError, AttributeError):
         return None
     return {"dataset": "a dataset", "checkpoint": "a checkpoint", "export": "an export"}.get(kind)

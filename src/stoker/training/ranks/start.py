@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
-from stoker.base.files import url_of
+from stoker.base.files import hash_json, url_of
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import hash_json
 from stoker.tables.ranks.transport import Ranks
 from stoker.training.config import TrainConfig
 

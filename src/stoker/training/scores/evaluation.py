@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError, DataError, require
-from stoker.base.files import atomic_file, check_target
+from stoker.base.files import atomic_file, canonical_json, check_target, hash_json
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.manifest import canonical_json, hash_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import RecModel
 from stoker.tables import stage
