@@ -674,6 +674,99 @@ def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
     optimizer.step()
 
 
+class Loop:
+    """Rows, and a dense part with its optimizer, which a loop steps as it likes."""
+
+    def __init__(self, *, stepped: bool) -> None:
+        self.tables, self.head = made(), nn.Linear(FEATURES * DIM, 1)
+        self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        self.ids = batches(1)[0]
+        if stepped:
+            self.backward()
+            self.step()
+            self.clear()
+
+    def loss(self) -> Tensor:
+        return self.head(self.tables(self.ids).flatten(1)).sum()
+
+    def backward(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loss().backward()
+
+    def rows_alone(self) -> None:
+        self.head.requires_grad_(False)
+        self.backward(2)
+        self.head.requires_grad_(True)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.head.parameters(), 0.01)
+
+    def clear(self, *, to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def _both(loop: Loop) -> None:
+    for loss in [loop.loss(), loop.loss()]:
+        loss.backward()
+
+
+STEPS_OF_ONE: dict[str, Callable[[Loop], Any]] = {
+    "clipped": lambda loop: (loop.backward(), loop.clip()),
+    "clipped after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(), loop.clip()),
+    "clipped after rows trained alone and zeros": lambda loop: (
+        loop.backward(), loop.clear(to_none=False), loop.rows_alone(), loop.clear(to_none=False), loop.backward(),
+        loop.clip(),
+    ),
+    "clipped after gradients that were dropped": lambda loop: (
+        loop.backward(3), loop.clear(), loop.backward(), loop.clip(),
+    ),
+    "after gradients that became zeros": lambda loop: (
+        loop.backward(), loop.clip(), loop.clear(to_none=False), loop.backward(),
+    ),
+    "of a closure that clips": lambda loop: (
+        loop.rows_alone(), loop.optimizer.step(lambda: (loop.clear(), loop.backward(), loop.clip())), loop.clear(),
+        loop.backward(),
+    ),
+}  # fmt: skip
+STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
+    "two": lambda loop: loop.backward(2),
+    "two forwards first": _both,
+    "two and clipped": lambda loop: (loop.backward(2), loop.clip()),
+    "each clipped": lambda loop: (loop.backward(), loop.clip(), loop.backward(), loop.clip()),
+    "two after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(2), loop.clip()),
+    "rows trained alone between them": lambda loop: (loop.backward(), loop.rows_alone(), loop.backward()),
+    "two after others that were dropped": lambda loop: (loop.backward(2), loop.clear(), loop.backward(2)),
+    "two after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), loop.backward(2)),
+    "two forwards first, after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), _both(loop)),
+    "the last in a closure": lambda loop: (loop.backward(), loop.optimizer.step(loop.backward)),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("loop", STEPS_OF_ONE)
+def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepped: bool) -> None:
+    """However often the rows stepped alone before, and whatever changes its gradients after the backward."""
+    made_loop = Loop(stepped=stepped)
+    STEPS_OF_ONE[loop](made_loop)
+    made_loop.step()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("loop", STEPS_OF_SEVERAL)
+def test_an_optimizer_that_steps_for_several_backwards_is_refused(loop: str, stepped: bool) -> None:
+    made_loop = Loop(stepped=stepped)
+
+    def run() -> None:
+        STEPS_OF_SEVERAL[loop](made_loop)
+        made_loop.step()
+
+    with pytest.raises(stoker.ConfigError, match=r"SGD steps once for \d backwards"):
+        run()
+
+
 def test_accumulation_in_another_model_is_no_trouble() -> None:
     """Rows that train alone, and after them a model that has nothing to do with them."""
     tables, other = made(), nn.Linear(2, 1)

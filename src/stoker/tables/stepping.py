@@ -54,6 +54,7 @@ _UNREAD = {
 }
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of dense parameters, that have stepped
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -133,8 +134,9 @@ class RowSteps:
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
-        self._count_before = 0  # those before a step of an optimizer that has begun
-        self._before: dict[weakref.ref[Tensor], int] = {}  # gradients of that time, and their versions
+        self._count_before = 0  # those before a step of an optimizer that calls a closure
+        self._ended: dict[Tensor, int] = {}  # dense parameters, and their gradients' versions when a backward ended
+        self._zeros: dict[Tensor, int] = {}  # those whose gradient was zeros at a later forward, and its version
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -264,6 +266,8 @@ class RowSteps:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
         self.since_optimizer += 1
+        if self.since_optimizer > 1 and self.checked:  # what changes gradients from here on is no backward
+            self._ended = {p: grad._version for p, grad in _gradients()}
         self._mark()
 
     def discard(self) -> None:
@@ -395,6 +399,9 @@ class RowSteps:
                 ]  # fmt: skip
             if not self.deferred:
                 self._check_mark()
+            if self.since_optimizer:
+                found = _gradients(look=self.since_optimizer == 1)
+                self._zeros = {p: grad._version for p, grad in found if grad._version and not _any(grad)}
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -433,12 +440,7 @@ class RowSteps:
 
         ``latest`` finds the number of the last backward in this process; ``closure``: the step calls one.
         """
-        count, self.since_optimizer = self.since_optimizer, 0
-        self._before = {}
-        if count and closure:
-            grads = (p.grad for g in optimizer.param_groups for p in g["params"])
-            self._before = {weakref.ref(grad): grad._version for grad in grads if grad is not None}
-            self._count_before = count
+        self._count_before = self.since_optimizer
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
@@ -452,31 +454,27 @@ class RowSteps:
                     )
             return
         self._check_mark()
+        if not closure:
+            self.check_count(optimizer, latest)
+
+    def check_count(
+        self, optimizer: torch.optim.Optimizer, latest: Callable[[], int], *, closure: bool = False
+    ) -> None:
+        """Do :meth:`check_optimizer` for all backwards since an optimizer stepped, with those of a closure."""
+        count, self.since_optimizer = self.since_optimizer, 0
+        ended, zeros, self._ended, self._zeros = self._ended, self._zeros, {}, {}
         # If another model's backward came last, this optimizer is not for these rows.
-        if count < 2 or self.latest != latest():
+        if count < 2 or not self.checked or self.deferred or self.trained is None or self.latest != latest():
             return
-        self._check_added(optimizer, count)
-
-    def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise the same error if a backward inside a step, of its closure, added to one before it."""
-        before, inside = self._before, self.since_optimizer
-        self._before, self.since_optimizer = {}, 0
-        if not inside or not self.checked or self.deferred or self.trained is None:
-            return
-        if isinstance(optimizer, torch.optim.LBFGS) and inside > 1:  # it looks for the best step
+        inside = count - self._count_before
+        if closure and inside > 1 and isinstance(optimizer, torch.optim.LBFGS):  # it looks for the best step
             raise self._once_for(optimizer, inside)
-        if inside > 1:
-            self._check_added(optimizer, inside)
-        handle = self.trained.handle.grad
-        changed = ((ref(), version) for ref, version in before.items())
-        if any(grad is not None and grad is not handle and grad._version > version for grad, version in changed):
-            raise self._once_for(optimizer, self._count_before + inside)
-
-    def _check_added(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Raise an error if a backward has added to a gradient, which changes it in place."""
         handle = self.trained.handle
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if p is not handle and p.grad is not None and p.grad._version > 0:
+            # A backward adds to a gradient in place, but to zeros, or to none.
+            if p is not handle and p.grad is not None and (
+                ended.get(p, p.grad._version) > zeros.get(p, -1) + 1
+            ):  # fmt: skip
                 raise self._once_for(optimizer, count)
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
@@ -533,19 +531,44 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
+def _gradients(*, look: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters with a gradient of all optimizers that have stepped; ``look`` for others if none has."""
+    if look and not _optimizers:  # as when rows train alone at first; this takes milliseconds
+        kinds = torch.optim.Optimizer, TableOptimizer
+        found = (each for each in gc.get_objects() if issubclass(type(each), kinds[0]) and type(each) is not kinds[1])
+        _optimizers.update(each for each in found if hasattr(each, "param_groups"))
+    for optimizer in list(_optimizers):
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            if p.grad is not None:
+                yield p, p.grad
+
+
+def _any(grad: Tensor) -> bool:
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    found, closure = cache(_latest_backward), kwargs.get("closure", args[1] if len(args) > 1 else None)
-    _check_all(optimizer, lambda steps: steps.check_optimizer(optimizer, found, closure=closure is not None))
+    if isinstance(optimizer, TableOptimizer):
+        return
+    _optimizers.add(optimizer)
+    found, closure = cache(_latest_backward), _closure(args, kwargs)
+    _check_all(lambda steps: steps.check_optimizer(optimizer, found, closure=closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _check_all(optimizer, lambda steps: steps.check_closure(optimizer))
+    if _closure(args, kwargs) and not isinstance(optimizer, TableOptimizer):
+        found = cache(_latest_backward)
+        _check_all(lambda steps: steps.check_count(optimizer, found, closure=True))
 
 
-def _check_all(optimizer: torch.optim.Optimizer, check: Callable[[RowSteps], None]) -> None:
+def _closure(args: Any, kwargs: Any) -> bool:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+
+
+def _check_all(check: Callable[[RowSteps], None]) -> None:
     """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
     errors: list[ConfigError] = []
-    for steps in list(_watched) if not isinstance(optimizer, TableOptimizer) else ():
+    for steps in list(_watched):
         try:
             check(steps)
         except ConfigError as error:
