@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -1483,6 +1484,36 @@ def test_a_gradient_changed_in_place_before_rows_step_is_refused() -> None:
     grad.zero_()
     with pytest.raises(RuntimeError, match="changed in place between its backward and the step"):
         rows.step()
+
+
+class _Buffered(torch.autograd.Function):
+    """A loss of another library, whose gradients are all in one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, buffer: Tensor, factor: float) -> Tensor:
+        ctx.buffer, ctx.factor = buffer, factor
+        return factor * out.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.buffer.numpy()[:] = ctx.factor
+        return ctx.buffer, None, None
+
+
+@pytest.mark.parametrize("how", ["one backward", "accumulate", "as_optimizer"])
+def test_a_gradient_in_a_buffer_of_numpy_is_kept(where: str, how: str) -> None:
+    tables, still = made(where), made()
+    buffer, pairs = torch.from_numpy(np.zeros((4, FEATURES, DIM), np.float32)), list(enumerate(batches(2), 1))
+    rows = tables.as_optimizer() if how == "as_optimizer" else None
+    with tables.accumulate():
+        losses = [_Buffered.apply(tables(ids), buffer, factor) for factor, ids in pairs]  # type: ignore[no-untyped-call]
+        for loss in [losses[0] + losses[1]] if how == "one backward" else losses:
+            loss.backward()
+        buffer.numpy()[:] = 9.0
+    if rows is not None:
+        rows.step()
+    sum((factor * still(ids).sum() for factor, ids in pairs), torch.zeros(())).backward()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
 
 
 def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None:

@@ -335,6 +335,18 @@ class TTEmbeddingBag(nn.Module):
         rows: Tensor = _DistinctRows.apply(self, trie, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows, trie.places
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "optimizer" and name in vars(self):
+            if type(value) is not type(self.optimizer):
+                raise ConfigError(
+                    f"this TTEmbeddingBag was made with optimizer {type(self.optimizer).__name__}, which cannot become "
+                    f"{type(value).__name__}: it keeps other state. Make another bag with that optimizer, and take the "
+                    "cores: bag.load_state_dict(old.state_dict(), strict=False)."
+                )
+            if value is not None:
+                check_cores(value, "TTEmbeddingBag")
+        super().__setattr__(name, value)
+
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.
         object.__setattr__(self, "handle", new_handle("cpu"))
