@@ -462,6 +462,93 @@ def test_a_model_may_move_between_backward_and_step(driven: bool) -> None:
     assert tables.tick == 3
 
 
+@pytest.mark.filterwarnings("ignore:the rows of EmbeddingTables remain")
+@pytest.mark.parametrize("change", [nn.Module.bfloat16, nn.Module.half, nn.Module.double])
+@pytest.mark.parametrize("place", ["before forward", "before backward", "between two backwards", "before step"])
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_model_may_change_its_type_at_any_time(driven: bool, place: str, change: Callable[[Any], Any]) -> None:
+    """Rows keep theirs, and step by the same gradients."""
+    tables, still = made(), made()
+    for each in (tables, still):
+        rows = each.as_optimizer() if driven else None
+
+        def at(here: str, each: EmbeddingTables = each) -> None:
+            if each is tables and here == place:
+                change(each)
+
+        for first, second in zip(batches(3), batches(3, seed=1), strict=True):
+            with each.accumulate():
+                at("before forward")
+                loss = loss_of(each(first), 0)
+                at("before backward")
+                loss.backward()
+                at("between two backwards")
+                loss_of(each(second), 1).backward()
+                at("before step")
+            if rows is not None:
+                rows.step()
+                rows.zero_grad()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
+    assert tables.tick == 3
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_norm_beyond_float32_is_infinite_as_for_parameters(clip: bool) -> None:
+    tables, bags = made(), Bags()
+    bags.bag.sparse = False
+    for module, each in ((tables, tables.as_optimizer()), (bags, torch.optim.SGD(bags.parameters(), lr=0.5))):
+        module(torch.tensor([[1, 2], [3, 4]])).backward(torch.full((2, FEATURES, DIM), 3e38))
+        if clip:
+            assert nn.utils.clip_grad_norm_(module.parameters(), 1.0) == math.inf
+        each.step()
+    assert tables.rows("t").isfinite().all()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("into", ["a sum", "an average", "a replacement"])
+def test_gradients_of_several_backwards_that_a_loop_puts_together_are_refused(into: str) -> None:
+    """As by methods for several tasks, or a running average of gradients."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    rows = tables.as_optimizer()
+    for turn in range(3):
+        saved = []
+        for ids in batches(2):
+            tables.zero_grad()
+            head(tables(ids).flatten(1)).sum().backward()
+            saved.append(tables.handle.grad.clone())
+        if turn == 0:  # as it is
+            rows.step()
+            continue
+        if into == "a sum":
+            tables.handle.grad.add_(saved[0])
+        else:
+            tables.handle.grad = saved[0] + saved[1] if into == "a replacement" else saved[1].lerp(saved[0], 0.25)
+        with pytest.raises(stoker.ConfigError, match=r"more than a factor.*sum with the gradient of another"):
+            rows.step()
+    assert tables.tick == 1
+
+
+def test_a_step_without_a_gradient_of_the_rows_is_refused_where_pytorch_has_one() -> None:
+    tables, ids = made(), batches(1)[0]
+    rows = tables.as_optimizer()
+    rows.step()
+    tables(ids).sum().backward()
+    rows.step()
+    with pytest.raises(stoker.ConfigError, match=r"earlier step\(\) has used up.*Call zero_grad\(\) after each"):
+        rows.step()
+    rows.zero_grad()
+    tables(ids).sum().backward()
+    kept = tables.handle.grad
+    rows.zero_grad()
+    rows.step()
+    tables.handle.grad = kept
+    with pytest.raises(stoker.ConfigError, match=r"zero_grad\(\) has dropped before the loop put it back"):
+        rows.step()
+    tables.zero_grad(set_to_none=False)
+    rows.step()
+    assert tables.tick == 1
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     tables = made()

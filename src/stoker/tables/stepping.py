@@ -29,9 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from stoker.base.errors import ConfigError
 
-#: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
-#: right; its elements differ, so that clipping by value, which is refused, differs from clipping by norm.
-_DIRECTION = (0.6, 0.8)
+#: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
+#: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
+#: by norm. Each backward takes the next vector, so that a sum with a gradient of another backward is no multiple.
+_DIRECTIONS = (0.6, 0.8), (0.8, 0.6), (0.6, -0.8), (0.8, -0.6)
 _MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
 _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
@@ -54,7 +55,8 @@ _UNREAD = {
 }
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
-_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of dense parameters, that have stepped
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
+_known = (-1, -1)  # references to classes of optimizers when these were last looked for, and how many were known
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -128,6 +130,7 @@ class RowSteps:
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, from the handle's gradient
+        self._published_times = 0
         self._published: Tensor | None = None  # the gradient that was given to the handle
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
@@ -286,10 +289,22 @@ class RowSteps:
                     f"parameters, dropped the gradient of the rows before their step(). Call rows.step() first, or "
                     f"{_OTHERS}."
                 )
+            if not self._pending:
+                self._check_nothing_is_left()
             self._take_changes()
             if self._pending:
                 self.trained.apply_gradients(*self._take_pending())
             self._norm = 0.0
+
+    def _check_nothing_is_left(self) -> None:
+        """Raise an error if the handle has a gradient when the rows have none."""
+        grad = self.trained.handle.grad
+        if self.checked and grad is not None and grad.tolist() not in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):
+            raise ConfigError(
+                f"step() was called for a gradient of {self.name} that an earlier step() has used up, or that "
+                "zero_grad() has dropped before the loop put it back. Call zero_grad() after each step(), and step() "
+                "after a backward."
+            )
 
     def _take_pending(self) -> tuple[list[Any], float]:
         """Return the collected gradients, and the factor that is still to be applied."""
@@ -303,9 +318,13 @@ class RowSteps:
         """Give the handle a gradient with the norm of the rows' gradient."""
         trained = self.trained
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
-        self._norm = trained.gradient_norm(gradients)
-        handle = trained.handle
-        self._show(torch.tensor(_DIRECTION, device=handle.device, dtype=handle.dtype) * self._norm)
+        norm = trained.gradient_norm(gradients)
+        self._norm = norm if norm < torch.finfo(torch.float32).max else norm * math.inf  # as for clip_grad_norm_
+        self._published_times += 1
+        self._show(self._direction().to(trained.handle.device) * self._norm)
+
+    def _direction(self) -> Tensor:
+        return torch.tensor(_DIRECTIONS[self._published_times % len(_DIRECTIONS)])
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -316,8 +335,8 @@ class RowSteps:
         if grad is None:
             self.discard()
             return
-        first, second = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
-        before = [float(each) for each in torch.tensor(_DIRECTION, dtype=handle.dtype) * self._norm]
+        first, second = after = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
+        before = (self._direction() * self._norm).tolist()
         if self._norm == 0.0:
             return
         if first == second == 0.0:
@@ -327,23 +346,25 @@ class RowSteps:
             if grad._version == self._version or first == before[0]:
                 return
             if not math.isnan(first):
-                self._refuse_change(before, [first, second])
+                self._refuse_change(before, after)
             factor = 0.0 if math.isinf(self._norm) else math.nan  # by which clip_grad_norm_ multiplies
             self._pending = [(group, each * factor) for group, each in self._pending]
             self._norm = math.nan
             self._published, self._version = grad, grad._version
             return
-        factor = second / before[1]
+        large = int(abs(before[1]) > before[0])
+        factor = after[large] / before[large]
         if math.isnan(first) and math.isnan(second):
             self.discard()
             if _enabled_scaler():  # which leaves this step out
                 return
+            handle.grad = None
             raise ConfigError(
                 f"the gradient of {self.name} became NaN after backward, by clip_grad_norm_ where a gradient of "
                 "another parameter is not finite. Skip such a step: zero_grad() and no step()."
             )
-        if not math.isclose(first / before[0], factor, rel_tol=1e-3):
-            self._refuse_change(before, [first, second])
+        if not math.isclose(after[1 - large] / before[1 - large], factor, rel_tol=1e-3):
+            self._refuse_change(before, after)
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
         self._published, self._version = grad, grad._version
@@ -351,8 +372,9 @@ class RowSteps:
     def _refuse_change(self, before: list[float], after: list[float]) -> None:
         raise ConfigError(
             f"the gradient of {self.name} was changed by more than a factor: from {before} to {after} "
-            "(clip_grad_value_, or noise?). Rows have no gradient to change element by element. Clip by norm "
-            "(clip_grad_norm_), or give the row optimizer clip_value."
+            "(clip_grad_value_, noise, or a sum with the gradient of another backward?). Rows have no gradient to "
+            "change element by element. Clip by norm (clip_grad_norm_), or give the row optimizer clip_value; add "
+            "losses instead of gradients."
         )
 
     def _mark(self) -> None:
@@ -531,12 +553,19 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
+def _kinds(kind: type) -> list[type]:
+    return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
+
+
 def _gradients(*, look: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters with a gradient of all optimizers that have stepped; ``look`` for others if none has."""
-    if look and not _optimizers:  # as when rows train alone at first; this takes milliseconds
-        kinds = torch.optim.Optimizer, TableOptimizer
-        found = (each for each in gc.get_objects() if issubclass(type(each), kinds[0]) and type(each) is not kinds[1])
-        _optimizers.update(each for each in found if hasattr(each, "param_groups"))
+    """Yield the parameters with a gradient of optimizers that have stepped; ``look`` for those that have not yet."""
+    global _known
+    kinds = _kinds(torch.optim.Optimizer) if look else []
+    references = sum(map(sys.getrefcount, kinds))  # each optimizer refers to its class
+    if look and (references, len(_optimizers)) != _known:  # one may have replaced another
+        found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
+        _optimizers.update(each for each in found if "param_groups" in vars(each) and type(each) is not TableOptimizer)
+        _known = references, len(_optimizers)
     for optimizer in list(_optimizers):
         for p in (p for g in optimizer.param_groups for p in g["params"]):
             if p.grad is not None:
