@@ -25,8 +25,8 @@ LINES = {
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 12_825,
-    "models": 1_995,
+    "tables": 12_890,
+    "models": 2_000,
     "placement": 2_890,
     "training": 10_995,
     "rewrite": 1_940,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_800
+ALL_LINES = 64_885
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -146,7 +146,8 @@ class TBSM(SequenceModel):
         hidden = hidden.relu().flatten(0, 1)
         if weights:
             hidden = mlp(hidden, weights, biases, relu_last=True)
-        return hidden.unflatten(0, (batch, count))
+        found: Tensor = hidden.unflatten(0, (batch, count))
+        return found
 
     def _weights(self, past: Tensor, last: Tensor) -> Tensor:
         """Return the attention's weight of every step: [B, T]. A missing step has a zero vector in ``past``."""

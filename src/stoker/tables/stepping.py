@@ -553,7 +553,7 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
-def _kinds(kind: type) -> list[type]:
+def _kinds(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
     return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
 
 
