@@ -829,6 +829,7 @@ STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
     "two after others that were dropped": lambda loop: (loop.backward(2), loop.clear(), loop.backward(2)),
     "two after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), loop.backward(2)),
     "two forwards first, after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), _both(loop)),
+    "with a graph": lambda loop: [loop.loss().backward(create_graph=True) for _ in range(2)],
     "the last in a closure": lambda loop: (loop.backward(), loop.optimizer.step(loop.backward)),
 }
 
@@ -842,6 +843,7 @@ def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepp
     made_loop.step()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("loop", STEPS_OF_SEVERAL)
 def test_an_optimizer_that_steps_for_several_backwards_is_refused(loop: str, stepped: bool) -> None:

@@ -669,3 +669,12 @@ def test_an_optimizer_of_another_kind_is_refused(wrong):
     assert bag.tick == 1
     with pytest.raises(stoker.ConfigError, match="optimizer of TTEmbeddingBag is a"):
         stoker.TTEmbeddingBag(60, 8, rank=2, optimizer="sgd")
+
+
+@pytest.mark.parametrize("optimizer", [None, stoker.SGD(lr=0.1)])
+def test_a_change_of_type_between_forward_and_backward_is_refused(optimizer):
+    bag = stoker.TTEmbeddingBag(60, 8, rank=2, optimizer=optimizer)
+    rows = bag(torch.tensor([[1, 2]]))
+    bag.half()
+    with pytest.raises(RuntimeError, match=r"another type \(half\(\)\), came between"):
+        rows.sum().backward()

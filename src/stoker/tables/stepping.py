@@ -493,9 +493,9 @@ class RowSteps:
             raise self._once_for(optimizer, inside)
         handle = self.trained.handle
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            # A backward adds to a gradient in place, but to zeros, or to none.
+            # A backward adds to a gradient in place, but to zeros, or to none; with create_graph=True by an operation.
             if p is not handle and p.grad is not None and (
-                ended.get(p, p.grad._version) > zeros.get(p, -1) + 1
+                ended.get(p, p.grad._version) > zeros.get(p, -1) + 1 or type(p.grad.grad_fn).__name__ == "AddBackward0"
             ):  # fmt: skip
                 raise self._once_for(optimizer, count)
 

@@ -53,11 +53,11 @@ class _DistinctRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cores, bag = ctx.saved_tensors, ctx.bag
-        if ctx.tick != bag.tick:
+        if ctx.tick != bag.tick or ctx.values.rows.dtype != cores[0].dtype:
             raise RuntimeError(
                 "the cores of a TTEmbeddingBag were changed between this forward and its backward, and the gradient "
-                "depends on them as they were: another backward came between. Do the forward again, or join the losses "
-                "in one backward."
+                "depends on them as they were: another backward, or another type (half()), came between. Do the "
+                "forward again, or join the losses in one backward."
             )
         slices = gradients(cores, ctx.trie, ctx.values, grad.contiguous())
         if bag.optimizer is not None:
