@@ -493,10 +493,11 @@ class RowSteps:
             raise self._once_for(optimizer, inside)
         handle = self.trained.handle
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            # A backward adds to a gradient in place, but to zeros, or to none; with create_graph=True by an operation.
-            if p is not handle and p.grad is not None and (
-                ended.get(p, p.grad._version) > zeros.get(p, -1) + 1 or type(p.grad.grad_fn).__name__ == "AddBackward0"
-            ):  # fmt: skip
+            if p is handle or p.grad is None:
+                continue
+            # A backward adds to a gradient in place, but to zeros or none; with create_graph=True it copies or adds.
+            graph, changes = p.grad.grad_fn, ended.get(p, p.grad._version) - zeros.get(p, -1)
+            if changes > (1 if graph is None else 2) or type(graph).__name__ == "AddBackward0":
                 raise self._once_for(optimizer, count)
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
