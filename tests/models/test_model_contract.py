@@ -94,20 +94,20 @@ def build(case: tuple[type[RecModel], dict[str, Any]], spec: FeatureSpec, **sett
     )
 
 
-def random_batch(spec: FeatureSpec, rows: int, seed: int = 0) -> Batch:
+def random_batch(spec: FeatureSpec, rows: int, seed: int = 0, *, empty: bool = False) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
     lengths = []
     for _ in range(rows):  # sequences of equal max_length have a value for every step in each
-        drawn = {n: int(torch.randint(0, n + 1, (), generator=generator)) for n in (3, 4, 5)}
+        drawn = {n: 0 if empty else int(torch.randint(0, n + 1, (), generator=generator)) for n in (3, 4, 5)}
         lengths += [drawn[feature.max_length] if feature.sequence else 1 for feature in spec.features]
     flat = [
         torch.randint(0, sizes[bag % len(sizes)], (length,), generator=generator) for bag, length in enumerate(lengths)
     ]
-    ids = torch.cat(flat)
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *flat])
     return Batch(
         dense=torch.randn(rows, len(spec.dense), generator=generator),
-        ids=ids.view(rows, -1) if spec.one_hot else ids,
+        ids=ids.view(rows, len(sizes)) if spec.one_hot else ids,
         offsets=None if spec.one_hot else torch.tensor([0, *lengths]).cumsum(0),
         labels=torch.randint(0, 2, (rows,), generator=generator).float(),
     )
@@ -133,6 +133,23 @@ def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> No
     assert not scores.requires_grad
     assert bool(((scores >= 0) & (scores <= 1)).all())
     torch.testing.assert_close(scores, torch.sigmoid(logits))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_batch_without_rows_or_sequences(case: Any, spec: FeatureSpec, rows: int) -> None:
+    """It is scored and trains; without rows nothing changes, as with nn.EmbeddingBag and nn.Linear."""
+    model = build(case, spec).train()
+    batch = random_batch(spec, rows, empty=True)
+    before = {name: value.clone() for name, value in model.state_dict().items() if not name.endswith("tick")}
+    logits = model(batch)
+    assert logits.shape == model.eval().predict(batch).shape == (rows,)
+    logits.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.dense_parameters())
+    after = model.state_dict()
+    assert all(value.isfinite().all() for value in after.values())
+    if not rows:
+        assert not any(p.grad is not None and p.grad.any() for p in model.dense_parameters())
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def exported(name: str, spec: FeatureSpec, **settings: Any) -> tuple[RecModel, torch.export.ExportedProgram]:

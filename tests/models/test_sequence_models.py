@@ -293,7 +293,11 @@ def test_dice_bends_at_the_batch_mean_and_keeps_moving_averages() -> None:
     dice.eval()
     dice(x)
     torch.testing.assert_close(dice.running_mean, 0.25 * mean)
-    assert math.isfinite(Dice(3)(x, torch.zeros(50, dtype=torch.bool)).sum().item())
+    dice.train()
+    before = {name: value.clone() for name, value in dice.state_dict().items()}
+    assert math.isfinite(dice(x, torch.zeros(50, dtype=torch.bool)).sum().item())  # no row counts
+    assert dice(x[:0]).shape == (0, 3)
+    assert all(torch.equal(value, before[name]) for name, value in dice.state_dict().items())
 
 
 def with_features(*features: Feature) -> FeatureSpec:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,18 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     one = Tabular(SPEC, dropout=(0.0, 0.5))
     assert [mask.shape[1] for mask in one.inputs(batch)[2:]] == [32]
     assert one.loss(batch).isfinite()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_batches_of_one_step_of_the_rows_drop_other_values(shards: int) -> None:
+    """Micro-batches, and the batches of frozen rows; a batch that is computed again drops the same."""
+    model, batch = Tabular(SPEC, hidden=(8, 4), seed=1, shards=shards, **DROPPED), batch_of(20)
+    for tick in (0, 5):
+        model.embeddings.tick = tick
+        numbered = [model.inputs(replace(batch, step=step))[2] for step in range(4, 7)]
+        assert all(map(torch.equal, numbered, (model.inputs(replace(batch, step=step))[2] for step in range(4, 7))))
+        assert not any(torch.equal(one, other) for one, other in combinations(numbered, 2))
+    assert torch.equal(numbered[1], model.inputs(batch)[2]), "without a number, as the batch of this step"
 
 
 def test_a_batch_of_one_row_trains_by_the_running_moments() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from stoker.ops import mlp as ops_mlp
 from stoker.ops import reference
 from stoker.ops.codegen.threads import Team
-from stoker.ops.cpu.arena import Arena
+from stoker.ops.cpu.arena import Arena, is_foreign
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp, normed_mlp
@@ -208,7 +208,12 @@ def test_arena_returns_memory_only_when_nobody_refers_to_it():
     assert other.data_ptr() != address  # the view still needs its memory
     other.fill_(1.0)
     assert view[1].eq(7.0).all()
+    assert not is_foreign(view[1])
+    array = view[1].numpy()
     del view
+    assert is_foreign(torch.from_numpy(array))
+    del array
+    assert not is_foreign(torch.zeros(2))
     assert arena.empty(100, 30).data_ptr() == address
 
 

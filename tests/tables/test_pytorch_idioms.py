@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -461,6 +462,93 @@ def test_a_model_may_move_between_backward_and_step(driven: bool) -> None:
     assert tables.tick == 3
 
 
+@pytest.mark.filterwarnings("ignore:the rows of EmbeddingTables remain")
+@pytest.mark.parametrize("change", [nn.Module.bfloat16, nn.Module.half, nn.Module.double])
+@pytest.mark.parametrize("place", ["before forward", "before backward", "between two backwards", "before step"])
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_model_may_change_its_type_at_any_time(driven: bool, place: str, change: Callable[[Any], Any]) -> None:
+    """Rows keep theirs, and step by the same gradients."""
+    tables, still = made(), made()
+    for each in (tables, still):
+        rows = each.as_optimizer() if driven else None
+
+        def at(here: str, each: EmbeddingTables = each) -> None:
+            if each is tables and here == place:
+                change(each)
+
+        for first, second in zip(batches(3), batches(3, seed=1), strict=True):
+            with each.accumulate():
+                at("before forward")
+                loss = loss_of(each(first), 0)
+                at("before backward")
+                loss.backward()
+                at("between two backwards")
+                loss_of(each(second), 1).backward()
+                at("before step")
+            if rows is not None:
+                rows.step()
+                rows.zero_grad()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
+    assert tables.tick == 3
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_norm_beyond_float32_is_infinite_as_for_parameters(clip: bool) -> None:
+    tables, bags = made(), Bags()
+    bags.bag.sparse = False
+    for module, each in ((tables, tables.as_optimizer()), (bags, torch.optim.SGD(bags.parameters(), lr=0.5))):
+        module(torch.tensor([[1, 2], [3, 4]])).backward(torch.full((2, FEATURES, DIM), 3e38))
+        if clip:
+            assert nn.utils.clip_grad_norm_(module.parameters(), 1.0) == math.inf
+        each.step()
+    assert tables.rows("t").isfinite().all()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("into", ["a sum", "an average", "a replacement"])
+def test_gradients_of_several_backwards_that_a_loop_puts_together_are_refused(into: str) -> None:
+    """As by methods for several tasks, or a running average of gradients."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    rows = tables.as_optimizer()
+    for turn in range(3):
+        saved = []
+        for ids in batches(2):
+            tables.zero_grad()
+            head(tables(ids).flatten(1)).sum().backward()
+            saved.append(tables.handle.grad.clone())
+        if turn == 0:  # as it is
+            rows.step()
+            continue
+        if into == "a sum":
+            tables.handle.grad.add_(saved[0])
+        else:
+            tables.handle.grad = saved[0] + saved[1] if into == "a replacement" else saved[1].lerp(saved[0], 0.25)
+        with pytest.raises(stoker.ConfigError, match=r"more than a factor.*sum with the gradient of another"):
+            rows.step()
+    assert tables.tick == 1
+
+
+def test_a_step_without_a_gradient_of_the_rows_is_refused_where_pytorch_has_one() -> None:
+    tables, ids = made(), batches(1)[0]
+    rows = tables.as_optimizer()
+    rows.step()
+    tables(ids).sum().backward()
+    rows.step()
+    with pytest.raises(stoker.ConfigError, match=r"earlier step\(\) has used up.*Call zero_grad\(\) after each"):
+        rows.step()
+    rows.zero_grad()
+    tables(ids).sum().backward()
+    kept = tables.handle.grad
+    rows.zero_grad()
+    rows.step()
+    tables.handle.grad = kept
+    with pytest.raises(stoker.ConfigError, match=r"zero_grad\(\) has dropped before the loop put it back"):
+        rows.step()
+    tables.zero_grad(set_to_none=False)
+    rows.step()
+    assert tables.tick == 1
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     tables = made()
@@ -696,6 +784,101 @@ def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
     for ids in batches(2):
         head(tables(ids).flatten(1)).sum().backward()
     optimizer.step()
+
+
+class Loop:
+    """Rows, and a dense part with its optimizer, which a loop steps as it likes."""
+
+    def __init__(self, *, stepped: bool) -> None:
+        self.tables, self.head = made(), nn.Linear(FEATURES * DIM, 1)
+        self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        self.ids = batches(1)[0]
+        if stepped:
+            self.backward()
+            self.step()
+            self.clear()
+
+    def loss(self) -> Tensor:
+        return self.head(self.tables(self.ids).flatten(1)).sum()
+
+    def backward(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loss().backward()
+
+    def rows_alone(self) -> None:
+        self.head.requires_grad_(False)
+        self.backward(2)
+        self.head.requires_grad_(True)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.head.parameters(), 0.01)
+
+    def clear(self, *, to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=to_none)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def _both(loop: Loop) -> None:
+    for loss in [loop.loss(), loop.loss()]:
+        loss.backward()
+
+
+STEPS_OF_ONE: dict[str, Callable[[Loop], Any]] = {
+    "clipped": lambda loop: (loop.backward(), loop.clip()),
+    "clipped after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(), loop.clip()),
+    "clipped after rows trained alone and zeros": lambda loop: (
+        loop.backward(), loop.clear(to_none=False), loop.rows_alone(), loop.clear(to_none=False), loop.backward(),
+        loop.clip(),
+    ),
+    "clipped after gradients that were dropped": lambda loop: (
+        loop.backward(3), loop.clear(), loop.backward(), loop.clip(),
+    ),
+    "after gradients that became zeros": lambda loop: (
+        loop.backward(), loop.clip(), loop.clear(to_none=False), loop.backward(),
+    ),
+    "of a closure that clips": lambda loop: (
+        loop.rows_alone(), loop.optimizer.step(lambda: (loop.clear(), loop.backward(), loop.clip())), loop.clear(),
+        loop.backward(),
+    ),
+}  # fmt: skip
+STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
+    "two": lambda loop: loop.backward(2),
+    "two forwards first": _both,
+    "two and clipped": lambda loop: (loop.backward(2), loop.clip()),
+    "each clipped": lambda loop: (loop.backward(), loop.clip(), loop.backward(), loop.clip()),
+    "two after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(2), loop.clip()),
+    "rows trained alone between them": lambda loop: (loop.backward(), loop.rows_alone(), loop.backward()),
+    "two after others that were dropped": lambda loop: (loop.backward(2), loop.clear(), loop.backward(2)),
+    "two after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), loop.backward(2)),
+    "two forwards first, after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), _both(loop)),
+    "with a graph": lambda loop: [loop.loss().backward(create_graph=True) for _ in range(2)],
+    "the last in a closure": lambda loop: (loop.backward(), loop.optimizer.step(loop.backward)),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("loop", STEPS_OF_ONE)
+def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepped: bool) -> None:
+    """However often the rows stepped alone before, and whatever changes its gradients after the backward."""
+    made_loop = Loop(stepped=stepped)
+    STEPS_OF_ONE[loop](made_loop)
+    made_loop.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("loop", STEPS_OF_SEVERAL)
+def test_an_optimizer_that_steps_for_several_backwards_is_refused(loop: str, stepped: bool) -> None:
+    made_loop = Loop(stepped=stepped)
+
+    def run() -> None:
+        STEPS_OF_SEVERAL[loop](made_loop)
+        made_loop.step()
+
+    with pytest.raises(stoker.ConfigError, match=r"SGD steps once for \d backwards"):
+        run()
 
 
 def test_accumulation_in_another_model_is_no_trouble() -> None:
@@ -1414,6 +1597,36 @@ def test_a_gradient_changed_in_place_before_rows_step_is_refused() -> None:
     grad.zero_()
     with pytest.raises(RuntimeError, match="changed in place between its backward and the step"):
         rows.step()
+
+
+class _Buffered(torch.autograd.Function):
+    """A loss of another library, whose gradients are all in one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, buffer: Tensor, factor: float) -> Tensor:
+        ctx.buffer, ctx.factor = buffer, factor
+        return factor * out.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.buffer.numpy()[:] = ctx.factor
+        return ctx.buffer, None, None
+
+
+@pytest.mark.parametrize("how", ["one backward", "accumulate", "as_optimizer"])
+def test_a_gradient_in_a_buffer_of_numpy_is_kept(where: str, how: str) -> None:
+    tables, still = made(where), made()
+    buffer, pairs = torch.from_numpy(np.zeros((4, FEATURES, DIM), np.float32)), list(enumerate(batches(2), 1))
+    rows = tables.as_optimizer() if how == "as_optimizer" else None
+    with tables.accumulate():
+        losses = [_Buffered.apply(tables(ids), buffer, factor) for factor, ids in pairs]  # type: ignore[no-untyped-call]
+        for loss in [losses[0] + losses[1]] if how == "one backward" else losses:
+            loss.backward()
+        buffer.numpy()[:] = 9.0
+    if rows is not None:
+        rows.step()
+    sum((factor * still(ids).sum() for factor, ids in pairs), torch.zeros(())).backward()
+    assert torch.equal(tables.rows("t"), still.rows("t"))
 
 
 def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None:

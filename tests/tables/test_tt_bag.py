@@ -653,3 +653,28 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             assert torch.equal(ranks[0][way][place], ranks[1][way][place])
             torch.testing.assert_close(ranks[0][way][place], core, rtol=1e-10, atol=1e-12)
             assert not torch.allclose(core, start[place])
+
+
+@pytest.mark.parametrize("wrong", [None, stoker.Adagrad(lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.1)])
+def test_an_optimizer_of_another_kind_is_refused(wrong):
+    bag = stoker.TTEmbeddingBag(60, 8, rank=2, optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(stoker.ConfigError, match=r"made with optimizer SGD, which cannot become \w+: it keeps other"):
+        bag.optimizer = wrong
+    with pytest.raises(stoker.ConfigError, match="CowClip"):
+        bag.optimizer = stoker.SGD(lr=0.1, cow_clip=(1.0, 1e-3))
+    bag.optimizer = stoker.SGD(lr=0.0)
+    before = bag.cores[0].detach().clone()
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    assert torch.equal(bag.cores[0], before)
+    assert bag.tick == 1
+    with pytest.raises(stoker.ConfigError, match="optimizer of TTEmbeddingBag is a"):
+        stoker.TTEmbeddingBag(60, 8, rank=2, optimizer="sgd")
+
+
+@pytest.mark.parametrize("optimizer", [None, stoker.SGD(lr=0.1)])
+def test_a_change_of_type_between_forward_and_backward_is_refused(optimizer):
+    bag = stoker.TTEmbeddingBag(60, 8, rank=2, optimizer=optimizer)
+    rows = bag(torch.tensor([[1, 2]]))
+    bag.half()
+    with pytest.raises(RuntimeError, match=r"another type \(half\(\)\), came between"):
+        rows.sum().backward()

@@ -123,8 +123,8 @@ class Batch:
         return flat[places.masked_fill(~mask, self.ids.numel())]
 
     def _bags(self, values: Tensor) -> Tensor:
-        """Return one value a bag as [B, F]."""
-        return values.view(len(self), -1)
+        """Return one value a bag as [B, F]; without examples, F is not known and large enough."""
+        return values.view(len(self), -1) if len(self) else values.new_empty(0, 2**31)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without those that are None."""

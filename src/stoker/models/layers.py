@@ -109,8 +109,8 @@ class BatchNorm(nn.BatchNorm1d):
 class Dice(nn.Module):
     """PReLU that bends at the mean of its input instead of at 0 (Zhou et al. 2018, section 5.2).
 
-    In training the mean and the variance are those of the batch, otherwise moving averages. As with batch
-    normalization, the training step of an example depends on the others in its batch.
+    In training the mean and the variance are those of the batch, otherwise, and where no row counts, moving averages.
+    As with batch normalization, the training step of an example depends on the others in its batch.
     """
 
     running_mean: Tensor
@@ -126,7 +126,7 @@ class Dice(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Apply to ``x`` [..., C]; with a ``mask`` [...], only the rows where it is true count for the moments."""
         mean, var = self.running_mean, self.running_var
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and x.numel():
             mean, var = self._moments(x, mask)
         share = torch.sigmoid((x - mean) * torch.rsqrt(var + self.eps))
         return x * (share + (1 - share) * self.slope)
@@ -139,9 +139,12 @@ class Dice(nn.Module):
             var = (rows - mean).square().mean(0)
         else:
             weight = mask.reshape(-1, 1).to(rows.dtype)
-            count = weight.sum().clamp(min=1)
+            total = weight.sum()
+            count = total.clamp(min=1)
             mean = (rows * weight).sum(0) / count
             var = ((rows - mean).square() * weight).sum(0) / count
+            mean = torch.where(total > 0, mean, self.running_mean.to(mean.dtype))
+            var = torch.where(total > 0, var, self.running_var.to(var.dtype))
         move(self.running_mean, mean, self.momentum)
         move(self.running_var, var, self.momentum)
         return mean, var

@@ -35,8 +35,9 @@ class Tabular(RecModel):
 
     Each layer has ReLU, batch norm and dropout, in this order. In training batch norm takes the moments of the batch,
     so the step of an example depends on the others in its batch. In evaluation, and for a batch of one row, it takes
-    the running moments, which checkpoints keep. Dropout depends on seed and training step, not on torch's generator: a
-    resumed or replayed run drops the same values. A GPU drops other values than a CPU.
+    the running moments, which checkpoints keep. Dropout depends on the seed, the step of the rows and the number of the
+    batch (``Batch.step``), not on torch's generator: a resumed or replayed run drops the same values. A GPU drops other
+    values than a CPU.
 
     >>> spec = stoker.FeatureSpec.from_sizes(num_dense=2, num_embeddings=[1000, 50])
     >>> model = stoker.Tabular(spec, hidden=(8,))
@@ -108,24 +109,26 @@ class Tabular(RecModel):
         There are factors for the embeddings and each layer, if their share is above 0.
         """
         dense, embedded = super().inputs(batch)
-        return dense, embedded.flatten(1), *self._masks(len(batch))
+        return dense, embedded.flatten(1), *self._masks(batch)
 
-    def _masks(self, rows: int) -> list[Tensor]:
+    def _masks(self, batch: Batch) -> list[Tensor]:
         if not (self.training and torch.is_grad_enabled()):
             return []
         widths = ((self.embedding_dropout, self.embedded), *zip(self.dropout, self.hidden_sizes, strict=True))
         if not any(share for share, _ in widths):
             return []
-        shards = self.embeddings.shards_of(rows)
+        shards, tick = self.embeddings.shards_of(len(batch)), self.embeddings.tick
+        # Batches of one step of the rows, or of frozen rows, differ by their own numbers.
+        of: tuple[int | str, ...] = (tick,) if batch.step in (0, tick) else (tick, "batch", batch.step)
         if shards is None:
-            return self._drawn(rows, widths)
+            return self._drawn(len(batch), widths, *of)
         pairs = zip(shards.numbers, pairwise(shards.bounds), strict=True)
-        drawn = [self._drawn(stop - start, widths, number) for number, (start, stop) in pairs]
+        drawn = [self._drawn(stop - start, widths, *of, number) for number, (start, stop) in pairs]
         return [torch.cat(each) for each in zip(*drawn, strict=True)]
 
-    def _drawn(self, rows: int, widths: Sequence[tuple[float, int]], *shard: int) -> list[Tensor]:
+    def _drawn(self, rows: int, widths: Sequence[tuple[float, int]], *of: int | str) -> list[Tensor]:
         generator = torch.Generator(self.device)
-        generator.manual_seed(derive_key(self.seed, "dropout", self.embeddings.tick, *shard) & (2**63 - 1))
+        generator.manual_seed(derive_key(self.seed, "dropout", *of) & (2**63 - 1))
         drawn = ((share, torch.rand(rows, n, generator=generator, device=self.device)) for share, n in widths if share)
         return [(values >= share) / (1 - share) for share, values in drawn]
 

@@ -134,10 +134,10 @@ class TBSM(SequenceModel):
         (weight, *weights), (bias, *biases) = self.tower.parts()
         if context:
             vectors = torch.cat([made.unsqueeze(2).to(steps.dtype), steps], dim=2).flatten(1, 2)
-            crossed = torch.bmm(vectors, torch.stack(context, dim=2)).view(batch * count, -1)
+            crossed = torch.bmm(vectors, torch.stack(context, dim=2)).unflatten(1, (count, -1)).flatten(2).flatten(0, 1)
             inputs = torch.cat([inputs, crossed.to(inputs.dtype)], dim=1)
         own, shared = weight.split([inputs.shape[1], weight.shape[1] - inputs.shape[1]], dim=1)
-        hidden = nn.functional.linear(inputs, own).view(batch, count, -1)
+        hidden = nn.functional.linear(inputs, own).unflatten(0, (batch, count))
         if shared.shape[1]:
             pairs = dot_interaction(context[0], torch.stack(context[1:], dim=1))[:, dim:]
             hidden = hidden + nn.functional.linear(pairs, shared, bias).unsqueeze(1)
@@ -146,7 +146,8 @@ class TBSM(SequenceModel):
         hidden = hidden.relu().flatten(0, 1)
         if weights:
             hidden = mlp(hidden, weights, biases, relu_last=True)
-        return hidden.view(batch, count, -1)
+        found: Tensor = hidden.unflatten(0, (batch, count))
+        return found
 
     def _weights(self, past: Tensor, last: Tensor) -> Tensor:
         """Return the attention's weight of every step: [B, T]. A missing step has a zero vector in ``past``."""

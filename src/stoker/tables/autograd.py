@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags
+from stoker.ops.cpu.arena import is_foreign
 from stoker.ops.tree import Shards
 from stoker.tables.lookups import Lookups
 from stoker.tables.storage import Lease
@@ -105,6 +106,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     for index, grad in enumerate(grads):
         if grad is not None:
             bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
+            grad = grad.clone() if is_foreign(grad) else grad  # it waits until the rows step
             found[5 + index] = call.tables.backward_of(
                 index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.forward,
                 rows=wanted[0], weights=wanted[5 + index],

@@ -774,9 +774,13 @@ class EmbeddingTables(CopiedTables):
             self._joint = joint_of(self.groups, self.splitter)
             if self.changes is not None:
                 self.changes.link(self._joint)
-        super()._apply(fn, recurse)
-        if self.handle.dtype != torch.float32:
-            self.handle.data = self.handle.data.float()
+        own = self.handle, self.handle.grad
+
+        def moved(tensor: Tensor) -> Tensor:  # the handle keeps its type, as the rows do, and its place in graphs
+            made = fn(tensor)
+            return tensor.to(made.device) if tensor.dtype != made.dtype and any(tensor is t for t in own) else made
+
+        super()._apply(moved, recurse)
         self._steps.keep(self.handle)
         return self
 

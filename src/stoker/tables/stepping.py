@@ -29,9 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from stoker.base.errors import ConfigError
 
-#: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
-#: right; its elements differ, so that clipping by value, which is refused, differs from clipping by norm.
-_DIRECTION = (0.6, 0.8)
+#: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
+#: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
+#: by norm. Each backward takes the next vector, so that a sum with a gradient of another backward is no multiple.
+_DIRECTIONS = (0.6, 0.8), (0.8, 0.6), (0.6, -0.8), (0.8, -0.6)
 _MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
 _OTHERS = (
     "give that optimizer the parameters without the handle: model.dense_parameters(), or "
@@ -54,6 +55,8 @@ _UNREAD = {
 }
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
+_known = (-1, -1)  # references to classes of optimizers when these were last looked for, and how many were known
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -127,14 +130,16 @@ class RowSteps:
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, from the handle's gradient
+        self._published_times = 0
         self._published: Tensor | None = None  # the gradient that was given to the handle
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
-        self._count_before = 0  # those before a step of an optimizer that has begun
-        self._before: dict[weakref.ref[Tensor], int] = {}  # gradients of that time, and their versions
+        self._count_before = 0  # those before a step of an optimizer that calls a closure
+        self._ended: dict[Tensor, int] = {}  # dense parameters, and their gradients' versions when a backward ended
+        self._zeros: dict[Tensor, int] = {}  # those whose gradient was zeros at a later forward, and its version
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -264,6 +269,8 @@ class RowSteps:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
         self.since_optimizer += 1
+        if self.since_optimizer > 1 and self.checked:  # what changes gradients from here on is no backward
+            self._ended = {p: grad._version for p, grad in _gradients()}
         self._mark()
 
     def discard(self) -> None:
@@ -282,10 +289,22 @@ class RowSteps:
                     f"parameters, dropped the gradient of the rows before their step(). Call rows.step() first, or "
                     f"{_OTHERS}."
                 )
+            if not self._pending:
+                self._check_nothing_is_left()
             self._take_changes()
             if self._pending:
                 self.trained.apply_gradients(*self._take_pending())
             self._norm = 0.0
+
+    def _check_nothing_is_left(self) -> None:
+        """Raise an error if the handle has a gradient when the rows have none."""
+        grad = self.trained.handle.grad
+        if self.checked and grad is not None and grad.tolist() not in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):
+            raise ConfigError(
+                f"step() was called for a gradient of {self.name} that an earlier step() has used up, or that "
+                "zero_grad() has dropped before the loop put it back. Call zero_grad() after each step(), and step() "
+                "after a backward."
+            )
 
     def _take_pending(self) -> tuple[list[Any], float]:
         """Return the collected gradients, and the factor that is still to be applied."""
@@ -299,9 +318,13 @@ class RowSteps:
         """Give the handle a gradient with the norm of the rows' gradient."""
         trained = self.trained
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
-        self._norm = trained.gradient_norm(gradients)
-        handle = trained.handle
-        self._show(torch.tensor(_DIRECTION, device=handle.device, dtype=handle.dtype) * self._norm)
+        norm = trained.gradient_norm(gradients)
+        self._norm = norm if norm < torch.finfo(torch.float32).max else norm * math.inf  # as for clip_grad_norm_
+        self._published_times += 1
+        self._show(self._direction().to(trained.handle.device) * self._norm)
+
+    def _direction(self) -> Tensor:
+        return torch.tensor(_DIRECTIONS[self._published_times % len(_DIRECTIONS)])
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -312,8 +335,8 @@ class RowSteps:
         if grad is None:
             self.discard()
             return
-        first, second = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
-        before = [float(each) for each in torch.tensor(_DIRECTION, dtype=handle.dtype) * self._norm]
+        first, second = after = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
+        before = (self._direction() * self._norm).tolist()
         if self._norm == 0.0:
             return
         if first == second == 0.0:
@@ -322,24 +345,26 @@ class RowSteps:
         if not math.isfinite(before[1]):  # also a norm that is too large for the handle's type
             if grad._version == self._version or (second == before[1] and not math.isfinite(self._norm)):
                 return
-            if not math.isnan(second):
-                self._refuse_change(before, [first, second])
-            factor = math.nan if math.isnan(self._norm) else 0.0  # by which clip_grad_norm_ multiplies
+            if not math.isnan(first):
+                self._refuse_change(before, after)
+            factor = 0.0 if math.isinf(self._norm) else math.nan  # by which clip_grad_norm_ multiplies
             self._pending = [(group, each * factor) for group, each in self._pending]
             self._norm = math.nan
             self._published, self._version = grad, grad._version
             return
-        factor = second / before[1]
+        large = int(abs(before[1]) > before[0])
+        factor = after[large] / before[large]
         if math.isnan(first) and math.isnan(second):
             self.discard()
             if _enabled_scaler():  # which leaves this step out
                 return
+            handle.grad = None
             raise ConfigError(
                 f"the gradient of {self.name} became NaN after backward, by clip_grad_norm_ where a gradient of "
                 "another parameter is not finite. Skip such a step: zero_grad() and no step()."
             )
-        if not math.isclose(first / before[0], factor, rel_tol=1e-3):
-            self._refuse_change(before, [first, second])
+        if not math.isclose(after[1 - large] / before[1 - large], factor, rel_tol=1e-3):
+            self._refuse_change(before, after)
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
         self._published, self._version = grad, grad._version
@@ -347,8 +372,9 @@ class RowSteps:
     def _refuse_change(self, before: list[float], after: list[float]) -> None:
         raise ConfigError(
             f"the gradient of {self.name} was changed by more than a factor: from {before} to {after} "
-            "(clip_grad_value_, or noise?). Rows have no gradient to change element by element. Clip by norm "
-            "(clip_grad_norm_), or give the row optimizer clip_value."
+            "(clip_grad_value_, noise, or a sum with the gradient of another backward?). Rows have no gradient to "
+            "change element by element. Clip by norm (clip_grad_norm_), or give the row optimizer clip_value; add "
+            "losses instead of gradients."
         )
 
     def _mark(self) -> None:
@@ -395,6 +421,9 @@ class RowSteps:
                 ]  # fmt: skip
             if not self.deferred:
                 self._check_mark()
+            if self.since_optimizer:
+                found = _gradients(look=self.since_optimizer == 1)
+                self._zeros = {p: grad._version for p, grad in found if grad._version and not _any(grad)}
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -433,12 +462,7 @@ class RowSteps:
 
         ``latest`` finds the number of the last backward in this process; ``closure``: the step calls one.
         """
-        count, self.since_optimizer = self.since_optimizer, 0
-        self._before = {}
-        if count and closure:
-            grads = (p.grad for g in optimizer.param_groups for p in g["params"])
-            self._before = {weakref.ref(grad): grad._version for grad in grads if grad is not None}
-            self._count_before = count
+        self._count_before = self.since_optimizer
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
@@ -452,31 +476,28 @@ class RowSteps:
                     )
             return
         self._check_mark()
+        if not closure:
+            self.check_count(optimizer, latest)
+
+    def check_count(
+        self, optimizer: torch.optim.Optimizer, latest: Callable[[], int], *, closure: bool = False
+    ) -> None:
+        """Do :meth:`check_optimizer` for all backwards since an optimizer stepped, with those of a closure."""
+        count, self.since_optimizer = self.since_optimizer, 0
+        ended, zeros, self._ended, self._zeros = self._ended, self._zeros, {}, {}
         # If another model's backward came last, this optimizer is not for these rows.
-        if count < 2 or self.latest != latest():
+        if count < 2 or not self.checked or self.deferred or self.trained is None or self.latest != latest():
             return
-        self._check_added(optimizer, count)
-
-    def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise the same error if a backward inside a step, of its closure, added to one before it."""
-        before, inside = self._before, self.since_optimizer
-        self._before, self.since_optimizer = {}, 0
-        if not inside or not self.checked or self.deferred or self.trained is None:
-            return
-        if isinstance(optimizer, torch.optim.LBFGS) and inside > 1:  # it looks for the best step
+        inside = count - self._count_before
+        if closure and inside > 1 and isinstance(optimizer, torch.optim.LBFGS):  # it looks for the best step
             raise self._once_for(optimizer, inside)
-        if inside > 1:
-            self._check_added(optimizer, inside)
-        handle = self.trained.handle.grad
-        changed = ((ref(), version) for ref, version in before.items())
-        if any(grad is not None and grad is not handle and grad._version > version for grad, version in changed):
-            raise self._once_for(optimizer, self._count_before + inside)
-
-    def _check_added(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Raise an error if a backward has added to a gradient, which changes it in place."""
         handle = self.trained.handle
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if p is not handle and p.grad is not None and p.grad._version > 0:
+            if p is handle or p.grad is None:
+                continue
+            # A backward adds to a gradient in place, but to zeros or none; with create_graph=True it copies or adds.
+            graph, changes = p.grad.grad_fn, ended.get(p, p.grad._version) - zeros.get(p, -1)
+            if changes > (1 if graph is None else 2) or type(graph).__name__ == "AddBackward0":
                 raise self._once_for(optimizer, count)
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
@@ -533,19 +554,51 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
+def _kinds(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
+    return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
+
+
+def _gradients(*, look: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters with a gradient of optimizers that have stepped; ``look`` for those that have not yet."""
+    global _known
+    kinds = _kinds(torch.optim.Optimizer) if look else []
+    references = sum(map(sys.getrefcount, kinds))  # each optimizer refers to its class
+    if look and (references, len(_optimizers)) != _known:  # one may have replaced another
+        found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
+        _optimizers.update(each for each in found if "param_groups" in vars(each) and type(each) is not TableOptimizer)
+        _known = references, len(_optimizers)
+    for optimizer in list(_optimizers):
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            if p.grad is not None:
+                yield p, p.grad
+
+
+def _any(grad: Tensor) -> bool:
+    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    found, closure = cache(_latest_backward), kwargs.get("closure", args[1] if len(args) > 1 else None)
-    _check_all(optimizer, lambda steps: steps.check_optimizer(optimizer, found, closure=closure is not None))
+    if isinstance(optimizer, TableOptimizer):
+        return
+    _optimizers.add(optimizer)
+    found, closure = cache(_latest_backward), _closure(args, kwargs)
+    _check_all(lambda steps: steps.check_optimizer(optimizer, found, closure=closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _check_all(optimizer, lambda steps: steps.check_closure(optimizer))
+    if _closure(args, kwargs) and not isinstance(optimizer, TableOptimizer):
+        found = cache(_latest_backward)
+        _check_all(lambda steps: steps.check_count(optimizer, found, closure=True))
 
 
-def _check_all(optimizer: torch.optim.Optimizer, check: Callable[[RowSteps], None]) -> None:
+def _closure(args: Any, kwargs: Any) -> bool:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+
+
+def _check_all(check: Callable[[RowSteps], None]) -> None:
     """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
     errors: list[ConfigError] = []
-    for steps in list(_watched) if not isinstance(optimizer, TableOptimizer) else ():
+    for steps in list(_watched):
         try:
             check(steps)
         except ConfigError as error:

@@ -16,6 +16,13 @@ from torch import Tensor
 
 _KEEP = 8  # idle buffers kept of each size
 _LINE = 16  # float32 numbers
+_lent: dict[int, weakref.ref[np.ndarray]] = {}  # the memory that tensors use now, by its address
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return True if another library owns the memory of a tensor, and may change it without torch's notice."""
+    storage = tensor.untyped_storage()
+    return not storage.resizable() and storage.data_ptr() not in _lent
 
 
 def flat(tensor: Tensor) -> np.ndarray:
@@ -29,7 +36,6 @@ class Arena:
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, deque[np.ndarray]] = defaultdict(lambda: deque(maxlen=_KEEP))
-        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialised tensor of ``shape``."""
@@ -44,11 +50,12 @@ class Arena:
             memory = memory[first : first + rounded]
         view = memory[:size].reshape(shape)
         # reshape may return the slice itself. It is a fresh object either way, and lives while any tensor uses it.
-        key = id(view)
+        tensor = torch.from_numpy(view)
+        key = tensor.data_ptr() or id(view)  # 0 if it is empty
 
         def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:
-            self._lent.pop(key, None)
+            _lent.pop(key, None)
             idle.append(memory)
 
-        self._lent[key] = weakref.ref(view, give_back)
-        return torch.from_numpy(view)
+        _lent[key] = weakref.ref(view, give_back)
+        return tensor

@@ -254,7 +254,12 @@ class CompressedGroup(TableGroup):
 
 
 def check_cores(optimizer: RowOptimizer, what: str) -> None:
-    """Raise ConfigError for an optimizer that cannot work on slices of cores."""
+    """Raise ConfigError for what is no row optimizer, or cannot work on slices of cores."""
+    if not isinstance(optimizer, RowOptimizer):
+        raise ConfigError(
+            f"the optimizer of {what} is a {type(optimizer).__name__}; cores that step inside backward need one such "
+            "as stoker.SGD(lr=0.1). For one of torch, leave it out: cores are then parameters."
+        )
     if optimizer.cow_clip is not None:
         raise ConfigError(
             f"{what} is a tensor train, whose cores have no ids to count, so CowClip cannot clip them. Leave "

@@ -53,11 +53,11 @@ class _DistinctRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cores, bag = ctx.saved_tensors, ctx.bag
-        if ctx.tick != bag.tick:
+        if ctx.tick != bag.tick or ctx.values.rows.dtype != cores[0].dtype:
             raise RuntimeError(
                 "the cores of a TTEmbeddingBag were changed between this forward and its backward, and the gradient "
-                "depends on them as they were: another backward came between. Do the forward again, or join the losses "
-                "in one backward."
+                "depends on them as they were: another backward, or another type (half()), came between. Do the "
+                "forward again, or join the losses in one backward."
             )
         slices = gradients(cores, ctx.trie, ctx.values, grad.contiguous())
         if bag.optimizer is not None:
@@ -334,6 +334,18 @@ class TTEmbeddingBag(nn.Module):
         trie, _ = build_trie(distinct, self.shape, self.cores[0]).on(self.cores[0].device)
         rows: Tensor = _DistinctRows.apply(self, trie, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows, trie.places
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "optimizer" and name in vars(self):
+            if type(value) is not type(self.optimizer):
+                raise ConfigError(
+                    f"this TTEmbeddingBag was made with optimizer {type(self.optimizer).__name__}, which cannot become "
+                    f"{type(value).__name__}: it keeps other state. Make another bag with that optimizer, and take the "
+                    "cores: bag.load_state_dict(old.state_dict(), strict=False)."
+                )
+            if value is not None:
+                check_cores(value, "TTEmbeddingBag")
+        super().__setattr__(name, value)
 
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.

@@ -140,7 +140,9 @@ def evaluate(
 
     They are AUC, log loss, normalized entropy, accuracy and calibration (:class:`StreamingMetrics`). If the split has
     groups, also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.metrics.RankingMetrics`). Rows
-    without a label are left out, also in their lists; ``rows`` in the result counts the others.
+    without a label are left out, also in their lists; ``rows`` in the result counts the others. Rows are ordered by
+    their logits. Probabilities in float32, as of :func:`predict`, are equal for some of them that are close, so an AUC
+    that is computed from these may differ in the sixth digit.
 
     Args:
         model: the model. It does not change.
