@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 12_825,
+    "tables": 12_890,
     "models": 1_995,
     "placement": 2_890,
-    "training": 10_995,
+    "training": 11_030,
     "rewrite": 1_940,
     "prep": 12_790,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_800
+ALL_LINES = 64_920
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
