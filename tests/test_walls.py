@@ -28,7 +28,7 @@ LINES = {
     "tables": 12_890,
     "models": 1_995,
     "placement": 2_890,
-    "training": 11_030,
+    "training": 11_040,
     "rewrite": 1_940,
     "prep": 12_790,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_920
+ALL_LINES = 64_930
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

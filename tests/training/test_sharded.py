@@ -411,6 +411,21 @@ def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -
         assert message.startswith(f"rank 1 {said}")
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_scores_of_ranks_are_those_of_one_process(trained: bool, tmp_path: Path) -> None:
+    """80 rows in blocks of their own, and 3 rows, of which some ranks have none."""
+    data = make_dataset(tmp_path / "d", rows=800, num_embeddings=(120, 60, 10))
+
+    def work(ranks: Ranks | None) -> list[list[float]]:
+        model = stoker.DCN(data.schema, embedding_dim=5, hidden=(8,), shards=4, ranks=ranks)
+        if trained:
+            stoker.distributed.ShardedLoss(model)  # scores in training are found by shards
+        return [stoker.predict(model, data.valid, rows=rows).scores.tolist() for rows in (None, 3)]
+
+    for ranks in (1, 2, 4):
+        assert on_threads(ranks, work) == [work(None)] * ranks
+
+
 def test_losses_over_lists_are_refused() -> None:
     model = stoker.DLRM(stoker.FeatureSpec.from_sizes(1, [9]), embedding_dim=4, bottom=(8,), top=(8,))
     model.embeddings.shards, model.objective = 2, "softmax"
