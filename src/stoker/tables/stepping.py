@@ -401,7 +401,7 @@ class RowSteps:
         grad, expected, self._expects = self.trained.handle.grad, self._expects, False
         if grad is None or expected or _several_processes():
             return
-        if grad is self._published and (self.deferred or grad._version == self._version):  # autograd adds in place
+        if (self.deferred or grad._version == self._version) and grad is self._published:  # autograd adds in place
             return
         if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):  # cleared, or put back by the loop
             return
