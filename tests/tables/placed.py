@@ -21,7 +21,6 @@ from programs import LONGEST, Round, Run, Turn, draw_rounds
 
 from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, Mapped, TableConfig, optim
 from stoker.tables.links.transfer import QueuedLink
-from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.residency import LANDED, Residency
 from stoker.tables.slots.sharded import ShardedResidency
 from stoker.tables.slots.slotted import SlottedRows
@@ -352,15 +351,21 @@ def slots_of(tables: EmbeddingTables) -> list[SlottedRows]:
     return [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
 
 
+def plain(made: ShardedResidency) -> list[Residency]:
+    """Return residencies in plain Python for the shards of one."""
+    return [Residency(each.first_row, each.slots, transient=made.transient) for each in made.shards]
+
+
 def divide(storage: SlottedRows, case: Case) -> None:
     """Plan in shards, if each has the slots that an example needs at most."""
     least = 2 + LONGEST * sum(len(table.features) for table in case.tables)
     shards = next((shards for shards in (4, 2) if case.transit >= shards * least), 1)
     if shards > 1 and storage.num_slots < storage.num_rows:
         storage.residency = ShardedResidency(
-            storage.space.first_row, len(storage.transit.weight), transient=storage.residency.transient,
-            kind=FastResidency if case.seed % 2 else Residency, shards=shards,
-        )  # fmt: skip
+            storage.space.first_row, len(storage.transit.weight), transient=storage.residency.transient, shards=shards
+        )
+        if case.seed % 2 == 0:
+            storage.residency.shards = plain(storage.residency)
         storage.move_by(storage._link)
 
 

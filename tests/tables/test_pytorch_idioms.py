@@ -564,6 +564,22 @@ def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     assert tables.tick == 1
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_penalty_on_the_handle_is_refused_in_any_step(cleared: bool) -> None:
+    """Autograd adds in place to what the step before left in its gradient, if the loop does not clear it."""
+    tables = made()
+    for ids in batches(2):
+        loss = loss_of(tables(ids), 0)
+        if cleared and tables.handle.grad is not None:
+            tables.handle.grad.zero_()
+        loss.backward()
+    before = tables.rows("t")
+    loss = loss_of(tables(batches(1)[0]), 0) + tables.handle.square().sum()
+    with pytest.raises(stoker.ConfigError, match="the loss depends on the handle of t"):
+        loss.backward()
+    assert torch.equal(tables.rows("t"), before)
+
+
 def test_optimizers_that_step_less_often_than_the_rows_are_no_mistake() -> None:
     """Rows train alone for some steps, or beside another model, whose optimizer is not for them."""
     tables, head, other = made(), nn.Linear(FEATURES * DIM, 1), nn.Linear(2, 1)

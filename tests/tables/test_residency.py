@@ -8,6 +8,7 @@ import torch
 from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placed import plain
 
 from stoker.base.errors import ConfigError
 from stoker.ops.distinct import to_slots
@@ -164,9 +165,9 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
 @given(scripts(), st.sampled_from([2, 4, 8]))
 def test_shards_of_either_kind_make_the_same_plans_and_keep_the_rules(script, shards):
     def make(first, slots, *, transient, fast):
-        kind = FastResidency if fast else Residency
-        made = ShardedResidency(first, slots, transient=transient, kind=kind, shards=shards)
+        made = ShardedResidency(first, slots, transient=transient, shards=shards)
         if not fast:
+            made.shards = plain(made)
             made._divide, made._merge, made._pick = divide, merge, pick
         return made
 
@@ -407,7 +408,7 @@ def test_every_row_is_a_block_of_one_shard(tables, shards):
     rows = np.random.default_rng(len(tables)).permutation(first[-1])
     parts, fast = Parts(*divide(rows, shards)), sharded_kernels.divide(rows, shards)
     assert all(np.array_equal(a, b) for a, b in zip(parts, fast, strict=True))
-    made = ShardedResidency(first, max(1, first[-1] // 2), transient=False, kind=Residency, shards=shards)
+    made = ShardedResidency(first, max(1, first[-1] // 2), transient=False, shards=shards)
     for shard in range(shards):
         own = slice(*parts.begins[shard : shard + 2])
         assert np.array_equal(join(parts.blocks[own], shard, shards), rows[parts.order[own]])
@@ -430,9 +431,8 @@ def test_slots_and_cores_decide_how_many_shards_there_are(monkeypatch):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_shards_plan_a_batch_without_rows(fast):
-    made = ShardedResidency(
-        np.array([0, 100]), 40, transient=False, kind=FastResidency if fast else Residency, shards=4
-    )
+    made = ShardedResidency(np.array([0, 100]), 40, transient=False, shards=4)
+    made.shards = made.shards if fast else plain(made)
     made.announce(np.zeros(0, np.int64))
     made.release(made.plan().slots, changed=True)
     assert made.plan_now(np.arange(5)).hits == 0
@@ -451,13 +451,13 @@ def test_shards_miss_hardly_more_than_one_residency():
     batches = [np.unique(random.zipf(1.2, 3000) % 200_000) for _ in range(60)]
     first = np.array([0, 120_000, 200_000])
     one = drive(FastResidency(first, 16_000, transient=False), batches, 8)
-    eight = drive(ShardedResidency(first, 16_000, transient=False, kind=FastResidency, shards=8), batches, 8)
+    eight = drive(ShardedResidency(first, 16_000, transient=False, shards=8), batches, 8)
     assert one < 0.8 * sum(map(len, batches))
     assert abs(eight / one - 1) < 0.003
 
 
 def test_a_batch_that_fits_in_all_shards_but_one_changes_nothing():
-    made = ShardedResidency(np.array([0, 800]), 160, transient=False, kind=FastResidency, shards=8)
+    made = ShardedResidency(np.array([0, 800]), 160, transient=False, shards=8)
     alone = join(np.arange(30), 5, 8)  # all in one shard of 20 slots
     before = made.plan_now(np.arange(40, 100))
     assert made.plan_now(alone) is None
@@ -474,7 +474,7 @@ def test_threads_make_the_plans_of_one():
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            made = ShardedResidency(np.array([0, 50_000]), 8000, transient=False, kind=FastResidency, shards=8)
+            made = ShardedResidency(np.array([0, 50_000]), 8000, transient=False, shards=8)
             plans = []
             for rows in batches:
                 made.announce(rows)

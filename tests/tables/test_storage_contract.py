@@ -17,7 +17,6 @@ from stoker.base.errors import ConfigError, HomeError
 from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.links.transfer import DirectLink, QueuedLink
-from stoker.tables.slots.fast_residency import FastResidency
 from stoker.tables.slots.sharded import ShardedResidency
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, MappedRows, Rows, Storage
@@ -41,9 +40,7 @@ def slotted(kind, link, *, transient=False, hot=0.0, shards=1):
         )  # fmt: skip
         if shards > 1 and rows > 40:
             slots = len(made.transit.weight)
-            made.residency = ShardedResidency(
-                space.first_row, slots, transient=transient, kind=FastResidency, shards=shards
-            )
+            made.residency = ShardedResidency(space.first_row, slots, transient=transient, shards=shards)
             made.move_by(made._link)
         return made
 

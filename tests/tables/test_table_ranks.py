@@ -10,6 +10,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -275,6 +277,125 @@ def test_ranks_that_make_other_tables_are_refused(other: dict[str, Any], divided
 
     for said in on_threads(2, work):
         assert "of rank 1 " in said
+
+
+def _two(group: Ranks, **given: Any) -> EmbeddingTables:
+    tables = [TableConfig(name=name, num_embeddings=9, embedding_dim=4) for name in "abc"]
+    return EmbeddingTables(tables, optimizer=optim.SGD(lr=0.1), shards=4, ranks=group, **given)
+
+
+@pytest.mark.parametrize("what", ["features", "placement"])
+def test_ranks_with_other_features_or_groups_of_tables_are_refused(what: str) -> None:
+    """Tables that share a placement are a group, and ranks exchange rows group by group."""
+
+    def work(group: Ranks) -> str:
+        first = "ab" if group.rank else "ac"
+        given: dict[str, Any] = {
+            "features": {"features": (first[0], *sorted(set("abc") - {first[0]}, reverse=group.rank == 1))},
+            "placement": {"placement": {name: Device() if name in first else Mapped() for name in "abc"}},
+        }[what]
+        with pytest.raises(ConfigError) as caught:
+            _two(group, **given)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "of rank 1 are not made like those of rank 0" in said
+
+
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_learning_rate_that_one_rank_sets_is_refused(divided: bool, ranks: int) -> None:
+    def work(group: Ranks) -> str:
+        tables = _some(group if divided else None)
+        if not divided:
+            tables.replicate(group)
+        tables(_batch(group, 0)).sum().backward()
+        if group.rank == 1:
+            tables.lr = 0.25
+        with pytest.raises(RanksError) as caught:
+            tables(_batch(group, 1)).sum().backward()
+        return str(caught.value)
+
+    for said in on_threads(ranks, work):
+        assert said.startswith(f"the learning rates of the rows are 0.1, 0.25{', 0.1' * (ranks - 2)} on ranks 0 to")
+
+
+def test_a_stage_on_one_rank_alone_is_refused() -> None:
+    def work(group: Ranks) -> str:
+        tables = _some(group, placement=Cached(slots=16))
+        batches: Any = [_batch(group, step) for step in range(3)]
+        staged = batches if group.rank else stage(batches, tables, lookups=lambda ids: ids)
+        with pytest.raises(RanksError) as caught:
+            tables(next(iter(staged)))
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "rank 0: ask for rows ahead, table 't' (to each its own); rank 1: ask for rows of table 't'" in said
+
+
+@pytest.mark.parametrize("dim", [1, 3, 4])
+@pytest.mark.parametrize("divided", [True, False])
+def test_widths_may_be_odd_and_a_batch_may_have_one_row(dim: int, divided: bool) -> None:
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+
+    def work(group: Ranks | None) -> dict[str, str]:
+        table = TableConfig(name="t", num_embeddings=7, embedding_dim=dim)
+        tables = EmbeddingTables(
+            [table], optimizer=optim.Adagrad(lr=0.1), shards=4, placement=Cached(slots=4),
+            **({"ranks": group} if divided and group else {}),
+        )  # fmt: skip
+        if group is not None and not divided:
+            tables.replicate(group)
+        own = ids if group is None else ids[4 * group.rank // group.size : 4 * (group.rank + 1) // group.size]
+        for step in stage([own.clone() for _ in range(2)], tables, lookups=lambda ids: ids):
+            rows = tables.as_optimizer()
+            tables(step).square().sum().backward()
+            rows.step()
+            rows.zero_grad()
+        return digest(tables)
+
+    for ranks in (1, 2, 3, 4):
+        assert on_threads(ranks, work) == [work(None)] * ranks
+
+
+@pytest.mark.parametrize("at", ["header", "rows", "between"])
+def test_an_interrupt_within_a_message_ends_all_ranks(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may catch Ctrl-C and go on, while the others wait for the rest of the message."""
+    answer = DividedGroup._heard
+
+    def heard(self: DividedGroup, *given: Any) -> Any:
+        if self.ranks.rank == 1 and at == "between":
+            raise KeyboardInterrupt
+        return answer(self, *given)
+
+    monkeypatch.setattr(DividedGroup, "_heard", heard)
+
+    def work(group: Ranks) -> tuple[str, str]:
+        tables, said = _some(group), ""
+        name = {"header": "gather", "rows": "swap", "between": ""}[at]
+        if group.rank == 1:
+            end, call = group.wire.end, getattr(group.wire, name, None)
+
+            def ended(why: str) -> RanksError:
+                nonlocal said
+                said = why
+                return end(why)
+
+            def interrupted(*given: Any) -> Any:
+                if len(given) == 1:  # the others have the header
+                    call(*given)  # type: ignore[misc]
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(group.wire, "end", ended)
+            if call is not None:
+                monkeypatch.setattr(group.wire, name, interrupted)
+        with pytest.raises((KeyboardInterrupt, RanksError)) as caught:
+            tables(_batch(group, 0))
+        return type(caught.value).__name__, said
+
+    (first, _), (second, said) = on_threads(2, work)
+    assert (first, second) == ("RanksError", "KeyboardInterrupt")
+    assert said.startswith("rank 1 of 2 was interrupted (KeyboardInterrupt) when it was to ")
 
 
 def test_two_backwards_of_a_forward_are_those_of_one_process() -> None:
@@ -855,6 +976,42 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others_with_one_message(
     assert said.startswith(message)
     assert said == same
     assert "Start all ranks again" in said
+
+
+_RAISES = """
+import sys, torch
+sys.path.insert(0, sys.argv[3])
+from reductions import join
+from test_table_ranks import make, train
+from stoker import optim
+from stoker.tables import Ranks
+join(int(sys.argv[1]), 3, sys.argv[2] + "/meet")
+ranks = Ranks()
+tables = make(optim.SGD(lr=0.5), ranks=ranks)
+train(tables, 7, 37, "single")
+if ranks.rank == 1:
+    raise ValueError("label 7 is no click")
+train(tables, 8, 37, "single")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_a_loop_on_one_rank_ends_the_others_with_its_message(tmp_path: Path) -> None:
+    """Interpreters of their own: their end is the point."""
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path, str(tests.parent)]))}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RAISES, str(rank), str(tmp_path), str(tests)], env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    first, second, third = (each.communicate()[1] for each in running)
+    assert "ValueError: label 7 is no click" in second
+    for said in (first, third):
+        assert "RanksError: rank 1 of 3 stopped: ValueError: label 7 is no click. Start all ranks again" in said
+    assert all(each.returncode for each in running)
 
 
 def _fail_in_a_collective(rank: int, ranks: int, folder: str) -> None:

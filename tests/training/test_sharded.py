@@ -30,7 +30,7 @@ from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
-from stoker.training.ranks.sums import Step, Sums, add_over_ranks
+from stoker.training.ranks.sums import Alike, Step, Sums, add_over_ranks
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 14, "eval_every": 7, "shards": 8, "tensorboard": False,
@@ -324,6 +324,9 @@ def test_an_error_of_a_shard_reaches_the_caller_and_threads_are_alone() -> None:
     assert seen == [1] * 8
 
 
+SAME = Alike(0, 0, 0)
+
+
 def _of_a_rank(ranks: Ranks, batch: int) -> Step:
     """Sums over 4 shards of two parameters; the second one has a gradient on the last rank only."""
     last = ranks.rank == ranks.size - 1
@@ -332,7 +335,7 @@ def _of_a_rank(ranks: Ranks, batch: int) -> Step:
         for node in nodes_of(ranks.numbers_of(ranks.rank, 4))
     }
     parameters = [torch.zeros(3), torch.zeros(2)]
-    return add_over_ranks(ranks, 4, batch, sums, parameters, [last, *[False] * 69], 10 * ranks.rank)
+    return add_over_ranks(ranks, 4, batch, sums, parameters, [last, *[False] * 69], 10 * ranks.rank, SAME)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -364,11 +367,63 @@ def test_ranks_with_other_models_are_refused() -> None:
         sums = {node: Sums(torch.tensor(1.0), [torch.ones(3 + ranks.rank)])
                 for node in nodes_of(ranks.numbers_of(ranks.rank, 4))}  # fmt: skip
         with pytest.raises(RanksError) as caught:
-            add_over_ranks(ranks, 4, 40, sums, [torch.zeros(3 + ranks.rank)], [True], 0)
+            add_over_ranks(ranks, 4, 40, sums, [torch.zeros(3 + ranks.rank)], [True], 0, SAME)
         return str(caught.value)
 
     for said in on_threads(2, work):
         assert "gradients of 4, 5 numbers" in said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("seed", "has other parameters in its dense part"), ("data", "has another batch than rank 0: other"),
+        ("order", "has another batch than rank 0, by its step"), ("schedule", "has other parameters"),
+    ],
+)  # fmt: skip
+def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -> None:
+    """Each would train without an error, and no number would be that of one process."""
+    spec = stoker.FeatureSpec.from_sizes(1, [9])
+
+    def work(ranks: Ranks) -> str:
+        other = ranks.rank == 1
+        model = stoker.DLRM(spec, embedding_dim=4, bottom=(4,), top=(4,), shards=4, ranks=ranks)
+        if other and what == "seed":
+            nn.init.uniform_(model.dense_parameters()[-1])
+        dense = torch.optim.SGD(model.dense_parameters(), lr=0.1)
+        loss_of = stoker.distributed.ShardedLoss(model)
+
+        def train() -> None:
+            for step in range(4):
+                if step == 2 and other and what == "schedule":
+                    dense.param_groups[0]["lr"] = 0.05
+                ids = (torch.arange(8).view(8, 1) + (other and what == "data")) % 9
+                number = step + (other and what == "order")
+                loss_of(Batch(dense=torch.ones(8, 1), ids=ids, labels=torch.ones(8), step=number)).backward()
+                dense.step()
+                dense.zero_grad()
+
+        with pytest.raises(RanksError) as caught:
+            train()
+        return str(caught.value)
+
+    for message in on_threads(2, work):
+        assert message.startswith(f"rank 1 {said}")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_scores_of_ranks_are_those_of_one_process(trained: bool, tmp_path: Path) -> None:
+    """80 rows in blocks of their own, and 3 rows, of which some ranks have none."""
+    data = make_dataset(tmp_path / "d", rows=800, num_embeddings=(120, 60, 10))
+
+    def work(ranks: Ranks | None) -> list[list[float]]:
+        model = stoker.DCN(data.schema, embedding_dim=5, hidden=(8,), shards=4, ranks=ranks)
+        if trained:
+            stoker.distributed.ShardedLoss(model)  # scores in training are found by shards
+        return [stoker.predict(model, data.valid, rows=rows).scores.tolist() for rows in (None, 3)]
+
+    for ranks in (1, 2, 4):
+        assert on_threads(ranks, work) == [work(None)] * ranks
 
 
 def test_losses_over_lists_are_refused() -> None:

@@ -674,7 +674,8 @@ class EmbeddingTables(CopiedTables):
                     f"Make them with shards={1 << (replicas.size - 1).bit_length()} or more."
                 )
             own = self.seed if self.divided else None  # of divided rows each rank makes its own
-            replicas.check_alike(self.tables, self.optimizer, self.shards, own)
+            together = [[table.name for table in group.tables] for group in self.groups]
+            replicas.check_alike(self.tables, self.stored, self.features, together, self.optimizer, self.shards, own)
             for table in () if self.divided else self.tables:
                 _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
                 replicas.check_equal(f"table {table.name!r}", rows.weight)

@@ -197,7 +197,7 @@ class TableGroup:
         assert shards is not None
         with ranks.guard():
             own = shard_sums(self.backend, lookups, grad, shards)
-        return shared_sums(ranks, own, tree, f"table {self.tables[0].name!r}")
+        return shared_sums(ranks, own, tree, f"table {self.tables[0].name!r}", self.optimizer.lr)
 
     @spanned("update")
     def step(self, rows: Tensor, grads: Tensor, counts: Tensor) -> None:

@@ -428,7 +428,9 @@ class RowSteps:
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
         grad, expected, self._expects = self.trained.handle.grad, self._expects, False
-        if grad is None or grad is self._published or expected or _several_processes():
+        if grad is None or expected or _several_processes():
+            return
+        if (self.deferred or grad._version == self._version) and grad is self._published:  # autograd adds in place
             return
         if grad.tolist() in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):  # cleared, or put back by the loop
             return

@@ -31,7 +31,7 @@ from stoker.tables.config import Slotted, Strategy, TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.ranks.sums import packed, sends_names, unpacked
-from stoker.tables.ranks.transport import Ranks
+from stoker.tables.ranks.transport import Ranks, bits_of, check_rates
 from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
@@ -172,15 +172,16 @@ class DividedGroup(TableGroup):
     # ---- lookups
 
     def acquire(self, lookups: Lookups) -> Lease:
-        told, found = self._tell(lookups, 0), list[Asked]()
+        found, size = list[Asked](), self.dim * self.storage.weight.itemsize
+        with self.ranks.whole(f"look up {self._name}"):
+            told = self._tell(f"ask for rows of {self._name}", lookups)
 
-        def sent() -> list[Tensor]:
-            found.append(self._heard(told))
-            return self._sent(found[0])
+            def sent() -> list[Tensor]:
+                found.append(self._heard(told))
+                return self._sent(found[0])
 
-        size = self.dim * self.storage.weight.itemsize
-        sizes = [size * len(each) for each in told.wanted]
-        values = self.ranks.agreed(f"send rows of {self._name}", sent, sizes, [size * each for each in told.counts])
+            sizes = [size * len(each) for each in told.wanted]
+            values = self.ranks.agreed(f"send rows of {self._name}", sent, sizes, [size * each for each in told.counts])
         found[0].values, found[0].version = torch.cat(values), self.version
         return self.lease_of(found[0], None)
 
@@ -193,11 +194,11 @@ class DividedGroup(TableGroup):
 
     def ask(self, lookups: Lookups, note: int = 0) -> Asked:
         """Tell the owners which rows a batch looks up, and hear which of the own rows all ranks look up, and a note."""
-        told = self._tell(lookups, note)
+        told = self._tell(f"ask for rows ahead, {self._name}", lookups, note)
         with self.ranks.guard():
             return self._heard(told)
 
-    def _tell(self, lookups: Lookups, note: int) -> _Told:
+    def _tell(self, work: str, lookups: Lookups, note: int = 0) -> _Told:
         ranks, bags = self.ranks, lookups.bags
         with ranks.guard():
             found, which = distinct_rows(bags.cpu(), lookups.space)
@@ -207,7 +208,7 @@ class DividedGroup(TableGroup):
             ids = place[which.long()].to(torch.int32).to(bags.ids.device)
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
             parts = list(rows[order].to(wide).split(counts))
-        wanted, notes = ranks.exchange_noted(f"ask for rows of {self._name}", parts, [note])
+        wanted, notes = ranks.exchange_noted(work, parts, [note])
         return _Told(Lookups(replace(bags, ids=ids), lookups.space), counts, wanted, [each for [each] in notes])
 
     def _heard(self, told: _Told) -> Asked:
@@ -249,6 +250,12 @@ class DividedGroup(TableGroup):
         self.version += 1
         self.tick += 1
 
+    def _send(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Do :meth:`Ranks.exchange` for a step, which all ranks take by the same learning rate."""
+        found, said = self.ranks.exchange_noted(f"{work}, {self._name}", parts, [bits_of(self.optimizer.lr)])
+        check_rates(work, said)
+        return found
+
     def _step_named(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> None:
         shards = lookups.bags.shards
         assert shards is not None
@@ -256,7 +263,7 @@ class DividedGroup(TableGroup):
             own = shard_sums(self.backend, lookups, grad, shards)
             order, counts = self._by_owner(own.sums.rows)
             parts = list(packed(own)[order].split(counts))
-        found = torch.cat(ranks.exchange(f"send gradients of {self._name}", parts))
+        found = torch.cat(self._send("send gradients", parts))
         with ranks.guard():
             sums, occurs = joined_sums(unpacked(found), tree)
             self.own.step(self._owned(sums.rows), sums.values, occurs)
@@ -268,7 +275,7 @@ class DividedGroup(TableGroup):
             values = row_gradients(self.backend, count, lookups.space, lookups.bags, which, grad)
             occurs = torch.bincount(which.view(-1), minlength=count)
             sent = torch.cat([occurs.to(torch.int32).view(-1, 1), values.view(torch.int32)], dim=1)
-        found = ranks.exchange(f"send gradients of {self._name} as asked", list(sent.split(asked.counts)))
+        found = self._send("send gradients as asked", list(sent.split(asked.counts)))
         with ranks.guard():
             sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64)
             for rank, (places, data) in enumerate(zip(asked.places, found, strict=True)):

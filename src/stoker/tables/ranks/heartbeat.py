@@ -8,6 +8,8 @@ one of them stands still.
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import time
 import weakref
@@ -68,6 +70,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, args=(group,), name="stoker-heartbeat", daemon=True)
         self._thread.start()
         weakref.finalize(owner, self._end)  # at the latest at exit, which a thread in C++ would make fail
+        atexit.register(self._say_why)  # before that
+
+    def check(self) -> None:
+        """Raise :class:`RanksError` if all ranks were ended before."""
+        if self._why:
+            raise self._error()
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective.
@@ -83,14 +91,13 @@ class Heartbeat:
             beats = self._beats
             if still > self._limit:
                 self._why = self._why or self._without_store()
-            if self._why:
-                raise self._error()
+            self.check()
         self._pending = self._waits = False
 
     def _is_done(self, work: dist.Work) -> bool:
         try:
             work.wait(*self._poll)
-        except RuntimeError as error:
+        except RuntimeError:
             if not work.is_completed():
                 return False
             try:
@@ -98,8 +105,7 @@ class Heartbeat:
             except RuntimeError:
                 self._lost = self._waits = True
                 self._find(2 * _GONE)
-                if self._why:
-                    raise self._error() from error
+                self.check()
                 raise
         return True
 
@@ -124,7 +130,16 @@ class Heartbeat:
         error.told, error.lost = int(reporter) != self._rank, True
         return error
 
+    def _say_why(self) -> None:
+        """Tell the other ranks of the exception that ends this process, unless they know it."""
+        error = getattr(sys, "last_value", None)
+        known = self._why or isinstance(error, RanksError) or getattr(error, "told", False)
+        if error is not None and not known and self._thread.is_alive() and not hasattr(sys, "ps1"):
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            self.end(f"rank {self._rank} of {self._size} stopped: {what}. {_AGAIN}")
+
     def _end(self) -> None:
+        atexit.unregister(self._say_why)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_BEAT)

@@ -35,13 +35,14 @@ def packed(parts: ShardSums) -> Tensor:
 
 def unpacked(data: Tensor) -> ShardSums:
     """Invert :func:`packed`."""
-    rows = data[:, :2].contiguous().view(torch.int64).view(-1)
+    # A slice of one row is contiguous with any stride, which view(dtype) refuses.
+    rows = data[:, :2].clone(memory_format=torch.contiguous_format).view(torch.int64).view(-1)
     node, counts = data[:, 2].long(), data[:, 3].long()
     values = data[:, _HEAD:].contiguous().view(torch.float32)
     return ShardSums(RowSums(rows, node // _START, node % _START, values), counts)
 
 
-def shared_sums(ranks: Ranks, own: ShardSums, shards: range, name: str) -> ShardSums:
-    """Return the sums of rows over the shards of all ranks, on every rank."""
-    parts = torch.cat(ranks.gather(f"share gradients of {name}", packed(own)))
+def shared_sums(ranks: Ranks, own: ShardSums, shards: range, name: str, lr: float) -> ShardSums:
+    """Return the sums of rows over the shards of all ranks, on every rank; all have the learning rate ``lr``."""
+    parts = torch.cat(ranks.gather(f"share gradients of {name}", packed(own), lr=lr))
     return joined_sums(unpacked(parts), shards)

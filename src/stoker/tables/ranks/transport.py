@@ -8,6 +8,7 @@ Legend: R ranks.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
 _NAME = 6  # int64 of a header for the name of the work
 _WORD = 8  # bytes
+_BLOCK = 2**24  # bytes that are copied for each rank at once
 _INLINE = 8  # int64 of a header for a few numbers, which then need no message of their own
 
 
@@ -63,13 +65,17 @@ class _Group:
 
     def gather(self, value: Tensor) -> Tensor:
         # Gloo's all_gather goes round a ring, with the delay of the network R - 1 times. This has it once.
-        same = [len(value)] * self.size
-        return self._swap(value.repeat(self.size), same, same).view(self.size, len(value))
+        found = value.new_empty(self.size, len(value))
+        for block, place in zip(value.split(_BLOCK), found.split(_BLOCK, dim=1), strict=True):
+            same = [len(block)] * self.size
+            place.copy_(self._swap(block.repeat(self.size), same, same).view(place.shape))
+        return found
 
     def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
         return self._swap(sent, sizes, got)
 
     def _swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
+        self._heartbeat.check()
         given = sent.to(self.device)
         found = given.new_empty(sum(got))
         self._heartbeat.wait(
@@ -210,7 +216,7 @@ class Ranks:
         if different := [rank for rank, found in enumerate(texts) if found != texts[0]]:
             raise ConfigError(
                 f"the tables of rank {different[0]} are not made like those of rank 0. Give all ranks the same tables, "
-                "optimizer, shards and seed."
+                "features, optimizer, shards and seed, and one placement to the same tables."
             )
 
     def check_equal(self, name: str, value: Tensor) -> None:
@@ -219,7 +225,7 @@ class Ranks:
         Raises:
             ConfigError: ``value`` is not the same on every rank.
         """
-        bits = value.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+        bits = bytes_of(value.detach()).to(torch.int64)
         places = torch.arange(1, len(bits) + 1, device=bits.device)
         sums = self.numbers("compare rows", [int(bits.sum()), int((bits * places).sum())])
         different = [rank for rank, found in enumerate(sums) if found != sums[0]]
@@ -239,14 +245,15 @@ class Ranks:
         self, work: str, parts: Sequence[Tensor], own: Sequence[int]
     ) -> tuple[list[Tensor], list[list[int]]]:
         """Do :meth:`exchange`; return also the int64 numbers that every rank tells all others, at most 8 of each."""
-        data = [_bytes(part) for part in parts]
+        data = [bytes_of(part) for part in parts]
         sizes = [len(each) for each in data]
-        table, found = self._announce(f"{work} (to each its own)", sizes, own)
-        notes = [each[: len(own)] for each in found]
-        if not any(map(sum, table)):
-            return [part[:0] for part in parts], notes
-        self.sent[work] += sum(sizes) - sizes[self.rank]
-        return _like(parts[0], self._swap(work, data, [row[self.rank] for row in table])), notes
+        with self.whole(work):
+            table, found = self._announce(f"{work} (to each its own)", sizes, own)
+            notes = [each[: len(own)] for each in found]
+            if not any(map(sum, table)):
+                return [part[:0] for part in parts], notes
+            self.sent[work] += sum(sizes) - sizes[self.rank]
+            return _like(parts[0], self._swap(work, data, [row[self.rank] for row in table])), notes
 
     def agreed(
         self, work: str, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int], got: Sequence[int]
@@ -268,7 +275,7 @@ class Ranks:
         parts, failed = list[Tensor](), None
         try:
             parts = list(make())
-            data = [torch.cat([(own := _bytes(part)).new_zeros(_WORD), own]) for part in parts]
+            data = [torch.cat([(own := bytes_of(part)).new_zeros(_WORD), own]) for part in parts]
         except Exception as error:
             failed = error
             whole = self._call(work, lambda: torch.ones(_WORD * self.size + sum(sizes), dtype=torch.uint8))
@@ -309,16 +316,23 @@ class Ranks:
         found[self.rank] = data[self.rank]
         return found
 
-    def gather(self, work: str, value: Tensor) -> list[Tensor]:
-        """Return the ``value`` of every rank; all have the same shape but for the first."""
-        data = _bytes(value)
-        sizes = [row[0] for row in self._announce(f"{work} (to all)", [len(data)] * self.size)[0]]
-        if not (most := max(sizes)):
-            return [value] * self.size
-        self.sent[work] += most * (self.size - 1)
-        padded = data.new_zeros(most)
-        padded[: len(data)] = data
-        found = self._call(work, lambda: self.wire.gather(padded))
+    def gather(self, work: str, value: Tensor, *, lr: float = 0.0) -> list[Tensor]:
+        """Return the ``value`` of every rank; all have the same shape but for the first.
+
+        Raises:
+            RanksError: the learning rates ``lr`` of the ranks differ.
+        """
+        data = bytes_of(value)
+        with self.whole(work):
+            table, said = self._announce(f"{work} (to all)", [len(data)] * self.size, [bits_of(lr)])
+            check_rates(work, said)
+            sizes = [row[0] for row in table]
+            if not (most := max(sizes)):
+                return [value] * self.size
+            self.sent[work] += most * (self.size - 1)
+            padded = data.new_zeros(most)
+            padded[: len(data)] = data
+            found = self._call(work, lambda: self.wire.gather(padded))
         return [
             row[:size].clone().view(value.dtype).view(-1, *value.shape[1:])
             for row, size in zip(found, sizes, strict=True)
@@ -345,6 +359,20 @@ class Ranks:
             sum(value << 32 * place for place, value in enumerate(totals[at : at + _LIMBS]))
             for at in range(0, len(totals), _LIMBS)
         ]
+
+    @contextmanager
+    def whole(self, work: str) -> Iterator[None]:
+        """End all ranks if the block is interrupted, as by Ctrl-C: the others wait for the rest of its messages."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.wire.end(
+                f"rank {self.rank} of {self.size} was interrupted ({type(error).__name__}) when it was to {work}. "
+                "Start all ranks again from the last checkpoint."
+            )
+            raise
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -416,6 +444,25 @@ def check_same(lengths: Sequence[int], *others: Sequence[int]) -> None:
         )
 
 
+def bits_of(value: float) -> int:
+    """Return the bits of a float64, as an int64."""
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+
+
+def check_rates(work: str, said: Sequence[Sequence[int]]) -> None:
+    """Raise an error on all ranks if the learning rates differ whose bits they ``said`` first, for their next step.
+
+    Raises:
+        RanksError: they do.
+    """
+    if len({bits for bits, *_ in said}) > 1:
+        rates = [struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0] for bits, *_ in said]
+        raise RanksError(
+            f"the learning rates of the rows are {', '.join(f'{rate:g}' for rate in rates)} on ranks 0 to "
+            f"{len(rates) - 1}, which are to {work}. Set the rate on all ranks, before the same step."
+        )
+
+
 def _plain(value: Any) -> str:
     """Return a text that is equal for equal settings: of an object without fields, the name of its type."""
     if isinstance(value, str | None):
@@ -429,8 +476,10 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
-def _bytes(value: Tensor) -> Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+def bytes_of(value: Tensor) -> Tensor:
+    """Return the bytes of a tensor [n] uint8, in its own memory if it is contiguous."""
+    flat = value.contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element is contiguous with any stride
 
 
 def _like(first: Tensor, found: Sequence[Tensor]) -> list[Tensor]:

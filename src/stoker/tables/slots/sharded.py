@@ -71,21 +71,21 @@ class ShardedResidency:
         first_row: [T + 1] first address of each table; the last is N.
         slots: C.
         transient: as for :class:`Residency`.
-        kind: of each shard.
         shards: S, a power of two of at most 8.
     """
 
-    def __init__(self, first_row: Ints, slots: int, *, transient: bool, kind: type[Residency], shards: int) -> None:
+    def __init__(self, first_row: Ints, slots: int, *, transient: bool, shards: int) -> None:
         self.first_row, self.slots, self.transient = first_row, slots, transient
         from stoker.tables.slots import sharded_kernels as kernels
+        from stoker.tables.slots.fast_residency import FastResidency
 
         self._divide, self._merge, self._pick = kernels.divide, kernels.merge, kernels.pick
         edge = first_row // shards
         firsts = [edge + (join(edge, shard, shards) < first_row) for shard in range(shards)]
         rows = np.cumsum([0, *(first[-1] for first in firsts)])
         self._first_slot: Ints = slots * rows // rows[-1]  # [S + 1]
-        self.shards = [
-            kind(first, int(count), transient=transient)
+        self.shards: list[Residency] = [
+            FastResidency(first, int(count), transient=transient)
             for first, count in zip(firsts, np.diff(self._first_slot), strict=True)
         ]
         self._window: deque[Parts] = deque()

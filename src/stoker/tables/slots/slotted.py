@@ -471,7 +471,7 @@ def make_residency(
     shards = count_shards(slots, int(first_row[-1]))
     if shards == 1:
         return FastResidency(first_row, slots, transient=transient)
-    return ShardedResidency(first_row, slots, transient=transient, kind=FastResidency, shards=shards)
+    return ShardedResidency(first_row, slots, transient=transient, shards=shards)
 
 
 def make_slotted(

@@ -10,7 +10,8 @@ Legend: B examples, V shards.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -30,8 +31,9 @@ from stoker.ops.cpu.arena import Arena
 from stoker.ops.running import Known, Moved, move_all
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.ranks.share import Share, share_of, whole_of
+from stoker.tables.ranks.transport import bytes_of
 from stoker.tables.shards import one_thread
-from stoker.training.ranks.sums import Sums, add_over_ranks, moves_of_ranks
+from stoker.training.ranks.sums import Alike, Sums, add_over_ranks, moves_of_ranks
 from stoker.training.ranks.together import Together, compute_part
 
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
@@ -249,6 +251,7 @@ class ShardedLoss:
                 f"the dense part of {kind.__name__} has parameters of {other.pop()}, whose gradients ranks do not add. "
                 "Make them float32.", settings=("model",),
             )  # fmt: skip
+        self._steps = 0
         self._together = Together(model)
         model.by_shards = self.logits
 
@@ -316,9 +319,11 @@ class ShardedLoss:
         if (ranks := self.ranks) is None:
             [found] = tree.sums.values()
         else:
-            found, reached, notes = add_over_ranks(
-                ranks, model.embeddings.shards, count, tree.sums, parameters, reached, self.note()
-            )
+            with ranks.whole("add gradients of parameters"):
+                found, reached, notes = add_over_ranks(
+                    ranks, model.embeddings.shards, count, tree.sums, parameters, reached, self.note(),
+                    self._alike(whole_of(batch)),
+                )  # fmt: skip
             self.hear(notes)
             if buffers := list(model.buffers()):
                 moves = moves_of_ranks(ranks, buffers, moves)
@@ -328,6 +333,15 @@ class ShardedLoss:
         pairs = zip(slices, reached, strict=True)
         joined = [None if each is None else each.joined(reached=wanted) for each, wanted in pairs]
         return found.loss, [*joined, *found.grads]
+
+    def _alike(self, batch: Batch) -> Alike:
+        """Return numbers of the batch and the model, which are found anew in steps 1, 2, 4, 8, ... of this loss."""
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return Alike(batch.step, 0, 0)
+        given = [batch.dense, batch.ids, batch.offsets, batch.weights, batch.labels]
+        state = [*self.parameters, *self.model.buffers()]
+        return Alike(batch.step, *(_checksum(x for x in each if x is not None) for each in (given, state)))
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
@@ -379,6 +393,15 @@ def _autocast(kind: str) -> Callable[[], Any]:
     if not torch.is_autocast_enabled(kind):
         return nullcontext
     return partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a number of the values, whatever their types."""
+    found = 0
+    for each in tensors:
+        wide = each.detach().cpu().to(torch.float64 if each.is_floating_point() else torch.int64)
+        found = zlib.crc32(bytes_of(wide).numpy().data, found)
+    return found
 
 
 def _aligned(part: Tensor) -> Tensor:

@@ -15,9 +15,27 @@ from stoker.base.errors import ConfigError
 from stoker.ops.running import Moved
 from stoker.ops.tree import Node, nodes_of, tree_sum
 from stoker.tables.ranks.heartbeat import RanksError
-from stoker.tables.ranks.transport import Ranks, check_same
+from stoker.tables.ranks.transport import Ranks, bytes_of, check_same
 
 _WORD = 4  # bytes of an element; headers are whole words
+
+
+class Alike(NamedTuple):
+    """What all ranks must have alike in a step, as numbers."""
+
+    step: int
+    batch: int
+    parameters: int
+
+
+_DIFFERENT = {
+    "step": "has another batch than rank 0, by its step. Give all of them the same batches, in the same order.",
+    "batch": "has another batch than rank 0: other data, or another seed of their order? Give all of them the same "
+    "batches, in the same order.",
+    "parameters": "has other parameters in its dense part than rank 0. Start all of them with the same ones, "
+    "torch.manual_seed(0) before the model is made or the same checkpoint, and let the optimizers of all do the same: "
+    "the same settings, schedule and steps.",
+}
 
 
 class Sums(NamedTuple):
@@ -37,7 +55,7 @@ class Step(NamedTuple):
 
 def add_over_ranks(
     ranks: Ranks, shards: int, batch: int, own: Mapping[Node, Sums | None], parameters: Sequence[Tensor],
-    reached: Sequence[bool], note: int,
+    reached: Sequence[bool], note: int, alike: Alike,
 ) -> Step:  # fmt: skip
     """Return the sums over all shards on every rank. Each rank adds a slice; then the slices are gathered.
 
@@ -49,9 +67,10 @@ def add_over_ranks(
         parameters: of the gradients.
         reached: of each input: whether the loss of an own shard depends on it.
         note: what this rank says, an int64.
+        alike: what all ranks must have alike.
 
     Raises:
-        RanksError: the ranks have batches of different sizes, or other models.
+        RanksError: the ranks have other batches or other models.
     """
     nodes = [nodes_of(ranks.numbers_of(rank, shards)) for rank in range(ranks.size)]
     sizes = [1, *(each.numel() for each in parameters)]
@@ -60,15 +79,18 @@ def add_over_ranks(
     head = torch.cat([torch.tensor(reached, dtype=torch.uint8), there.view(-1)])
     head = torch.cat([head, head.new_zeros(-len(head) % _WORD)])
     slices = ranks.slices(flat)
-    messages = [torch.cat([head, each.reshape(-1).view(torch.uint8)]) for each in slices]
-    sent, said = ranks.exchange_noted("add gradients of parameters", messages, [batch, flat.shape[1], note])
-    batches, lengths, notes = (list(each) for each in zip(*said, strict=True))
+    messages = [torch.cat([head, bytes_of(each)]) for each in slices]
+    sent, said = ranks.exchange_noted("add gradients of parameters", messages, [batch, flat.shape[1], note, *alike])
+    batches, lengths, notes, *others = (list(each) for each in zip(*said, strict=True))
     if len(set(batches)) > 1:
         raise RanksError(
             f"the ranks have batches of {', '.join(map(str, batches))} examples. Give all of them the same batch: each "
             "takes the examples of its shards."
         )
     check_same(lengths)
+    for name, known in zip(Alike._fields, others, strict=True):
+        if different := [rank for rank, each in enumerate(known) if each != known[0]]:
+            raise RanksError(f"rank {different[0]} {_DIFFERENT[name]}")
     seen = list(reached)
     width = slices[ranks.rank].shape[1]
     found, present = dict[Node, Tensor](), dict[Node, list[int]]()

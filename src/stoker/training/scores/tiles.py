@@ -23,6 +23,7 @@ from torch import Tensor
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
 from stoker.ops.running import Known, recorded
+from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sharded import each_on_one_thread, own_threads
 
@@ -151,14 +152,17 @@ def try_blocks(model: RecModel, batch: Batch) -> None:
 def tiled_scores(model: RecModel, batch: Batch) -> Tensor:
     """Return probabilities [B] float32, as ``model.predict`` does, within rounding of it.
 
-    Rows that are divided among ranks, and inputs without one entry per example, are scored as one block.
+    Inputs without one entry per example are scored as one block. If rows are divided among ranks, each scores the
+    examples of its shards, and all return the scores of the whole batch.
     """
     batch = batch.to(model.device)
+    tables = model.embeddings
+    if tables.divided and tables.ranks is not None:
+        own = _scores(model, share_of(batch, tables.ranks, tables.shards))
+        return torch.cat(tables.ranks.gather("gather scores", own))
     count = len(batch)
     if not count:
         return torch.empty(0)
-    if model.embeddings.divided:
-        return model.predict(batch)
     with _threads_for(count) if model.device.type == "cpu" and count < LARGE else nullcontext():
         return _scores(model, batch)
 
@@ -169,6 +173,8 @@ def _scores(model: RecModel, batch: Batch) -> Tensor:
         inputs = model.inputs(batch)
     if any(each.shape[0] != count for each in inputs):
         return model.predict(batch)
+    if not count:  # of this rank
+        return torch.empty(0)
     out, known, spread = torch.empty(count, device=model.device), Known(), 1
 
     def work(start: int, size: int) -> None:
