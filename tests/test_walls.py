@@ -21,7 +21,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_210,
+    "base": 2_220,
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_800
+ALL_LINES = 64_815
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
