@@ -116,7 +116,7 @@ def test_numbers_of_a_large_log_are_whole_on_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    numbers = ["39.01%", "89.32%", "13,717,152", "+238.8%", "12,244.3", "10,244.2", "1,256", "1,150.2"]
+    numbers = ["39.01%", "89.32%", "13,717,152", "+238.8%", "244.3", "1,244.2", "1,256", "1,150.2"]
     headings = stoker.replay([[0]], slots=1, strategies=["lru"]).grids()[0].headings
     show_table(None, headings, [["host-pipelined", *numbers]], whole=(0,))
     line = next(line for line in capsys.readouterr().out.splitlines() if "host" in line)
