@@ -167,3 +167,27 @@ def test_a_logger_that_fails_ends_the_run_and_all_are_closed(data: stoker.Datase
     with pytest.raises(OSError, match="no network"):
         stoker.train(data, out=tmp_path / "run", loggers=[broken, other], **{**SMALL, **PLAIN, "display": "quiet"})
     assert (broken.closed, other.closed) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["prepare", "draft_schema", "Scorer", "export", "update"])
+def test_a_name_that_needs_polars_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_polars(module: str) -> Any:
+        raise ModuleNotFoundError("No module named 'polars'", name="polars")
+
+    monkeypatch.delitem(vars(stoker), name, raising=False)
+    monkeypatch.setattr("stoker.base.errors.importlib.import_module", without_polars)
+    with pytest.raises(DependencyError, match=rf"stoker\.{name} needs polars, .*pip install polars"):
+        getattr(stoker, name)
+
+
+def test_a_command_that_finds_a_package_missing_late_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_polars(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'polars'", name="polars")
+
+    monkeypatch.setattr("typer.Typer.__call__", without_polars)
+    with pytest.raises(SystemExit) as caught:
+        main(["init", "log.csv"])
+    assert caught.value.code == 2
+    assert "this command needs polars, which is not installed. Run: pip install polars" in capsys.readouterr().err

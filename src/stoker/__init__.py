@@ -7,10 +7,10 @@ importing needs only torch, numpy and safetensors. ``__init__.pyi`` lists the na
 from __future__ import annotations
 
 import ast
-import importlib
 from pathlib import Path
 from typing import Any
 
+from stoker.base.errors import load as _load
 from stoker.base.version import __version__ as __version__
 
 # Name -> the module that defines it.
@@ -28,8 +28,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}")
     module = _HOME[name]
     if module in ("stoker", "stoker.prep"):  # packages that are public themselves
-        return importlib.import_module(f"{module}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
+        return _load(f"{module}.{name}", f"stoker.{name}")
+    value = globals()[name] = getattr(_load(module, f"stoker.{name}"), name)
     return value
 
 

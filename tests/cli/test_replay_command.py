@@ -11,6 +11,7 @@ from calling import output
 
 import stoker
 from stoker.base import progress
+from stoker.cli.options import show_table
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
@@ -109,3 +110,15 @@ def test_a_missing_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     code, _, err = output(capsys, "replay", tmp_path / "no")
     assert code == 2
     assert "there is no dataset" in " ".join(err.split())
+
+
+def test_numbers_of_a_large_log_are_whole_on_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = ["39.01%", "89.32%", "13,717,152", "+238.8%", "244.3", "1,244.2", "1,256", "1,150.2"]
+    headings = stoker.replay([[0]], slots=1, strategies=["lru"]).grids()[0].headings
+    show_table(None, headings, [["host-pipelined", *numbers]], whole=(0,))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "host" in line)
+    assert line.split() == ["host-pipelined", *numbers]
+    assert len(line) <= 80

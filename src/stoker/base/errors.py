@@ -108,6 +108,21 @@ def install(module: str) -> str:
     return f"pip install 'stoker[{EXTRAS[module]}]'" if module in EXTRAS else f"pip install {module}"
 
 
+def load(module: str, what: str) -> Any:
+    """Import a module of Stoker for ``what``; raise DependencyError if it needs a package that is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise missing_package(error, what) from error
+
+
+def missing_package(error: Exception, what: str) -> Exception:
+    """Return a DependencyError if a package is not installed that ``what`` needs, else the error itself."""
+    package = (error.name or "stoker").split(".")[0] if isinstance(error, ModuleNotFoundError) else "stoker"
+    message = f"{what} needs {package}, which is not installed. Run: {install(package)}"
+    return error if package == "stoker" else DependencyError(message)
+
+
 def require(package: str, what: str, remedy: str | None = None) -> Any:
     """Import an optional package and return its module.
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from stoker.base.checks import near
-from stoker.base.errors import ConfigError, DependencyError, StokerError
+from stoker.base.errors import ConfigError, DependencyError, StokerError, missing_package
 from stoker.base.progress import listening
 from stoker.base.settings import RENAMED
 from stoker.cli import ranks
@@ -177,6 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
                 raise SystemExit(ranks.exit_code(error)) from None
             if debug:
                 raise
+            error = missing_package(error, "this command") if isinstance(error, Exception) else error
             _explain(error, _options(arguments), ranks.exit_code(error))
 
 

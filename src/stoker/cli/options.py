@@ -324,6 +324,12 @@ def show_table(
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
         table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False  # fewer cells break
+        for column in table.columns:
+            texts = [str(text) for text in column.cells]
+            if column.justify == "right" and not any(" " in text for text in texts):  # numbers: only the heading breaks
+                column.width = max(map(len, [*texts, *str(column.header).split()]))
+        if table.__rich_measure__(console, console.options.update(width=10_000)).minimum > console.width:
+            table.padding = (0, 0)
     console.print(table)
 
 

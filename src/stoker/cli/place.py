@@ -235,6 +235,7 @@ def _show_replay(dataset: Path, order: str, found: Replay) -> None:
     first = found.strategies[0].compulsory
     say(
         "Hit rate: the share of the distinct rows of each batch that are in a slot already. Every miss fetches a row "
-        f"and its state. {first:,} misses are first uses, which no strategy avoids. belady knows all batches, as "
+        "and its state. KiB are those of a step; ahead: the most batches whose ids were known, MiB: their memory. "
+        f"{first:,} misses are first uses, which no strategy avoids. belady knows all batches, as "
         "training with --epoch-lookahead does, and has the fewest misses."
     )

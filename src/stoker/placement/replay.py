@@ -341,13 +341,13 @@ class Replay(Shown):
 
     def grids(self) -> tuple[Grid]:
         """Return a table with a line for each strategy."""
-        headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "in a step", "out a step", "ahead"]
+        headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "KiB in", "KiB out", "ahead", "MiB"]
         rows = [
             [
                 each.strategy, f"{each.hit_rate:.2%}", f"{each.lookup_hit_rate:.2%}", f"{each.misses:,}",
                 "-" if each.above_belady is None else f"{each.above_belady:+.1%}",
-                format_size(each.mib_in_per_step * 2**20), format_size(each.mib_out_per_step * 2**20),
-                f"{each.ahead:,} ({format_size((each.window_mib or 0) * 2**20)})" if each.ahead is not None else "-",
+                f"{each.mib_in_per_step * 2**10:,.1f}", f"{each.mib_out_per_step * 2**10:,.1f}",
+                *(("-", "-") if each.ahead is None else (f"{each.ahead:,}", f"{each.window_mib or 0:,.1f}")),
             ]
             for each in self.strategies
         ]  # fmt: skip
@@ -425,10 +425,10 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
 
     >>> batches = [[0, 1], [0, 2], [0, 3], [0, 1]]
     >>> print(stoker.replay(batches, slots=3, strategies=["lru", "belady"]).grids()[0].text())
-    strategy  hit rate  of lookups  misses  above belady  in a step  out a step  ahead
-    --------  --------  ----------  ------  ------------  ---------  ----------  -----
-    belady      50.00%      50.00%       4         +0.0%       68 B        17 B      -
-    lru         37.50%      37.50%       5        +25.0%       85 B        34 B      -
+    strategy  hit rate  of lookups  misses  above belady  KiB in  KiB out  ahead  MiB
+    --------  --------  ----------  ------  ------------  ------  -------  -----  ---
+    belady      50.00%      50.00%       4         +0.0%     0.1      0.0      -    -
+    lru         37.50%      37.50%       5        +25.0%     0.1      0.0      -    -
     """
     asked = ReplayArguments(source, **given)
     in_flight, steps, num_embeddings = asked.in_flight, asked.steps, asked.num_embeddings

@@ -25,7 +25,7 @@ from safetensors.torch import save
 
 from stoker.base.device import check_threads
 from stoker.base.engine import full_disk
-from stoker.base.errors import DataError, errors_as
+from stoker.base.errors import DataError, errors_as, require
 from stoker.base.files import atomic_file, hash_json
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
@@ -331,7 +331,6 @@ def write_vocabulary(frame: Any, path: Path) -> None:
 
 def read_vocabulary(path: str | Path) -> Any:
     """Return the vocabulary of a table of a prepared dataset: a Polars frame (value, count); row i is id i + 1."""
-    import polars as pl
-
+    pl = require("polars", "reading a vocabulary needs")
     with errors_as(DataError, f"{path} cannot be read as a vocabulary", caught=(OSError, pl.exceptions.PolarsError)):
         return pl.read_parquet(path)

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import numpy.typing as npt
 
-from stoker.base.errors import DataError, StokerError
+from stoker.base.errors import DataError, StokerError, require
 
 _ARROW = "application/vnd.apache.arrow.stream"
 
@@ -40,8 +40,8 @@ class Client:
             DataError: the rows do not fit; the message names the cause.
             StokerError: there is no answer, or the server has too much to do.
         """
-        import pyarrow as pa
-
+        pa = require("pyarrow", "Client.score needs")
+        require("polars", "Client.score needs")
         from stoker.prep.requests import as_frame
 
         arrow = as_frame(table).to_arrow()

@@ -9,8 +9,9 @@ Say that a figure is synthetic where you publish one from such a log.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from stoker.base.errors import load
 
 if TYPE_CHECKING:
     from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Sampler, measure_curve, zipf
@@ -24,7 +25,7 @@ else:  # names load at first use, for the command line reads only stoker.synthet
             raise AttributeError(f"module 'stoker.synthetic' has no attribute {name!r}")
         modules = {"KAGGLE_SIZES": "logs", "RECIPES": "logs", "dataset": "shards"}
         modules |= dict.fromkeys(("SyntheticTruth", "TruthMeter", "write"), "writer")
-        module = importlib.import_module(f"stoker.synthetic.{modules.get(name, 'clicks')}")
+        module = load(f"stoker.synthetic.{modules.get(name, 'clicks')}", f"stoker.synthetic.{name}")
         return globals().setdefault(name, getattr(module, name))
 
 

@@ -91,11 +91,12 @@ def same_ranks(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 
 def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
     """Raise ConfigError for what several ranks do not support yet."""
+    no_average = config.tensor_trains(data.schema) or data.schema.grow
     reasons = {
         "shards": config.shards < ranks and f"they need as many logical shards, but the run has {config.shards}. Give "
         "shards=8 to a new run; a run keeps its shards",
         "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
-        "average_every": config.average_every is not None and bool(config.tensor_trains(data.schema) or data.schema.grow)
+        "average_every": config.average_every is not None and bool(no_average)
         and "not with average_every and tensor trains or tables that grow. Leave one out",
         "epoch_lookahead": config.epoch_lookahead and "without epoch_lookahead. Leave it out",
         "home_path": url_of(config.home_path) is not None and "with rows in memory or in files, not at a URL",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.device import cpu_count, cpu_model, rate
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, require
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
@@ -179,8 +179,7 @@ def _calibration(logits: Floats, labels: Floats) -> list[dict[str, float]]:
 
 def _values(data: Dataset, table: str, size: int) -> list[str]:
     """Return what the ids of a small table stand for; ids without a vocabulary are shown themselves."""
-    import polars as pl
-
+    pl = require("polars", "the report needs")
     found = ["missing or unknown", *(f"= id {number}" for number in range(1, size))]
     with suppress(OSError, pl.exceptions.PolarsError):
         rows = pl.scan_parquet(data.path / "vocab" / f"{table}.parquet").select("value").head(size - 1).collect()

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stoker.base.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file
 from stoker.base.picture import Grid, Shown
 from stoker.base.progress import Progress, quiet
@@ -93,7 +93,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
         progress: called with (task, done, total).
 
     Raises:
-        ConfigError: rows under 1.
+        ConfigError: rows under 1. DependencyError: SciPy is not installed.
         DataError: there are no training rows, or all labels are equal.
 
     Example:
@@ -106,6 +106,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progr
     """
     if rows < 1:
         raise ConfigError(f"rows is {rows}; give at least 1.")
+    require("scipy", "baselines need")
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     data.schema.check_ids("linear models and trees have no columns for them")
     batches = list(_drawn(data.train, rows))
