@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_235,
+    "base": 2_250,
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 12_890,
+    "tables": 13_080,
     "models": 2_000,
     "placement": 2_890,
     "training": 11_040,
     "rewrite": 1_940,
-    "prep": 13_010,
+    "prep": 13_045,
     "synthetic": 1_670,
     "cli": 3_415,
     "live": 1_335,
-    "serve": 1_560,
+    "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_100
+ALL_LINES = 65_460
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

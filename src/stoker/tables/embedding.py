@@ -149,9 +149,7 @@ class EmbeddingTables(CopiedTables):
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # For a group every step is a feature: kernels and placement need no code for sequences.
             kind: Any = CompressedGroup if alone else TableGroup
-            if (
-                asked.ranks is not None and not alone and asked.ranks.average_every is None
-            ):  # cores are small: all have them
+            if asked.ranks is not None and not alone and asked.ranks.average_every is None:  # all have the cores
                 kind = partial(DividedGroup, asked.ranks)
             self.groups.append(
                 kind(
@@ -496,9 +494,8 @@ class EmbeddingTables(CopiedTables):
         if gradients and all(each.shards for each in gradients):  # all ranks know how many examples each has
             return gradients
         found, gradients = [], self._apart(gradients)  # other replicas may have their rows elsewhere
-        for each, *sizes in zip(
-            gradients, *ranks.numbers("count examples", [len(each.grad) for each in gradients]), strict=True
-        ):
+        counts = ranks.numbers("count examples", [len(each.grad) for each in gradients])
+        for each, *sizes in zip(gradients, *counts, strict=True):
             own = each.scaled(sizes[ranks.rank] / max(1, sum(sizes))) if ranks.means else each
             found.append(own._replace(shards=ranks.shards_of(sizes, self.shards)))
         return found
