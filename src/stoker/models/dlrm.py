@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
@@ -79,7 +78,8 @@ class DLRM(RecModel):
             nn.init.zeros_(weights[-1])
             nn.init.constant_(biases[-1], math.log(linear / (1 - linear)))
             if spec.dense:
-                self.dense_weights = nn.Parameter(torch.zeros(1, len(spec.dense)))
+                generator = dense_generator(self.seed, "linear")
+                self.dense_weights = normal(1, len(spec.dense), std=0.01, generator=generator)
         self.to(self.device)
 
     def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
