@@ -26,9 +26,9 @@ LINES = {
     "dataset": 3_120,
     "optim": 610,
     "tables": 13_080,
-    "models": 2_000,
+    "models": 2_025,
     "placement": 2_890,
-    "training": 11_040,
+    "training": 11_060,
     "rewrite": 1_940,
     "prep": 13_045,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_335,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_460
+ALL_LINES = 65_530
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

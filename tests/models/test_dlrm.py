@@ -77,6 +77,24 @@ def test_interaction_is_the_strict_lower_triangle_after_the_dense_vector() -> No
     assert not given[len(expected) :].any()  # columns of zeros, for alignment
 
 
+def test_linear_terms_are_column_0_and_dense_weights_on_top_of_the_share() -> None:
+    spec = FeatureSpec.from_sizes(2, [5, 6])
+    model = DLRM(spec, embedding_dim=4, bottom=(4,), top=(3,), linear=0.02, backend="reference")
+    batch = Batch(dense=torch.tensor([[0.5, -2.0]]), ids=torch.tensor([[3, 5]]))
+    ids = model.embeddings.rows("C1")[3, 0] + model.embeddings.rows("C2")[5, 0]
+    start = math.log(0.02 / 0.98)
+    assert model.dense_weights is not None
+    for weights in (torch.zeros(1, 2), torch.tensor([[3.0, 0.25]])):
+        with torch.no_grad():
+            model.dense_weights.copy_(weights)
+        torch.testing.assert_close(model(batch), start + ids[None] + weights.sum().sign())
+    again = DLRM.from_config(spec, model.config(), backend="reference")
+    assert again.linear == 0.02
+    assert "linear" not in DLRM(spec, embedding_dim=4, bottom=(4,), top=(3,), backend="reference").config()
+    with pytest.raises(ConfigError, match="linear is 1, the share of label 1"):
+        DLRM(spec, linear=1, backend="reference")
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one layer"):
         DeepFM(KAGGLE, hidden=(0,), backend="reference")

@@ -31,6 +31,7 @@ from stoker.optim import SGD, Adagrad
 
 CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
     "dlrm": (DLRM, {"bottom": (16,), "top": (16, 8)}),
+    "dlrm, linear terms": (DLRM, {"bottom": (16,), "top": (16, 8), "linear": 0.2}),
     "deepfm": (DeepFM, {"hidden": (16, 8)}),
     "dcn": (DCN, {"cross_layers": 2, "rank": 4, "hidden": (16,)}),
     "dcn stacked, full rank": (DCN, {"rank": None, "hidden": (16,), "structure": "stacked"}),

@@ -82,6 +82,71 @@ def test_what_is_given_wins(data: stoker.Dataset) -> None:
     assert found(batch_size=32, epochs=1, patience=1) == [32, 1, 1]
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
+    return make_dataset(tmp_path_factory.mktemp("wide") / "data", rows=1_000, num_embeddings=(20,) * 12)
+
+
+def options(data: stoker.Dataset, **settings: Any) -> tuple[Any, Any]:
+    config = complete(stoker.TrainConfig(**settings), data)
+    assert config == complete(config, data)
+    return config.model_options, config.row_options
+
+
+def test_a_small_wide_log_gets_linear_terms(
+    wide: stoker.Dataset, data: stoker.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = wide.manifest["splits"]["train"]["positives"] / 800
+    assert options(wide) == ({"linear": share}, {})
+    assert options(wide, batch_size=50, epochs=2, dense_lr=0.01) == ({"linear": share}, {})
+    assert stoker.explain(wide)["model_options"].value == {"linear": share}
+    assert options(data) == ({}, {})  # 7 columns
+    for name, value in {"EXAMPLES": 7_999, "WIDE": 17, "ROWS_A_WEIGHT": 3.4}.items():  # 244 weights
+        with monkeypatch.context() as change:
+            change.setattr(defaults, name, value)
+            assert options(wide) == ({}, {})
+
+
+def test_rows_of_a_small_log_with_a_rare_label_get_an_eps(
+    data: stoker.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = data.manifest["splits"]["train"]
+    for positives in (1024, 10_240 - 1024):
+        monkeypatch.setitem(train, "positives", positives)
+        assert options(data) == ({}, {"eps": 0.1 / 128})
+        assert options(data, batch_size=50) == ({}, {"eps": 0.1 / 50})
+        assert stoker.explain(data)["row_options"].value == {"eps": 0.1 / 128}
+    for positives in (0, 1025, 10_240 - 1025, 10_240):
+        monkeypatch.setitem(train, "positives", positives)
+        assert options(data) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": "dcn"}, {"model_options": {"linear": None}}, {"row_options": {"eps": 1e-8}}, {"row_lr": 0.05},
+        {"row_optimizer": "adam"},
+    ],
+)  # fmt: skip
+def test_what_is_given_keeps_its_meaning_on_a_small_log(
+    given: dict[str, Any], wide: stoker.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(wide.manifest["splits"]["train"], "positives", 20)
+    assert options(wide) == ({"linear": 20 / 800}, {"eps": 0.1 / 64})
+    assert options(wide, **given) == (given.get("model_options", {}), given.get("row_options", {}))
+
+
+def test_a_wide_run_says_its_linear_terms_and_resumes_with_a_whole_configuration(
+    wide: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stoker.train(wide, out=tmp_path / "run", steps=2, tensorboard=False, display="plain")
+    printed = capsys.readouterr()
+    assert "800 training rows: batch 64, linear terms" in printed.out + printed.err
+    again = stoker.train(resume=tmp_path / "run", config=stoker.TrainConfig(steps=4), display="quiet")
+    assert again.step == 4
+    assert again.model.config()["linear"] == wide.manifest["splits"]["train"]["positives"] / 800
+
+
 def test_without_validation_rows_there_is_one_epoch(data: stoker.Dataset, tmp_path: Path) -> None:
     config = complete(stoker.TrainConfig(), without_valid(data, tmp_path / "data"))
     assert [config.batch_size, config.epochs, config.patience] == [128, 1, None]

@@ -92,6 +92,20 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
         assert again[name] == analysis[name]
 
 
+def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "d", rows=1000, num_embeddings=(20, 10))
+    stoker.train(data, out=tmp_path / "run", **SMALL)
+    assert "logistic regression" not in " ".join(page_of(tmp_path / "run").words)
+    found = stoker.baseline(data)
+    said = " ".join(page_of(tmp_path / "run").words)
+    assert f"{found.figures['logistic regression']['test']['auc']:.4f}" in said
+    other = make_dataset(tmp_path / "other", rows=2000, num_embeddings=(20, 10))
+    stoker.baseline(other)
+    shutil.rmtree(tmp_path / "d")
+    other.path.rename(tmp_path / "d")  # another dataset in its place
+    assert read(RunDirectory(tmp_path / "run"))["baselines"] == {}
+
+
 def test_a_run_that_is_not_finished_has_a_page(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "run", run)
@@ -147,7 +161,7 @@ def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
 
 
 def test_settings_that_the_rows_decide_are_not_called_given(tmp_path: Path) -> None:
-    data = make_dataset(tmp_path / "d", rows=1500)
+    data = make_dataset(tmp_path / "d", rows=1500, num_embeddings=(9,) * 16)  # wide: linear terms
     stoker.train(data, out=tmp_path / "run", steps=2, seed=3, embedding_dim=4, threads=1, display="quiet")
     said = page_of(tmp_path / "run").words
     assert said[said.index("Settings that are not defaults") : -1][3::2] == [
@@ -211,13 +225,43 @@ def analysed(**changes: Any) -> dict[str, Any]:
     return fine | changes
 
 
+SETTINGS = {"loss": "bce", "model": "dlrm", "model_options": {}}
+WORSE: dict[str, Any] = {
+    "baselines": {"logistic regression": {"test": {"auc": 0.72}}},
+    "test": {"auc": 0.7, "positives": 200, "rows": 1000},
+}  # fmt: skip
+
+
+def curve(*values: float) -> list[dict[str, float]]:
+    """Evaluations after each epoch of 10 steps."""
+    return [{"auc": value, "step": 10 * place, "epoch": place} for place, value in enumerate(values, 1)]
+
+
 @pytest.mark.parametrize(
     ("run", "analysis", "change", "gain"),
     [
         ({"baselines": {"average": {"test": {"auc": 0.72}}}}, {}, "Lower the learning rates", "0.0200 AUC"),
         (
             {"valid_curve": [{"auc": 0.8, "step": 10, "epoch": 1}, {"auc": 0.7, "step": 40, "epoch": 4}]},
-            {}, "Stop after epoch 1", "75% of the training time",
+            {}, "Stop after epoch 1 (--epochs 1)", "75% of the training time",
+        ),
+        (  # patience ends at step 30, one evaluation after the best
+            {"valid_curve": curve(0.7, 0.8, 0.7, 0.7)},
+            {}, "Stop after epoch 2", "50% of the training time, the same model; 25% with --patience 1",
+        ),
+        ({"valid_curve": curve(0.7, 0.6, 0.8, 0.7)}, {}, "Stop after epoch 3", "25% of the training time, the same"),
+        (
+            {"valid_curve": [{"auc": 0.8, "step": 5, "epoch": 0.5}, {"auc": 0.7, "step": 10, "epoch": 1}]},
+            {}, "(--steps 5)", "50%",
+        ),
+        (WORSE | {"settings": SETTINGS}, {}, "Add linear terms (--model-option linear=0.2)", "0.0200 AUC"),
+        (
+            WORSE | {"settings": SETTINGS | {"row_options": {"eps": 0.0015625}}}, {},
+            "(--model-option linear=0.2 --row-option eps=0.00156)", "0.0200 AUC",
+        ),
+        (
+            WORSE | {"settings": SETTINGS | {"model_options": {"linear": 0.2}}}, {},
+            "Lower the rate of the dense part, above all", "0.0200 AUC",
         ),
         (
             {"valid_curve": [{"auc": 0.7, "step": 10, "epoch": 1}, {"auc": 0.8, "step": 40, "epoch": 4}]},

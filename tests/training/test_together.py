@@ -20,6 +20,7 @@ from stoker.training.ranks.sharded import ShardedLoss
 SPEC = stoker.FeatureSpec.from_sizes(num_dense=5, num_embeddings=[50, 20, 30])
 WIDE: dict[str, tuple[type[stoker.RecModel], dict[str, Any]]] = {
     "dlrm": (stoker.DLRM, {"bottom": (200, 24), "top": (300, 130)}),
+    "linear": (stoker.DLRM, {"bottom": (200, 24), "top": (300, 130), "linear": 0.2}),
     "no dense": (stoker.DLRM, {"top": (300, 130)}),
     "dcn": (stoker.DCN, {"rank": 7, "hidden": (300, 40)}),
     "full": (stoker.DCN, {"rank": None, "cross_layers": 2, "hidden": (300,), "structure": "stacked"}),

@@ -1,4 +1,4 @@
-"""Defaults that depend on the number of training rows: batch size, epochs, patience.
+"""Defaults that depend on the training rows: batch size, epochs, patience, linear terms.
 
 A small log in batches of 2,048 has only a few steps, too few for any model; one pass suffices for a large log. Only
 settings that are left out get a default. Test rows do not influence it.
@@ -19,6 +19,15 @@ EPOCHS = 10  # most passes, over a small log
 EXAMPLES = 4_000_000  # most examples of a run by default, unless one epoch has more
 PATIENCE = 2  # epochs without a better metric
 BY_ROWS = ("batch_size", "epochs", "patience", "schedule_rows")  # settings that depend on the rows
+RARE = 0.1  # most of the rarer label's share at which rows get an eps
+EPS = 0.1  # of row-wise Adagrad, over the batch size
+WIDE = 15  # least columns of a log that gets linear terms
+ROWS_A_WEIGHT = 3  # least training rows of such a log for each id and each dense column
+OPTIONS = ("model_options", "row_options")  # they get values only where they are empty
+WHY = {
+    "model_options": f"a small log of {WIDE} columns or more, with few ids: linear terms, from the share of label 1",
+    "row_options": f"a small log with a rare label: {EPS:g} / batch size; a first gradient near zero is no full step",
+}
 TESTS = 4  # test losses of an epoch at the first rate, 50
 
 
@@ -61,9 +70,31 @@ def why_epochs(rows: int, *, validated: bool) -> str:
     return f"at most; {EPOCHS} for a small log, fewer if the run would see more than {EXAMPLES:,} examples"
 
 
+def for_small_log(config: TrainConfig, data: Dataset) -> dict[str, Any]:
+    """Return options of a DLRM and of its rows for a small log; empty if the log is large, or such options are given.
+
+    Row-wise Adagrad takes a step of full size for a row's first gradient, even if that is almost zero, as most are if
+    one label is rare; ``eps`` prevents that. A DLRM learns the effect of a single column through products only. With
+    many columns these products are noise, so it gets linear terms if there are rows enough to determine them.
+    """
+    rows, positives = len(data.train), data.manifest["splits"]["train"].get("positives") or 0
+    plain, names = TrainConfig(), ("model", "loss", "row_optimizer", "row_lr", *OPTIONS)
+    given = any(getattr(config, name) != getattr(plain, name) for name in names)
+    if given or not 0 < positives < rows or rows * EPOCHS > EXAMPLES:
+        return {}
+    found: dict[str, Any] = {}
+    if min(positives, rows - positives) <= RARE * rows:
+        found["row_options"] = {"eps": EPS / (config.batch_size or batch_for(rows))}
+    spec = data.schema
+    weights = len(spec.dense) + sum(spec.num_embeddings[feature.table] for feature in spec.features)
+    if len(spec.dense) + len(spec.features) >= WIDE and weights * ROWS_A_WEIGHT <= rows:
+        found["model_options"] = {"linear": positives / rows}
+    return found
+
+
 def left_out(config: TrainConfig) -> frozenset[str]:
     """Return the names of the settings that depend on the rows and are not given."""
-    return frozenset(name for name in BY_ROWS if getattr(config, name) is None)
+    return frozenset(name for name in (*BY_ROWS, *OPTIONS) if getattr(config, name) in (None, {}))
 
 
 def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
@@ -79,6 +110,7 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
             found["patience"] = PATIENCE * max(1, epoch // (config.eval_every or epoch))
     if "schedule_rows" in missing and data.hot_cold is not None and config.batch_order != "shuffled":
         found["schedule_rows"] = min(8192, max(256, rows // (TESTS * TRAINED_PER_TESTED)))
+    found |= for_small_log(config, data)
     if config.model == "two-tower" and "item" not in config.model_options and (item := _item_columns(data)):
         found["model_options"] = {**config.model_options, "item": item}
     return config.replace(**found) if found else config
@@ -105,4 +137,8 @@ def by_rows(given: TrainConfig, config: TrainConfig, data: Dataset) -> str:
         words.append("1 epoch" if config.epochs == 1 else f"up to {config.epochs} epochs")
     if "patience" in missing and config.patience is not None:
         words.append(f"stops after {plural(config.patience, 'evaluation')} without improvement")
+    if "model_options" in missing and "linear" in config.model_options:
+        words.append("linear terms")
+    if "row_options" in missing and "eps" in config.row_options:
+        words.append(f"eps {config.row_options['eps']:.2g} of the rows")
     return f"{plural(len(data.train), 'training row')}: {', '.join(words)}" if words else ""

@@ -66,10 +66,23 @@ def _baseline(run: Record) -> Iterator[Advice]:
     best = max(figures, key=lambda name: figures[name])
     if figures[best] >= own:
         yield Advice(
-            "Lower the learning rates or the batch size",
+            _simpler(run, best),
             f"{best} reaches a test AUC of {figures[best]:.4f}, this model {own:.4f}",
             f"at least {figures[best] - own:.4f} AUC",
         )
+
+
+def _simpler(run: Record, better: str) -> str:
+    """Return what brings a model closer to the simple one that is better."""
+    settings, test = run["settings"], run["test"]
+    if better != "logistic regression" or settings.get("model") != "dlrm" or not test.get("positives"):
+        return "Lower the learning rates or the batch size"
+    if (settings.get("model_options") or {}).get("linear") is None:
+        given = f"--model-option linear={test['positives'] / test['rows']:.3g}"  # the share of label 1
+        if (eps := (settings.get("row_options") or {}).get("eps")) is not None:
+            given += f" --row-option eps={eps:.3g}"  # by the rules, which do not add it to given options
+        return f"Add linear terms ({given}), or try --model dcn"
+    return "Lower the rate of the dense part, above all if most columns are ids (--dense-lr 1e-4)"
 
 
 def _epochs(run: Record) -> Iterator[Advice]:
@@ -83,11 +96,17 @@ def _epochs(run: Record) -> Iterator[Advice]:
     decides = deciding(curve[best], metric)
     words = metric_names(run["k"]).get(decides, decides)
     if best + 1 < len(curve):
-        share = 1 - curve[best]["step"] / curve[-1]["step"]
+        step, epoch, last = curve[best]["step"], curve[best]["epoch"], curve[-1]["step"]
+        option = f"--epochs {epoch:.0f}" if epoch == round(epoch) else f"--steps {step}"
+        worse = (place for place in range(1, len(values)) if values[place] <= max(values[:place]))
+        first = next(worse, 0)
+        more = ""
+        if first == best + 1 < len(curve) - 1:  # patience ends a run one evaluation after the best
+            more = f"; {1 - curve[first]['step'] / last:.0%} with --patience 1"
         yield Advice(
-            f"Stop after epoch {curve[best]['epoch']:.3g} (--epochs, or --patience 1)",
-            f"{words} was best at step {curve[best]['step']:,} and worse afterwards",
-            f"{share:.0%} of the training time, the same model",
+            f"Stop after epoch {epoch:.3g} ({option})",
+            f"{words} was best at step {step:,} and worse afterwards",
+            f"{1 - step / last:.0%} of the training time, the same model{more}",
         )
     elif math.isfinite(before := values[best - 1]) and values[best] > before:
         yield Advice(

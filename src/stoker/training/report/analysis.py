@@ -25,7 +25,7 @@ from stoker.ops.tt.shape import TTShape
 from stoker.placement.replay import replay
 from stoker.tables.config import TableConfig, bytes_of_row
 from stoker.training.config import TrainConfig
-from stoker.training.defaults import BY_ROWS, complete
+from stoker.training.defaults import BY_ROWS, OPTIONS, complete, for_small_log
 from stoker.training.scheduled import batch_order
 from stoker.training.scores.evaluation import finite, scoring
 from stoker.training.scores.metrics import StreamingMetrics
@@ -86,7 +86,8 @@ def _chosen(data: Dataset, config: TrainConfig) -> dict[str, Any]:
     """Return what the rules choose for the dataset where a setting is not given."""
     free = config.replace(**dict.fromkeys(BY_ROWS), batch_order=batch_order(TrainConfig(), data))
     ruled = complete(free, data)
-    return {name: getattr(ruled, name) for name in (*BY_ROWS, "batch_order")}
+    options = for_small_log(config.replace(**{name: {} for name in OPTIONS}), data)
+    return {name: getattr(ruled, name) for name in (*BY_ROWS, "batch_order")} | options
 
 
 def _losses(logits: Floats, labels: Floats) -> Floats:

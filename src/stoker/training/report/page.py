@@ -23,6 +23,7 @@ from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, KEYS, analyse
 from stoker.training.report.charts import bars, chart, check_page, grid, section, write_page
 from stoker.training.scores.metrics import metric_grid, metric_names
+from stoker.training.tools.baseline import saved_baselines
 
 _LINES = 40  # of a table
 _IDS = {"new": "new ids", "gone": "ids that lost their row", "reused": "reused rows", "known": "ids with a row"}
@@ -65,6 +66,7 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     settings = TrainConfig().to_dict() | renamed(config["settings"])
     lines = directory.records()
     done = read_report(directory) or {}
+    later = _baselines(config["dataset"], done.get("test") or {})
     losses = [each for each in lines if each["kind"] == "train"]
     valid = [each for each in lines if each["kind"] == "valid"]
     return {
@@ -72,11 +74,22 @@ def read(directory: RunDirectory) -> dict[str, Any]:
         "settings": settings, "metric": str(settings["metric"]), "k": settings["ranking_k"], "losses": losses,
         "valid_curve": valid, "done": done, "test": done.get("test") or {},
         "valid": done.get("valid") or (valid[-1] if valid else {}),
-        "baselines": (done.get("baselines") or {}).get("figures", {}),
+        "baselines": later or (done.get("baselines") or {}).get("figures", {}),
         "samples": done.get("samples_per_second") or (losses[-1]["samples_per_second"] if losses else None),
         "updates": directory.updates(),
         "steps": max((int(each["step"]) for each in lines if each["kind"] != "test"), default=0),
     }  # fmt: skip
+
+
+def _baselines(dataset: str, test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the baselines that the dataset has now, if they are of as many test rows as the run; else none."""
+    try:
+        found = saved_baselines(Dataset(dataset))
+    except (DataError, ConfigError):
+        return {}
+    figures = {} if found is None else found.figures
+    rows = {splits.get("test", {}).get("rows") for splits in figures.values()}
+    return figures if rows == {test.get("rows")} else {}
 
 
 def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -> tuple[dict[str, Any] | None, str]:
@@ -147,7 +160,7 @@ def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
             tiles.append(
                 (
                     f"{run['samples'] / possible(analysis):.0%}",
-                    f"of this machine's limit ({analysis['machine']['name']})",
+                    f"of the limit of {analysis['machine']['name']}, measured for this page",
                 )
             )
     if rates := [each["hit_rate"] for each in run["losses"] if "hit_rate" in each]:
@@ -230,7 +243,7 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
                 "rows at full speed": 1000 * size * work["row_bytes"] / machine["row_bytes"],
             }  # fmt: skip
             parts["everything else"] = max(0.0, 1000 * size / run["samples"] - sum(parts.values()))
-            shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}"))
+            shown.append(bars(parts, f"ms of a step, against the limits of {machine['name']}, measured for this page"))
         if analysis["cache"] is not None:
             rates = {name: 100 * value for name, value in analysis["cache"]["rates"].items()}
             shown.append(

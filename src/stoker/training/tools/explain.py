@@ -102,6 +102,8 @@ def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator
     rows, valid = len(data.train), len(data.splits.get("valid") or ())
     epoch = -(-rows // config.batch_size)
     yield "model", config.model, "it takes dense columns and ids, and learns their pairs"
+    for name, value in defaults.for_small_log(asked, data).items():
+        yield name, value, defaults.WHY[name]
     yield "embedding_dim", config.embedding_dim, "enough for most logs; the memory of tables grows with it"
     yield "batch_size", config.batch_size, defaults.why_batch(rows)
     if config.steps is None:
@@ -142,4 +144,6 @@ def _why_patience(asked: TrainConfig, config: TrainConfig, valid: int) -> str:
 def _said(value: Any) -> str:
     if value is None:
         return "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_said(each)}" for name, each in value.items())
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
