@@ -28,7 +28,7 @@ LINES = {
     "tables": 13_080,
     "models": 2_025,
     "placement": 2_890,
-    "training": 11_060,
+    "training": 11_065,
     "rewrite": 1_940,
     "prep": 13_045,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_335,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_530
+ALL_LINES = 65_560
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
