@@ -426,6 +426,24 @@ def test_scores_of_ranks_are_those_of_one_process(trained: bool, tmp_path: Path)
         assert on_threads(ranks, work) == [work(None)] * ranks
 
 
+def test_a_loss_under_autocast_is_that_of_one_process(tmp_path: Path) -> None:
+    """Its shards are bfloat16, which ranks add in float32."""
+    data = make_dataset(tmp_path / "d", rows=800, num_embeddings=(120, 60, 10))
+
+    def work(ranks: Ranks | None) -> list[float]:
+        model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), shards=8, ranks=ranks)
+        loss_of, found = stoker.distributed.ShardedLoss(model), list[float]()
+        for batch in data.train.batches(97, limit=400):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(batch)
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    alone = work(None)
+    assert all(on_threads(ranks, work) == [alone] * ranks for ranks in (1, 2, 3))
+
+
 def test_losses_over_lists_are_refused() -> None:
     model = stoker.DLRM(stoker.FeatureSpec.from_sizes(1, [9]), embedding_dim=4, bottom=(8,), top=(8,))
     model.embeddings.shards, model.objective = 2, "softmax"

@@ -72,7 +72,7 @@ def compute_part(
         # As in stoker.ops.loss.
         x = logits.detach()
         losses = functional.softplus(x).addcmul_(x, labels, value=-1.0)
-        [loss] = sums_by_shard(lambda each: [each.sum() / count], shards, losses)
+        [loss] = sums_by_shard(lambda each: [(each.sum() / count).float()], shards, losses)
         slopes = torch.sigmoid(x).sub_(labels).div_(count)
         found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
     return Part(moved, loss, found[: len(wanted)], found[len(wanted) :])
