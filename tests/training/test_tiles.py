@@ -30,6 +30,8 @@ MODELS = {
         _SPEC, embedding_dim=8, bottom=(8,), top=(9,), placement={"C1": stoker.TensorTrain(rank=4)}
     ),
     "din": lambda: stoker.DIN(_HISTORY, embedding_dim=6, attention=(13,)),
+    "sasrec": lambda: stoker.SASRec(_HISTORY, embedding_dim=8, blocks=1),
+    "tbsm": lambda: stoker.TBSM(_HISTORY, embedding_dim=8),
 }
 
 
@@ -106,6 +108,14 @@ def test_the_dense_part_sees_aligned_blocks_of_a_few_sizes(monkeypatch: pytest.M
     assert torch.equal(scores, scores[:1].expand(2500))
     assert ((tiles.LARGE, 0, 0, 2) in seen) == (threads == 2)
     assert len(tiled_scores(model, examples(_SPEC, 0, 0))) == 0
+
+
+@pytest.mark.parametrize("name", ["din", "sasrec"])
+def test_models_with_a_mask_are_tried_in_blocks_of_other_sizes(name: str) -> None:
+    model = MODELS[name]().eval()
+    tiled_scores(model, examples(_HISTORY, 0, 9))
+    blocks, inputs = tiles._blocks_of(model), model.inputs(examples(_HISTORY, 0, 9))
+    assert blocks.spread(model, inputs) > 1 or tiles.SMALL[0] in [size for size, *_ in blocks._same]
 
 
 def test_blocks_whose_scores_have_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:

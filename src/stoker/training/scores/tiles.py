@@ -64,13 +64,13 @@ class _Blocks:
             return False
         key = size, threads, *_kind(model, inputs)
         if key not in self._same:
-            self._same[key] = all(each.is_floating_point() for each in inputs) and _try(model, inputs, size, threads)
+            self._same[key] = _can_be_drawn(inputs) and _try(model, inputs, size, threads)
         return self._same[key]
 
     def spread(self, model: RecModel, inputs: Sequence[Tensor]) -> int:
         """Return how many places of a block a row needs, so that its score does not depend on which it has."""
-        if not all(each.is_floating_point() or each.dtype == torch.bool for each in inputs):
-            return 1  # random whole numbers may be none that the model takes
+        if not _can_be_drawn(inputs):
+            return 1
         if (key := _kind(model, inputs)) not in self._spread:
             found = 1  # also if it is no matter of places in a vector
             for spread in _SPREADS:
@@ -81,6 +81,11 @@ class _Blocks:
                     break
             self._spread[key] = found
         return self._spread[key]
+
+
+def _can_be_drawn(inputs: Sequence[Tensor]) -> bool:
+    """Return whether a trial can draw inputs: random whole numbers may be none that the model takes."""
+    return all(each.is_floating_point() or each.dtype == torch.bool for each in inputs)
 
 
 def _kind(model: RecModel, inputs: Sequence[Tensor]) -> tuple[object, ...]:
@@ -106,7 +111,8 @@ def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> 
     """Return True if random rows have the same logits in blocks of ``size`` on ``threads`` as by the definition."""
     random = torch.Generator().manual_seed(0)
     rows = max(size, TILE)
-    drawn = [torch.randn((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
+    normal = [torch.randn((rows, *each.shape[1:]), generator=random) for each in inputs]
+    drawn = [each > 0 if like.dtype == torch.bool else each.to(like) for each, like in zip(normal, inputs, strict=True)]
 
     def scored(size: int, blocks: int) -> Tensor:
         parts = [tuple(_tile(each, at * size, size) for each in drawn) for at in range(blocks)]
