@@ -408,7 +408,7 @@ def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: A
         (["--seed", -1], "--seed is -1; it must not be negative"),
         (["--dtype", "fp16"], "--dtype 'fp16' is unknown. Choose one of 'float32', 'bfloat16'"),
         (["--backend", "gpu"], "--backend 'gpu' is unknown"),
-        (["--hidden", "12"], "model 'dlrm' has no option 'hidden'. It has: bottom, top."),
+        (["--hidden", "12"], "model 'dlrm' has no option 'hidden'. It has: bottom, top, linear."),
     ):
         code, _, err = say(*short, "--out", tmp_path / "d", *wrong)
         assert (code, words in err) == (2, True), (words, err)

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 import stoker
-from stoker.base.files import seal
+from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, notation_of, text_of_floats, written
@@ -209,7 +209,7 @@ def test_an_export_of_an_earlier_version_reads_the_notation_from_its_texts(tmp_p
     model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,))
     stoker.save(tmp_path / "step", model)
     stoker.export(tmp_path / "step", tmp_path / "out", data=data.path)
-    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    manifest = unseal((tmp_path / "out/manifest.json").read_text())
     del manifest["notation"]
     (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
     texts = pl.DataFrame(log()).drop("label")

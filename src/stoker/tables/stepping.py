@@ -318,8 +318,7 @@ class RowSteps:
         """Give the handle a gradient with the norm of the rows' gradient."""
         trained = self.trained
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
-        norm = trained.gradient_norm(gradients)
-        self._norm = norm if norm < torch.finfo(torch.float32).max else norm * math.inf  # as for clip_grad_norm_
+        self._norm = trained.gradient_norm(gradients)
         self._published_times += 1
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
@@ -347,7 +346,7 @@ class RowSteps:
                 return
             if not math.isnan(first):
                 self._refuse_change(before, after)
-            factor = 0.0 if math.isinf(self._norm) else math.nan  # by which clip_grad_norm_ multiplies
+            factor = math.nan if math.isnan(self._norm) else 0.0  # by which clip_grad_norm_ multiplies
             self._pending = [(group, each * factor) for group, each in self._pending]
             self._norm = math.nan
             self._published, self._version = grad, grad._version
