@@ -134,3 +134,13 @@ def test_a_column_without_a_known_value_is_named(tmp_path: Path) -> None:
     assert said.startswith("no row has a known value of column 'user'")
     rows.write_ndjson(tmp_path / "new.jsonl")
     assert not run_prepare(None, tmp_path / "new.jsonl", like=data, out=tmp_path / "good").warnings
+
+
+def test_a_copy_of_a_log_is_named(tmp_path: Path) -> None:
+    report(tmp_path, {})
+    schema = Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]})
+    for name, more in (("copy", ""), ("other", "1,i3\n")):
+        (tmp_path / f"{name}.csv").write_text((tmp_path / "log.csv").read_text() + more)
+    found = run_prepare(schema, [tmp_path / f"{name}.csv" for name in ("copy", "log", "other")], out=tmp_path / "all")
+    (said,) = found.warnings
+    assert said.startswith("log.csv has the size, the beginning and the end of copy.csv.")

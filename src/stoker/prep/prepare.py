@@ -53,7 +53,7 @@ from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import Progress, Task
-from stoker.prep.write.publish import cut_warning, publish, split_warnings
+from stoker.prep.write.publish import copy_warnings, cut_warning, publish, split_warnings
 from stoker.rewrite.id_order import Reordering
 
 _ROOM = 3  # bytes of work and shards for each byte of input, roughly; a file may be compressed
@@ -287,6 +287,7 @@ def run_prepare(
         report.warnings += [
             *cut_warning(task.schema, there.manifest),
             *split_warnings(task.schema, there.manifest, before),
+            *copy_warnings(there.manifest),
         ]
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
@@ -457,6 +458,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         *task.limit.broken,
         *cut_warning(task.schema, manifest),
         *split_warnings(task.schema, manifest, before),
+        *copy_warnings(manifest),
     ]
     return report
 

@@ -254,6 +254,21 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
+def copy_warnings(manifest: dict[str, Any]) -> list[str]:
+    """Return a warning for each file whose rows seem to be those of a file before."""
+    first, found = dict[Any, str](), []
+    for each in manifest["sources"]:
+        if each["rows"] < 2 or each["bytes"] <= 0 or "head" not in each:
+            continue
+        if (before := first.get(key := (each["bytes"], each["head"], each["tail"]))) is not None:
+            found.append(
+                f"{each['file']} has the size, the beginning and the end of {before}. If it is a copy, its rows count "
+                "twice: leave one of the files out."
+            )
+        first[key] = each["file"]
+    return found
+
+
 def split_warnings(schema: Schema, manifest: dict[str, Any], like: Mapping[str, Any] | None = None) -> list[str]:
     """Return a warning for each split that the rule names and that has no rows, and for columns without known ids.
 
