@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,97 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
         stoker.prepare(None, other, out=tmp_path / "new", like=data)
     assert not (tmp_path / "new").exists()
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
+
+
+LIKE = {"label": "label", "categorical": [{"name": "flag"}]}
+
+
+def ids_like(data: stoker.Dataset, values: Any, out: Path) -> list[list[Any]]:
+    """Return the ids of values of the column flag by a request, and by a preparation like the dataset."""
+    rows = pl.DataFrame({"flag": values, "label": [0] * len(values)})
+    asked = RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label")).ids.tolist()
+    again = stoker.prepare(None, rows, out=out, like=data, overwrite=True).test
+    assert [asked] == [batch.ids.tolist() for batch in again.batches(len(rows))]
+    return asked
+
+
+@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("1", "0"), ("1.0", "0.0")])
+@pytest.mark.parametrize("third", [None, "maybe"])
+def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, str], third: str | None) -> None:
+    """Also where an update brought a third text."""
+    texts = [words[row % 2] for row in range(60)]
+    schema = stoker.Schema.from_dict(LIKE)
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data")
+    if third is not None:
+        more = rows.with_columns(flag=pl.lit(third))
+        data = stoker.prepare(None, more, out=tmp_path / "grown", like=data, grow=True)
+    wanted = ids_like(data, [*words], tmp_path / "new")
+    assert 0 not in chain.from_iterable(wanted)
+    for values in (
+        [True, False],
+        [1, 0],
+        [1.0, 0.0],
+        ["true", "false"],
+        ["True", "False"],
+        [Decimal("1.00"), Decimal(0)],
+    ):
+        assert ids_like(data, values, tmp_path / "new") == wanted, values
+
+
+def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
+    """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
+    values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}
+    texts = ["5", "2.5", "120", "0.25"] * 15
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts, "bucket": texts})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
+    asked = rows.drop("label")
+    wanted = RowEncoder(Fitted.of(Like(data.path))).encode(asked).ids.tolist()
+    for scale in (2, 4):
+        decimals = rows.with_columns(pl.col("flag", "bucket").cast(pl.Decimal(12, scale)))
+        assert RowEncoder(Fitted.of(Like(data.path))).encode(decimals.drop("label")).ids.tolist() == wanted
+        again = stoker.prepare(None, decimals, out=tmp_path / "again", like=data, overwrite=True)
+        assert [batch.ids.tolist() for batch in again.test.batches(60)] == [wanted]
+        both = stoker.prepare(stoker.Schema.from_dict(values), decimals, out=tmp_path / "both", overwrite=True)
+        assert (
+            Like(both.path).vocabulary("flag")["value"].to_list()
+            == Like(data.path).vocabulary("flag")["value"].to_list()
+        )
+    manifest = json.loads((data.path / "manifest.json").read_text())
+    assert manifest["notation"].pop("") == "plain"
+    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    zeros = rows.with_columns(bucket=pl.col("bucket").cast(pl.Decimal(12, 2)).cast(pl.String)).drop("label")
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    typed = rows.drop("label").with_columns(pl.col("bucket").cast(pl.Decimal(12, 2)))
+    assert encoder.encode(typed).ids.tolist() == encoder.encode(zeros).ids.tolist() != wanted
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "quoted"])
+def test_whole_numbers_that_a_missing_value_made_floats_fit_an_int_column(tmp_path: Path, suffix: str) -> None:
+    """In requests, too; a fraction, or digits that a float cannot hold, are a bad line."""
+    values = {"label": "label", "categorical": [{"name": "user", "type": "int"}]}
+    rows = pl.DataFrame({"label": [0, 1] * 50, "user": range(100)})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    new = rows.with_columns(pl.col("user").cast(pl.Float64))
+    new[97, "user"], new[98, "user"], new[99, "user"] = None, 1.5, 2.0**53
+    file = tmp_path / f"new.{suffix.replace('quoted', 'jsonl')}"
+    if suffix == "csv":
+        new.to_pandas().to_csv(file, index=False)
+    elif suffix == "parquet":
+        new.write_parquet(file)
+    else:
+        shown = str if suffix == "quoted" else float
+        lines = [{"label": y, "user": None if user is None else shown(user)} for y, user in new.rows()]
+        file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = stoker.prepare(None, file, out=tmp_path / "new", like=data, max_bad=0.5)
+    assert found.manifest["quarantined"] == 2
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = encoder.encode(rows.select("user").head(97)).ids.tolist()
+    assert [batch.ids.tolist() for batch in found.test.batches(98)] == [[*wanted, [0]]]
+    asked = [
+        parsed(json.dumps({"user": str(user) if suffix == "quoted" else user}).encode()) for user in new["user"][:97]
+    ]
+    assert encoder.from_objects(asked).ids.tolist() == wanted
 
 
 MOMENTS = [datetime(2024, 1, 5 + n % 9, n % 24, n % 60, n % 7) for n in range(60)]
