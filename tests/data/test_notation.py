@@ -394,6 +394,25 @@ def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
         assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: str, suffix: str) -> None:
+    """In whatever order its files come; times that the texts do not write in one way are refused."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS})
+    rows.write_parquet(tmp_path / "typed.parquet")
+    texts, other = (rows.with_columns(pl.col("when").dt.strftime(each)) for each in (shape, "%d.%m.%Y %H:%M"))
+    write = {"csv": "write_csv", "jsonl": "write_ndjson", "parquet": "write_parquet"}[suffix]
+    getattr(texts, write)(tmp_path / f"texts.{suffix}")
+    getattr(other, write)(tmp_path / f"other.{suffix}")
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "when"}]})
+    files = [tmp_path / "typed.parquet", tmp_path / f"texts.{suffix}"]
+    for order in (files, files[::-1]):
+        data = stoker.prepare(schema, order, out=tmp_path / "data", overwrite=True, split="random:1,0")
+        assert sorted(Like(data.path).vocabulary("when")["value"]) == sorted(set(texts["when"]))
+    with pytest.raises(stoker.DataError, match=r"typed.parquet: column when holds Datetime.*texts as in the log"):
+        stoker.prepare(schema, [tmp_path / f"other.{suffix}", files[0]], out=tmp_path / "none")
+
+
 @pytest.mark.parametrize("kind", [pl.Int64, pl.Int32, pl.Float64])
 def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kind: Any) -> None:
     """A reader of CSV takes the texts 10 and 20 for numbers, which they are not."""
