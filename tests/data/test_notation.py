@@ -274,6 +274,26 @@ def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, 
         assert ids_like(data, values, tmp_path / "new") == wanted, values
 
 
+@pytest.mark.parametrize("way", ["python", "java", "polars"])
+@pytest.mark.parametrize("whole", [3.0, 0.5])
+def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: str, whole: float) -> None:
+    floats = [1e-7, 2.5e-6, -1e-5, 1.5e-4, whole, 1e-12] * 10
+    java = ["1.0E-7", "2.5E-6", "-1.0E-5", "1.5E-4", str(whole), "1.0E-12"] * 10
+    log = {"java": java, "python": [*map(repr, floats)], "polars": floats}
+    rows = {name: pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts}) for name, texts in log.items()}
+    rows["polars"].write_parquet(tmp_path / "log.parquet")
+    rows[way].write_csv(tmp_path / "log.csv")
+    file = tmp_path / f"log.{'parquet' if way == 'polars' else 'csv'}"
+    data = stoker.prepare(stoker.Schema.from_dict(LIKE), file, out=tmp_path / "data", split="random:1,0")
+    wanted = ids_like(data, log[way], tmp_path / "new")
+    assert [batch.ids.tolist() for batch in data.train.batches(60)] == [wanted]
+    assert 0 not in chain.from_iterable(wanted)
+    assert ids_like(data, floats, tmp_path / "new") == wanted
+    if way != "polars":
+        assert ids_like(data, log["python"], tmp_path / "new") == wanted
+        assert ids_like(data, log["java"], tmp_path / "new") == wanted
+
+
 def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
     values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}

@@ -9,6 +9,7 @@ text is known, as with hash buckets, 136.0 is always 136.
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 import polars as pl
 import pyarrow as pa
@@ -33,6 +34,11 @@ _CHANGES = {  # notation -> what is rare and shows that a text may be written ot
     FLAGS: (r"^[TtFf]|\.0$", [(_TRUE, "1"), (_FALSE, "0"), _TO_WHOLE]),
     DOTTED_FLAGS: (r"^[TtFf]|^-?\d+$", [(_TRUE, "1.0"), (_FALSE, "0.0"), _TO_DOTTED]),
 }
+_TINY = r"^-?(\d(\.\d+)?[eE]-\d+|0\.000\d+)$"  # a float that programs write in several ways
+_TINY_WAYS = {  # what follows a notation, if all tiny floats are written so -> how a program writes one
+    "|1e-07": lambda text: repr(float(text)),
+    "|1.0E-7": lambda text: re.sub(r"^(-?\d)e", r"\1.0e", f"{Decimal(repr(float(text))):e}").upper(),
+}
 #: A date, or a time without a zone or of UTC. The notation of times is one of them with all digits 0.
 _MOMENT = (
     r"^(?P<date>\d{4}-\d{2}-\d{2})(?:[T ](?P<clock>\d{2}:\d{2})(?::(?P<second>\d{2})(?:\.(?P<fraction>\d{1,9}))?)?"
@@ -54,8 +60,11 @@ def notation_of(texts: pl.Series) -> str:
     found = [name for name, words in _WORDS.items() if few & {*words}]
     if len(found) == 1 and (few >= {*_WORDS[found[0]]} if found[0] in (FLAGS, DOTTED_FLAGS) else not dotted):
         return found[0]
-    if whole or dotted:
-        return "" if whole and dotted else WHOLE if whole else DOTTED
+    tiny = texts.filter(texts.str.contains(_TINY))
+    exponents = tiny.str.contains("[eE]").any()
+    way = next((way for way in _TINY_WAYS if exponents and (_as_tiny(tiny, way) == tiny).all()), "")
+    if whole or dotted or way:
+        return ("" if whole == dotted else WHOLE if whole else DOTTED) + way
     shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
     return str(shapes[0]) if len(shapes) == 1 else ""
 
@@ -63,7 +72,8 @@ def notation_of(texts: pl.Series) -> str:
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
-        notations = {{FLAGS: WHOLE, DOTTED_FLAGS: DOTTED}.get(each, each) for each in notations}
+        bases = {each.partition("|")[0] for each in notations}
+        notations = {{FLAGS: WHOLE, DOTTED_FLAGS: DOTTED}.get(each, each) for each in bases}
     return next(iter(notations)) if len(notations) == 1 else ""
 
 
@@ -129,11 +139,20 @@ def _as_moments(texts: pl.Series, notation: str) -> pl.Series:
     return parts.unnest("part").select(pl.when(fits).then(whole).otherwise("text").alias(texts.name)).to_series()
 
 
+def _as_tiny(texts: pl.Series, way: str) -> pl.Series:
+    """Return texts with tiny floats in one of several ways."""
+    rows = texts.str.contains(_TINY).fill_null(False).arg_true()
+    made = [_TINY_WAYS[way](text) for text in texts.gather(rows)]
+    return texts.clone().scatter(rows, pl.Series(made, dtype=pl.String)) if made else texts
+
+
 def written(texts: pl.Series, notation: str) -> pl.Series:
     """Return texts in a notation."""
     if is_moment(notation):
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
+    notation, bar, way = notation.partition("|")
+    texts = _as_tiny(texts, bar + way) if bar else texts
     if notation not in _CHANGES or not len(texts):
         return texts
     rare, changes = _CHANGES[notation]
