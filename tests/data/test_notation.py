@@ -18,7 +18,7 @@ import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.parse.notation import AS_TYPED, notation_of, text_of_floats, written
+from stoker.prep.parse.notation import AS_TYPED, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import Fitted, RowEncoder
 
 SCHEMA = {
@@ -292,6 +292,14 @@ def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: s
     if way != "polars":
         assert ids_like(data, log["python"], tmp_path / "new") == wanted
         assert ids_like(data, log["java"], tmp_path / "new") == wanted
+
+
+def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
+    """An earlier version stored less about a vocabulary than the texts of a fitted feature tell."""
+    assert agreed({"1", "1/0"}) == agreed({"1", "True"}) == agreed({"1|1e-07", "1"}) == "1"
+    assert agreed({"1.0", "1.0/0.0"}) == "1.0"
+    assert agreed({"1|1e-07"}) == "1|1e-07"
+    assert agreed({"1", "1.0"}) == agreed({"True", "true"}) == agreed({"", "True"}) == agreed(set()) == ""
 
 
 def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:

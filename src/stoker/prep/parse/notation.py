@@ -73,7 +73,8 @@ def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
         bases = {each.partition("|")[0] for each in notations}
-        notations = {{FLAGS: WHOLE, DOTTED_FLAGS: DOTTED}.get(each, each) for each in bases}
+        less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (dict.fromkeys((LOWER, CAPITAL), WHOLE) if WHOLE in bases else {})
+        notations = {less.get(each, each) for each in bases}
     return next(iter(notations)) if len(notations) == 1 else ""
 
 
