@@ -11,7 +11,7 @@ from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 
 NUMBER = {
     "float": re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"),
-    "int": re.compile(r"[+-]?[0-9]+"),
+    "int": re.compile(r"[+-]?[0-9]+(\.0+)?"),
     "hex": re.compile(r"[0-9a-fA-F]{1,16}"),
 }
 
@@ -25,7 +25,10 @@ def typed(kind: str, text: str) -> Any:
         return text
     if not NUMBER[kind].fullmatch(text):
         raise Bad
-    value: Any = {"float": float, "int": int, "hex": lambda t: int(t, 16)}[kind](text)
+    whole, point, _ = text.partition(".") if kind == "int" else (text, "", "")
+    value: Any = {"float": float, "int": int, "hex": lambda t: int(t, 16)}[kind](whole)
+    if point and kind == "int" and abs(value) >= 2**53:
+        raise Bad
     if kind == "int" and not -(2**63) <= value < 2**63:
         raise Bad
     if kind == "float" and math.isinf(value):

@@ -107,7 +107,7 @@ def test_eight_hexadecimal_digits_are_told_from_all_other_bytes(text: str, place
 
 def test_a_line_with_any_fault_costs_itself_only() -> None:
     lines = [
-        b"1\t2\tf\tx", b"1\t2\tf", b"1\t2\tf\tx\ty", b'1\t2\tf\t"x', b"1\t2\tf\t\xff", b"x\t2\tf\tx", b"1\t2.0\tf\tx",
+        b"1\t2\tf\tx", b"1\t2\tf", b"1\t2\tf\tx\ty", b'1\t2\tf\t"x', b"1\t2\tf\t\xff", b"x\t2\tf\tx", b"1\t2.5\tf\tx",
         b"1\t2\tg\tx", b"", b"nan\t2\tf\tx", b"7\t8\t9\ty",
     ]  # fmt: skip
     for ends in (b"\n", b"\r\n"):
@@ -116,7 +116,7 @@ def test_a_line_with_any_fault_costs_itself_only() -> None:
         assert faults(block) == [
             (1, "3 fields, expected 4"), (2, "more than 4 fields"),
             (3, "column d: quoted field without a closing quote"), (4, "broken UTF-8"),
-            (5, "column a: 'x' is not a number"), (6, "column b: '2.0' is not a whole number"),
+            (5, "column a: 'x' is not a number"), (6, "column b: '2.5' is not a whole number"),
             (7, "column c: 'g' is not hexadecimal (up to 16 digits)"), (9, "column a: 'nan' is not a number"),
         ]  # fmt: skip
         assert [bad.text for bad in block.bad] == [lines[bad.line].decode("utf-8", "replace") for bad in block.bad]

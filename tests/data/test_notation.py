@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.parse.notation import AS_TYPED, notation_of, text_of_floats, written
+from stoker.prep.parse.notation import AS_TYPED, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import Fitted, RowEncoder
 
 SCHEMA = {
@@ -236,6 +238,125 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
 
 
+LIKE = {"label": "label", "categorical": [{"name": "flag"}]}
+
+
+def ids_like(data: stoker.Dataset, values: Any, out: Path) -> list[list[Any]]:
+    """Return the ids of values of the column flag by a request, and by a preparation like the dataset."""
+    rows = pl.DataFrame({"flag": values, "label": [0] * len(values)})
+    asked = RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label")).ids.tolist()
+    again = stoker.prepare(None, rows, out=out, like=data, overwrite=True).test
+    assert [asked] == [batch.ids.tolist() for batch in again.batches(len(rows))]
+    return asked
+
+
+@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("1", "0"), ("1.0", "0.0")])
+@pytest.mark.parametrize("third", [None, "maybe"])
+def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, str], third: str | None) -> None:
+    """Also where an update brought a third text."""
+    texts = [words[row % 2] for row in range(60)]
+    schema = stoker.Schema.from_dict(LIKE)
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data")
+    if third is not None:
+        more = rows.with_columns(flag=pl.lit(third))
+        data = stoker.prepare(None, more, out=tmp_path / "grown", like=data, grow=True)
+    wanted = ids_like(data, [*words], tmp_path / "new")
+    assert 0 not in chain.from_iterable(wanted)
+    for values in (
+        [True, False],
+        [1, 0],
+        [1.0, 0.0],
+        ["true", "false"],
+        ["True", "False"],
+        [Decimal("1.00"), Decimal(0)],
+    ):
+        assert ids_like(data, values, tmp_path / "new") == wanted, values
+
+
+@pytest.mark.parametrize("way", ["python", "java", "polars"])
+@pytest.mark.parametrize("whole", [3.0, 0.5])
+def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: str, whole: float) -> None:
+    floats = [1e-7, 2.5e-6, -1e-5, 1.5e-4, whole, 1e-12] * 10
+    java = ["1.0E-7", "2.5E-6", "-1.0E-5", "1.5E-4", str(whole), "1.0E-12"] * 10
+    log = {"java": java, "python": [*map(repr, floats)], "polars": floats}
+    rows = {name: pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts}) for name, texts in log.items()}
+    rows["polars"].write_parquet(tmp_path / "log.parquet")
+    rows[way].write_csv(tmp_path / "log.csv")
+    file = tmp_path / f"log.{'parquet' if way == 'polars' else 'csv'}"
+    data = stoker.prepare(stoker.Schema.from_dict(LIKE), file, out=tmp_path / "data", split="random:1,0")
+    wanted = ids_like(data, log[way], tmp_path / "new")
+    assert [batch.ids.tolist() for batch in data.train.batches(60)] == [wanted]
+    assert 0 not in chain.from_iterable(wanted)
+    assert ids_like(data, floats, tmp_path / "new") == wanted
+    if way != "polars":
+        assert ids_like(data, log["python"], tmp_path / "new") == wanted
+        assert ids_like(data, log["java"], tmp_path / "new") == wanted
+
+
+def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
+    """An earlier version stored less about a vocabulary than the texts of a fitted feature tell."""
+    assert agreed({"1", "1/0"}) == agreed({"1", "True"}) == agreed({"1|1e-07", "1"}) == "1"
+    assert agreed({"1.0", "1.0/0.0"}) == "1.0"
+    assert agreed({"1|1e-07"}) == "1|1e-07"
+    assert agreed({"1", "1.0"}) == agreed({"True", "true"}) == agreed({"", "True"}) == agreed(set()) == ""
+
+
+def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
+    """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
+    values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}
+    texts = ["5", "2.5", "120", "0.25"] * 15
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts, "bucket": texts})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
+    asked = rows.drop("label")
+    wanted = RowEncoder(Fitted.of(Like(data.path))).encode(asked).ids.tolist()
+    for scale in (2, 4):
+        decimals = rows.with_columns(pl.col("flag", "bucket").cast(pl.Decimal(12, scale)))
+        assert RowEncoder(Fitted.of(Like(data.path))).encode(decimals.drop("label")).ids.tolist() == wanted
+        again = stoker.prepare(None, decimals, out=tmp_path / "again", like=data, overwrite=True)
+        assert [batch.ids.tolist() for batch in again.test.batches(60)] == [wanted]
+        both = stoker.prepare(stoker.Schema.from_dict(values), decimals, out=tmp_path / "both", overwrite=True)
+        assert (
+            Like(both.path).vocabulary("flag")["value"].to_list()
+            == Like(data.path).vocabulary("flag")["value"].to_list()
+        )
+    manifest = json.loads((data.path / "manifest.json").read_text())
+    assert manifest["notation"].pop("") == "plain"
+    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    zeros = rows.with_columns(bucket=pl.col("bucket").cast(pl.Decimal(12, 2)).cast(pl.String)).drop("label")
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    typed = rows.drop("label").with_columns(pl.col("bucket").cast(pl.Decimal(12, 2)))
+    assert encoder.encode(typed).ids.tolist() == encoder.encode(zeros).ids.tolist() != wanted
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "quoted"])
+def test_whole_numbers_that_a_missing_value_made_floats_fit_an_int_column(tmp_path: Path, suffix: str) -> None:
+    """In requests, too; a fraction, or digits that a float cannot hold, are a bad line."""
+    values = {"label": "label", "categorical": [{"name": "user", "type": "int"}]}
+    rows = pl.DataFrame({"label": [0, 1] * 50, "user": range(100)})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    new = rows.with_columns(pl.col("user").cast(pl.Float64))
+    new[97, "user"], new[98, "user"], new[99, "user"] = None, 1.5, 2.0**53
+    file = tmp_path / f"new.{suffix.replace('quoted', 'jsonl')}"
+    if suffix == "csv":
+        new.to_pandas().to_csv(file, index=False)
+    elif suffix == "parquet":
+        new.write_parquet(file)
+    else:
+        shown = str if suffix == "quoted" else float
+        lines = [{"label": y, "user": None if user is None else shown(user)} for y, user in new.rows()]
+        file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = stoker.prepare(None, file, out=tmp_path / "new", like=data, max_bad=0.5)
+    assert found.manifest["quarantined"] == 2
+    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    wanted = encoder.encode(rows.select("user").head(97)).ids.tolist()
+    assert [batch.ids.tolist() for batch in found.test.batches(98)] == [[*wanted, [0]]]
+    asked = [
+        parsed(json.dumps({"user": str(user) if suffix == "quoted" else user}).encode()) for user in new["user"][:97]
+    ]
+    assert encoder.from_objects(asked).ids.tolist() == wanted
+
+
 MOMENTS = [datetime(2024, 1, 5 + n % 9, n % 24, n % 60, n % 7) for n in range(60)]
 SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d"]
 
@@ -299,6 +420,25 @@ def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
     wanted = [batch.ids.tolist() for batch in data.train.batches(60)]
     for unit in ("ms", "us", "ns"):
         assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: str, suffix: str) -> None:
+    """In whatever order its files come; times that the texts do not write in one way are refused."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS})
+    rows.write_parquet(tmp_path / "typed.parquet")
+    texts, other = (rows.with_columns(pl.col("when").dt.strftime(each)) for each in (shape, "%d.%m.%Y %H:%M"))
+    write = {"csv": "write_csv", "jsonl": "write_ndjson", "parquet": "write_parquet"}[suffix]
+    getattr(texts, write)(tmp_path / f"texts.{suffix}")
+    getattr(other, write)(tmp_path / f"other.{suffix}")
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "when"}]})
+    files = [tmp_path / "typed.parquet", tmp_path / f"texts.{suffix}"]
+    for order in (files, files[::-1]):
+        data = stoker.prepare(schema, order, out=tmp_path / "data", overwrite=True, split="random:1,0")
+        assert sorted(Like(data.path).vocabulary("when")["value"]) == sorted(set(texts["when"]))
+    with pytest.raises(stoker.DataError, match=r"typed.parquet: column when holds Datetime.*texts as in the log"):
+        stoker.prepare(schema, [tmp_path / f"other.{suffix}", files[0]], out=tmp_path / "none")
 
 
 @pytest.mark.parametrize("kind", [pl.Int64, pl.Int32, pl.Float64])

@@ -20,7 +20,7 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, MIXED, UNLISTED, notation_of
+from stoker.prep.parse.notation import AS_TYPED, MIXED, UNLISTED, agreed, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
@@ -54,7 +54,7 @@ def notation_by_column(
 
     Args:
         schema: of the dataset.
-        tables: table -> how its texts are written.
+        tables: table -> how its texts are written; "": of texts of which the dataset keeps no list.
         learned: fitted features, whose tables may have texts of raw columns.
         as_typed: whether an earlier version made the dataset, whose floats and times became texts in their own way.
     """
@@ -66,10 +66,10 @@ def notation_by_column(
         table = learned[feature.name].table if feature.name in learned else pl.DataFrame()
         for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
             found.setdefault(name, set()).add(notation_of(table.get_column(name)))
-    agreed = {column: names.pop() for column, names in found.items() if len(names) == 1 and names != {""}}
+    known = {column: notation for column, names in found.items() if (notation := agreed(names))}
     if as_typed:
-        return {"": AS_TYPED, **agreed}
-    return {**dict.fromkeys(schema.unlisted, UNLISTED), **dict.fromkeys(found, MIXED), **agreed}
+        return {"": AS_TYPED, **known}
+    return {**dict.fromkeys(schema.unlisted, tables.get("", UNLISTED)), **dict.fromkeys(found, MIXED), **known}
 
 
 class Like:

@@ -48,7 +48,7 @@ from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
-from stoker.prep.rows.time_notation import check_notation
+from stoker.prep.rows.time_notation import check_notation, with_times_of_texts
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
@@ -161,6 +161,7 @@ class Preparation(PrepareSettings):
             report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
             like=measure, names=names,
         )  # fmt: skip
+        task = task if measure else with_times_of_texts(task)
         noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)

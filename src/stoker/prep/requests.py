@@ -200,8 +200,10 @@ class RowEncoder:
         self._feature_fields = [_as_given(item, exact) for item in self._layout.feature_fields]
         self._needed = [*self._layout.dense, *self._feature_fields]
         wanted = {item.column for item in self._needed} | read
+        # Decimals are never looked up as they are given: 5.00 has other texts in other scales.
+        self._written_fields = [item for item in raw_fields(schema) if item.column in wanted]
         #: fields that are read of a request
-        self.fields = [_as_given(item, exact) for item in raw_fields(schema) if item.column in wanted]
+        self.fields = [_as_given(item, exact) for item in self._written_fields]
         #: raw columns that a request must have
         self.columns = list(dict.fromkeys(item.column for item in self.fields))
         #: raw columns of training that scoring does not need
@@ -253,7 +255,9 @@ class RowEncoder:
         """
         frame = as_frame(table)
         self._check_names(frame.columns, unknown)
-        return self._encode(frame_block(without_nulls(frame, self._nulls), self.fields, typed=True))
+        decimals = any("Decimal" in str(kind) for kind in frame.dtypes)
+        fields = self._written_fields if decimals else self.fields
+        return self._encode(frame_block(without_nulls(frame, self._nulls), fields, typed=True))
 
     def _check_names(self, names: Sequence[str], unknown: bool) -> None:
         missing = [name for name in self.columns if name not in names]

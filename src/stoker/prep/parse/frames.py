@@ -29,9 +29,12 @@ from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
     DOTTED,
+    MIXED,
+    PLAIN,
     UNLISTED,
     fits_moment,
     is_moment,
+    text_of_decimals,
     text_of_floats,
     text_of_moments,
     with_point,
@@ -46,6 +49,7 @@ _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.S
 _WIDE = (pl.UInt64, pl.Int128, pl.UInt128)  # whole numbers that do not fit int64
 _WORDS = {"float": "a number", "int": "a whole number", "hex": "hexadecimal (up to 16 digits)", "string": "text"}
 _INT = re.compile(r"[+-]?[0-9]+")
+_WHOLE = r"^\s*([+-]?[0-9]+)\.0+\s*$"  # a whole number that a missing value of its column made a float
 _FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 _SPACE = " \t\n\r\v\f"  # around a number
@@ -294,6 +298,8 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     """Convert single values of another type to texts; note rows with floats that may have lost digits."""
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
+    if series.dtype.is_decimal() and item.notation not in (AS_TYPED, MIXED, UNLISTED):
+        return written(text_of_decimals(series), item.notation)
     if not series.dtype.is_float():
         return written(series.cast(pl.String), item.notation)
     series = series.fill_nan(None)
@@ -313,7 +319,7 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     """Convert times to texts as a dataset writes them; note rows that it cannot write."""
     if item.notation == AS_TYPED:
         return series.dt.to_string("iso")
-    plain = series.dtype == pl.Date and item.notation == UNLISTED
+    plain = series.dtype == pl.Date and item.notation in (PLAIN, UNLISTED)
     if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
         raise DataError(
             f"column {item.column} holds {series.dtype}, which texts write in many ways, and the dataset does not say "
@@ -343,6 +349,9 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
         odd = (text.len_bytes() > 16) | text.starts_with("+")
     else:
         values = series.cast(_TYPES[item.kind], strict=False)
+        if item.kind == "int" and values.null_count() > series.null_count():
+            whole = text.extract(_WHOLE).cast(pl.Int64, strict=False)
+            values = values.fill_null(whole.set(~whole.is_between(-(2**53), 2**53, "none"), None))
         odd = ~values.is_finite() if item.kind == "float" else values.is_null()
     if values.null_count() == series.null_count() and (item.kind == "int" or not odd.any()):
         return values

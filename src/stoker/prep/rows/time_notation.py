@@ -1,14 +1,19 @@
-"""Check the format of the timestamp column before any row is used."""
+"""Look at how columns write times before any row is used."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.frames import Field
+from stoker.prep.parse.frames import Field, parquet_types
+from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
+from stoker.prep.parse.notation import MIXED, is_moment, notation_of
+from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import sources_of
 from stoker.prep.stages.task import Task
 
@@ -36,7 +41,7 @@ def check_notation(task: Task) -> None:
         return
     name, found = timestamp.column, None
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
-        found = _first_values(task, Field(column=name, kind="datetime"))
+        found = _first_values(sources_of(task, [Field(column=name, kind="datetime")]))
     if found is None:
         return
     place, values = found
@@ -50,10 +55,27 @@ def check_notation(task: Task) -> None:
     )
 
 
-def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
+def with_times_of_texts(task: Task) -> Task:
+    """Return a task whose text columns of times in some files, and of texts in others, are written as these texts."""
+    found: dict[str, str] = {}
+    with suppress(DataError):  # if a file cannot be read, the first pass explains it better
+        kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
+        types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
+        for name in {one.raw for one in task.schema.categorical if one.type == "string"}:
+            own = {types[path].get(name, pl.String()) for path in task.files}
+            if task.recipe.derive is None and pl.String() in own and any(kind.is_temporal() for kind in own):
+                sources = sources_of(task, [Field(column=name, kind="string")])
+                first = _first_values(one for one in sources if types[one.path].get(name, pl.String()) == pl.String())
+                notation = "" if first is None else notation_of(first[1])
+                found[name] = notation if is_moment(notation) else MIXED
+    return replace(task, schema=replace(task.schema, notation=found)) if found else task
+
+
+def _first_values(sources: Iterable[Source]) -> tuple[str, pl.Series] | None:
     """Return the place of the first text of a column, and the first texts; None if the column is typed or empty."""
-    for source in sources_of(task, [item]):
+    for source in sources:
         source.open()
+        [item] = source.fields
         before = 0
         for _, _, read in source.blocks(_BLOCK):
             block = read()

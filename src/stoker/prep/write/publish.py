@@ -35,6 +35,7 @@ from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
+from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import is_packed, source_kind, text_edge
 from stoker.prep.rows.raw_rows import Rows
@@ -394,7 +395,7 @@ def _finish(
         "quarantined": bad,
     }
     if like is None or NOTATION in like.data.manifest:
-        manifest[NOTATION] = {} if like is None else dict(like.notations)
+        manifest[NOTATION] = ({"": PLAIN} if task.schema.unlisted else {}) if like is None else dict(like.notations)
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
