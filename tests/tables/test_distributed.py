@@ -171,10 +171,25 @@ def worker(rank: int, folder: str) -> None:
     wrapped(found, rank, "fully_shard of the dense part", shard_head)
     wrapped(found, rank, "fully_shard that ignores the handle", shard_all_but_tables)
     wrapped(found, rank, "fully_shard", fully_shard)
+    attempt(found, "on its own, two backwards", lambda: accumulate_alone(rank))
     attempt(found, "own optimizer", lambda: train_bag(rank, stoker.SGD(lr=0.5)))
     attempt(found, "TTEmbeddingBag", lambda: train_bag(rank, None))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def accumulate_alone(rank: int) -> Tensor:
+    """Two backwards in each step of the rows, whose gradient is of another size on each rank."""
+    inner = Model()
+    inner.tables.replicate(None)
+    model, rows = DistributedDataParallel(inner), inner.tables.as_optimizer()
+    for _ in range(STEPS):
+        for row in range(2):
+            (model(torch.tensor([[row, row]])) * 4.0**rank).sum().backward()
+        inner.tables.handle.grad.mul_(0.5)  # type: ignore[union-attr]
+        rows.step()
+        rows.zero_grad()
+    return inner.tables.rows("a")
 
 
 def train_bag(rank: int, optimizer: Any) -> Tensor:
@@ -230,6 +245,14 @@ def test_ranks_with_rows_of_their_own(ranks: list[dict[Any, Any]], alone: dict[s
     for name, value in alone.items():
         assert not torch.equal(first[name], second[name])
         assert not torch.equal(first[name], value)
+
+
+def test_rows_of_each_rank_accumulate_their_own_gradients(ranks: list[dict[Any, Any]]) -> None:
+    """DistributedDataParallel averages the gradient of the handle, which is not theirs alone."""
+    for rank, found in enumerate(ranks):
+        expected = Model().tables.rows("a")
+        expected[:2] -= 0.5 * STEPS * 0.5 * 4.0**rank
+        assert torch.equal(found["on its own, two backwards"], expected)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,18 @@ def test_gradients_scale_as_the_loss_does(data: Dataset) -> None:
         loss.backward()
 
 
+def test_parameters_may_be_frozen_and_released(data: Dataset) -> None:
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), shards=8)
+    model.bottom.requires_grad_(False)
+    loss_of = ShardedLoss(model)
+    for trains in (False, True, False):
+        model.bottom.requires_grad_(trains)
+        model.zero_grad()
+        loss_of(batch_of(data, 100)).backward()
+        assert all((each.grad is not None) == trains for each in model.bottom.parameters())
+        assert all(each.grad is not None for each in model.top.parameters())
+
+
 def test_an_empty_batch_moves_nothing(data: Dataset) -> None:
     model = make("dlrm", 4, data.schema)
     before = model.embeddings.rows("C1")

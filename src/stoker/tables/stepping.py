@@ -197,6 +197,9 @@ class RowSteps:
             backward = _Backward(self, task)
             self._running[task] = weakref.ref(backward)
             Variable._execution_engine.queue_callback(backward)
+            if self.deferred and _several_processes():
+                with self._lock:  # before DistributedDataParallel averages the handle's gradient over the ranks
+                    self._take_changes()
         return backward
 
     def collect(self, gradient: Any, enclosing: int = -1) -> None:
@@ -221,7 +224,8 @@ class RowSteps:
                 self._check_handle_is_unused()
             gradients = trained.exchange(gradients)
             if self.deferred:
-                self._take_changes()
+                if not _several_processes():
+                    self._take_changes()
                 self._pending.append(([each.kept() for each in gradients], self.scale))
                 if len(self._pending) == _WAITING:
                     warnings.warn(

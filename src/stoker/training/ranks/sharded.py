@@ -273,7 +273,8 @@ class ShardedLoss:
                     "examples, so it has no shards. Take shards=1.",
                     settings=("shards",),
                 )
-        loss: Tensor = _Sharded.apply(self, batch, len(inputs), *inputs, *self.parameters)  # type: ignore[no-untyped-call]
+        trained = [each for each in self.parameters if each.requires_grad]
+        loss: Tensor = _Sharded.apply(self, batch, len(inputs), *inputs, *trained)  # type: ignore[no-untyped-call]
         return loss
 
     def compute(
