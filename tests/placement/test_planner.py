@@ -93,6 +93,14 @@ def test_it_is_what_the_tables_become():
     embeddings.close()
 
 
+def test_tables_that_pool_differently_are_groups_of_their_own():
+    tables = [replace(table, pooling=pooling) for table, pooling in zip(TABLES, ("sum", "mean", "sum"), strict=True)]
+    placement = planned(tables, TOTAL)
+    embeddings = EmbeddingTables(tables, optimizer=OPTIMIZER, placement=placement)
+    expected = [tuple(table.name for table in group.tables) for group in embeddings.groups]
+    assert [group.tables for group in placement.groups] == expected == [("big", "other"), ("small",)]
+
+
 def test_every_decision_can_be_replaced():
     placement = planned(TABLES, "3MiB")
     before = placement.groups
@@ -208,9 +216,17 @@ def test_few_slots_are_a_cache_too():
     distinct = sum(uses_of(table.num_embeddings, None, 2048).distinct for table in TABLES)
     for share in (0.5, 1.05, 1.5):
         assert isinstance(planned(TABLES, int(share * distinct) * ROW)["big"], Cached)
-    (group,) = planned(TABLES, int(0.5 * distinct) * ROW).groups
+    placement = planned(TABLES, int(0.5 * distinct) * ROW)
+    (group,) = placement.groups
     assert group.in_parts
     assert group.hit_rate == 0.0
+    embeddings = EmbeddingTables(TABLES, optimizer=OPTIMIZER, placement=placement)
+    ids = torch.arange(2048).view(-1, 1) % torch.tensor([table.num_embeddings for table in TABLES])
+    embeddings(ids).sum().backward()
+    # Each distinct row comes for the lookup, and again for the update.
+    assert embeddings.groups[0].storage.stats.fetched == pytest.approx(2 * (2048 + SMALL + 2048), rel=0.05)
+    assert group.fetched_mib == pytest.approx(2 * distinct * ROW / 2**20)
+    embeddings.close()
 
 
 @pytest.mark.parametrize("in_flight", [None, 1, 3])
@@ -379,6 +395,8 @@ def test_lookups_and_traffic_agree_with_a_replay(tmp_path):
     assert traffic.fetched * mib == pytest.approx(figures.mib_in_per_step, rel=0.1)
     assert traffic.written * mib == pytest.approx(figures.mib_out_per_step, rel=0.1)
     assert traffic.first * found.steps == pytest.approx(figures.compulsory, rel=0.01)
+    roomy = expect(uses, sum(len(count) for count in data.counts.values()), lookahead=64, in_flight=2)
+    assert roomy.written < 0.05 * roomy.fetched  # rows that are in slots at the end of the epoch
 
 
 @pytest.mark.slow
