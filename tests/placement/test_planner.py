@@ -101,6 +101,14 @@ def test_tables_that_pool_differently_are_groups_of_their_own():
     assert [group.tables for group in placement.groups] == expected == [("big", "other"), ("small",)]
 
 
+@pytest.mark.parametrize("memory", ["1GiB", 0], ids=["memory", "file"])
+def test_traffic_is_that_of_the_batches_in_flight_with_which_a_stage_begins(memory: str | int):
+    placement = planned(TABLES, "3MiB", host_memory=memory, strategy="cached")
+    embeddings = EmbeddingTables(TABLES, optimizer=OPTIMIZER, placement=placement)
+    assert placement.workload.depth(placement["big"].home) == stoker.stage([], embeddings).in_flight
+    embeddings.close()
+
+
 def test_every_decision_can_be_replaced():
     placement = planned(TABLES, "3MiB")
     before = placement.groups
