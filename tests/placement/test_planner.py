@@ -19,7 +19,7 @@ import stoker
 from stoker import Cached, Device, EmbeddingTables, HostPipelined, Mapped, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
-from stoker.placement.expected import expect, uses_of
+from stoker.placement.expected import Traffic, expect, uses_of
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import Slotted
 from stoker.tables.slots.slotted import make_residency
@@ -434,6 +434,21 @@ def test_a_report_shows_every_group():
         assert word in text
     assert "1 table on the device, 2 tables Cached in" in placement.summary()
     assert placement.to_dict()["groups"][0]["tables"]
+
+
+def test_a_row_of_a_file_takes_the_time_of_where_it_is():
+    traffic = Traffic(distinct=100.0, hits=40.0, lookups=200.0, lookups_hit=100.0, first=10.0, written=20.0)
+    fetched, written = 60 / PROFILE.fetch, 20 / PROFILE.store
+    assert PROFILE.move_seconds(traffic, ROW, in_memory=True, cold=0.0) == pytest.approx(fetched + written)
+    # 10 rows are computed, and of the 50 others that are in the file a fifth is not in the page cache.
+    first, warm, stored, cold = 10 / 1e7, 40 / 1e6, 20 / 1e6, 10 / 1e5
+    for size in (1, 2):
+        given = {"row_bytes": size * ROW, "cold": 0.2}
+        moving = PROFILE.move_seconds(traffic, in_memory=False, **given)
+        assert moving == pytest.approx(size * (first + warm + stored))
+        assert PROFILE.disk_seconds(traffic, **given) == pytest.approx(size * cold)
+    assert PROFILE.disk_seconds(traffic, ROW, cold=0.0) == 0.0
+    assert replace(PROFILE, file_cold=None).disk_seconds(traffic, ROW, cold=0.2) == 0.0
 
 
 def test_this_machine_is_measured_once(tmp_path):

@@ -155,6 +155,16 @@ def test_hot_batches_of_their_own_are_taken_into_account() -> None:
         assert apart[name] == pytest.approx(shuffled[name], rel=0.05)
 
 
+@pytest.mark.parametrize("apart", [None, HotBatches(rows={"t0": 20_000, "t1": 200, "t2": 8000}, share=0.9)])
+def test_a_cache_with_a_slot_for_each_row_fetches_each_used_row_once(apart: HotBatches | None) -> None:
+    work = planned("400KiB", hot_batches=apart).workload
+    slots = sum(SIZES)
+    traffic, _ = work.traffic(TABLES, Cached(slots=slots), slots)
+    used = sum(int((count > 0).sum()) for count in COUNTS.values())
+    assert traffic.first * STEPS == pytest.approx(used, rel=0.001)
+    assert traffic.fetched * STEPS == pytest.approx(used, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("costs", "best"),
     [
