@@ -139,6 +139,13 @@ def test_homes_that_do_not_fit_become_files(tmp_path):
     assert group.home == "file"
 
 
+def test_slots_and_rows_share_the_available_memory(monkeypatch):
+    rest = TOTAL - SMALL * ROW
+    for available, home in ((rest / 0.8 + 3.01 * 2**20, "memory"), (rest / 0.8 + 2.9 * 2**20, "file")):
+        monkeypatch.setattr("stoker.placement.planner.available_memory", lambda found=available: int(found))
+        assert planned(TABLES, "3MiB", strategy="cached")["big"].home == home
+
+
 def test_a_file_is_mapped_where_the_page_cache_can_hold_it(tmp_path, monkeypatch):
     given = {"host_memory": "10MiB", "path": tmp_path}
     placement = planned(TABLES, "4MiB", **given)
@@ -248,6 +255,8 @@ def test_the_smallest_budget_named_works_and_less_does_not(in_flight: int | None
     least = re.search(r"smallest budget that works is (\S+)\. Give that much \(--device-memory\)", message)
     assert least is not None
     assert not planned(TABLES, least[1], **given).resident
+    rows = sum(uses_of(table.num_embeddings, None, 2048).distinct_of(in_flight or 1) for table in TABLES)
+    assert rows * ROW < parse_size(least[1]) < 1.2 * rows * ROW
     with pytest.raises(ConfigError, match="smallest budget"):
         planned(TABLES, int(0.75 * parse_size(least[1])), **given)
 
