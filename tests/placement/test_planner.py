@@ -20,6 +20,7 @@ from stoker import Cached, Device, EmbeddingTables, HostPipelined, Mapped, RowWi
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.placement.expected import Traffic, expect, uses_of
+from stoker.placement.planner import _at_least
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import Slotted
 from stoker.tables.slots.slotted import make_residency
@@ -259,6 +260,11 @@ def test_the_smallest_budget_named_works_and_less_does_not(in_flight: int | None
     assert rows * ROW < parse_size(least[1]) < 1.2 * rows * ROW
     with pytest.raises(ConfigError, match="smallest budget"):
         planned(TABLES, int(0.75 * parse_size(least[1])), **given)
+
+
+def test_a_budget_is_named_rounded_up():
+    for size in (1, 2**20 - 1, 2**20, 3 * 2**20 + 1, 2**30 - 1, 5 * 2**30 + 1):
+        assert size <= parse_size(_at_least(size)) <= 1.1 * size + 2**10
 
 
 def test_the_smallest_budget_in_parts_is_the_largest_example():
