@@ -10,11 +10,13 @@ import torch
 
 import stoker
 from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, stage
+from stoker.base.errors import ConfigError
 from stoker.ops.space import HAVE_NUMBA
 from stoker.placement import footprint as footprint_module
 from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
+from stoker.placement.profile import Profile
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.slotted import SlottedRows
 
@@ -139,3 +141,12 @@ def test_behind_a_gpu_it_comes_out_of_the_memory_for_homes(monkeypatch: pytest.M
     close = stoker.plan(tables, host_memory=total + 2**20, **given)
     assert close["t0"].home == "file"
     assert "for bookkeeping" in close.note
+    with monkeypatch.context() as patch:
+        patch.setattr("stoker.placement.planner.memory_of", lambda _: (GIB // 2, GIB // 2))
+        with pytest.raises(ConfigError, match=r"the rows on cuda:0 would take 1024\.0 MiB, but it has 512\.0 MiB"):
+            stoker.plan(tables, host_memory=2 * total, **given)
+    profile = Profile(row_bytes=ROW, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
+    tier = stoker.plan(tables, host_memory="3GiB", profile=profile, **(given | {"device_memory": "256MiB"}))
+    assert tier["t0"].writes == "append"
+    (group,) = tier.groups  # its bookkeeping is in main memory with the index of the file
+    assert 1.9 * GIB < group.cache_bytes <= 3 * GIB - (group.beside_bytes - 16 * 2**20)

@@ -19,7 +19,8 @@ import stoker
 from stoker import Cached, Device, EmbeddingTables, HostPipelined, Mapped, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
-from stoker.placement.expected import expect, uses_of
+from stoker.placement.expected import Traffic, expect, uses_of
+from stoker.placement.planner import _at_least
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import Slotted
 from stoker.tables.slots.slotted import make_residency
@@ -93,6 +94,22 @@ def test_it_is_what_the_tables_become():
     embeddings.close()
 
 
+def test_tables_that_pool_differently_are_groups_of_their_own():
+    tables = [replace(table, pooling=pooling) for table, pooling in zip(TABLES, ("sum", "mean", "sum"), strict=True)]
+    placement = planned(tables, TOTAL)
+    embeddings = EmbeddingTables(tables, optimizer=OPTIMIZER, placement=placement)
+    expected = [tuple(table.name for table in group.tables) for group in embeddings.groups]
+    assert [group.tables for group in placement.groups] == expected == [("big", "other"), ("small",)]
+
+
+@pytest.mark.parametrize("memory", ["1GiB", 0], ids=["memory", "file"])
+def test_traffic_is_that_of_the_batches_in_flight_with_which_a_stage_begins(memory: str | int):
+    placement = planned(TABLES, "3MiB", host_memory=memory, strategy="cached")
+    embeddings = EmbeddingTables(TABLES, optimizer=OPTIMIZER, placement=placement)
+    assert placement.workload.depth(placement["big"].home) == stoker.stage([], embeddings).in_flight
+    embeddings.close()
+
+
 def test_every_decision_can_be_replaced():
     placement = planned(TABLES, "3MiB")
     before = placement.groups
@@ -121,6 +138,13 @@ def test_homes_that_do_not_fit_become_files(tmp_path):
     assert f"all rows in a file in {tmp_path}" in placement.summary()
     (group,) = [group for group in placement.groups if group.home]
     assert group.home == "file"
+
+
+def test_slots_and_rows_share_the_available_memory(monkeypatch):
+    rest = TOTAL - SMALL * ROW
+    for available, home in ((rest / 0.8 + 3.01 * 2**20, "memory"), (rest / 0.8 + 2.9 * 2**20, "file")):
+        monkeypatch.setattr("stoker.placement.planner.available_memory", lambda found=available: int(found))
+        assert planned(TABLES, "3MiB", strategy="cached")["big"].home == home
 
 
 def test_a_file_is_mapped_where_the_page_cache_can_hold_it(tmp_path, monkeypatch):
@@ -208,9 +232,17 @@ def test_few_slots_are_a_cache_too():
     distinct = sum(uses_of(table.num_embeddings, None, 2048).distinct for table in TABLES)
     for share in (0.5, 1.05, 1.5):
         assert isinstance(planned(TABLES, int(share * distinct) * ROW)["big"], Cached)
-    (group,) = planned(TABLES, int(0.5 * distinct) * ROW).groups
+    placement = planned(TABLES, int(0.5 * distinct) * ROW)
+    (group,) = placement.groups
     assert group.in_parts
     assert group.hit_rate == 0.0
+    embeddings = EmbeddingTables(TABLES, optimizer=OPTIMIZER, placement=placement)
+    ids = torch.arange(2048).view(-1, 1) % torch.tensor([table.num_embeddings for table in TABLES])
+    embeddings(ids).sum().backward()
+    # Each distinct row comes for the lookup, and again for the update.
+    assert embeddings.groups[0].storage.stats.fetched == pytest.approx(2 * (2048 + SMALL + 2048), rel=0.05)
+    assert group.fetched_mib == pytest.approx(2 * distinct * ROW / 2**20)
+    embeddings.close()
 
 
 @pytest.mark.parametrize("in_flight", [None, 1, 3])
@@ -224,8 +256,15 @@ def test_the_smallest_budget_named_works_and_less_does_not(in_flight: int | None
     least = re.search(r"smallest budget that works is (\S+)\. Give that much \(--device-memory\)", message)
     assert least is not None
     assert not planned(TABLES, least[1], **given).resident
+    rows = sum(uses_of(table.num_embeddings, None, 2048).distinct_of(in_flight or 1) for table in TABLES)
+    assert rows * ROW < parse_size(least[1]) < 1.2 * rows * ROW
     with pytest.raises(ConfigError, match="smallest budget"):
         planned(TABLES, int(0.75 * parse_size(least[1])), **given)
+
+
+def test_a_budget_is_named_rounded_up():
+    for size in (1, 2**20 - 1, 2**20, 3 * 2**20 + 1, 2**30 - 1, 5 * 2**30 + 1):
+        assert size <= parse_size(_at_least(size)) <= 1.1 * size + 2**10
 
 
 def test_the_smallest_budget_in_parts_is_the_largest_example():
@@ -379,6 +418,8 @@ def test_lookups_and_traffic_agree_with_a_replay(tmp_path):
     assert traffic.fetched * mib == pytest.approx(figures.mib_in_per_step, rel=0.1)
     assert traffic.written * mib == pytest.approx(figures.mib_out_per_step, rel=0.1)
     assert traffic.first * found.steps == pytest.approx(figures.compulsory, rel=0.01)
+    roomy = expect(uses, sum(len(count) for count in data.counts.values()), lookahead=64, in_flight=2)
+    assert roomy.written < 0.05 * roomy.fetched  # rows that are in slots at the end of the epoch
 
 
 @pytest.mark.slow
@@ -408,6 +449,21 @@ def test_a_report_shows_every_group():
         assert word in text
     assert "1 table on the device, 2 tables Cached in" in placement.summary()
     assert placement.to_dict()["groups"][0]["tables"]
+
+
+def test_a_row_of_a_file_takes_the_time_of_where_it_is():
+    traffic = Traffic(distinct=100.0, hits=40.0, lookups=200.0, lookups_hit=100.0, first=10.0, written=20.0)
+    fetched, written = 60 / PROFILE.fetch, 20 / PROFILE.store
+    assert PROFILE.move_seconds(traffic, ROW, in_memory=True, cold=0.0) == pytest.approx(fetched + written)
+    # 10 rows are computed, and of the 50 others that are in the file a fifth is not in the page cache.
+    first, warm, stored, cold = 10 / 1e7, 40 / 1e6, 20 / 1e6, 10 / 1e5
+    for size in (1, 2):
+        given = {"row_bytes": size * ROW, "cold": 0.2}
+        moving = PROFILE.move_seconds(traffic, in_memory=False, **given)
+        assert moving == pytest.approx(size * (first + warm + stored))
+        assert PROFILE.disk_seconds(traffic, **given) == pytest.approx(size * cold)
+    assert PROFILE.disk_seconds(traffic, ROW, cold=0.0) == 0.0
+    assert replace(PROFILE, file_cold=None).disk_seconds(traffic, ROW, cold=0.2) == 0.0
 
 
 def test_this_machine_is_measured_once(tmp_path):

@@ -24,7 +24,7 @@ from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.base.progress import quiet
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
-from stoker.placement.replay import CacheStrategy, Counts, IdTrace, _pinned, record, row_size, simulate
+from stoker.placement.replay import CacheStrategy, Counts, IdTrace, _most_used, _pinned, record, row_size, simulate
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
 
@@ -392,6 +392,27 @@ def test_too_few_slots_are_refused_with_the_number_that_works(data: Dataset) -> 
 def test_settings_that_cannot_work(data: Dataset, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         stoker.replay(data, **settings)
+
+
+def test_pinned_rows_leave_the_slots_that_the_others_in_flight_need(data: Dataset) -> None:
+    given = {"batch_size": 100, "in_flight": 2}
+    least = stoker.replay(data, fraction=1.0, strategies=["lru"], **given).least_slots
+    all_of_them, some = (
+        stoker.replay(data, slots=least + 5, strategies=["pinned"], pinned=share, **given).strategies[0]
+        for share in (1.0, 5 / (least + 5))
+    )
+    assert all_of_them.misses == some.misses
+
+
+def test_a_window_knows_as_many_batches_as_its_name_says(data: Dataset) -> None:
+    found = stoker.replay(data, fraction=1.0, batch_size=100, strategies=["lookahead-1", "lookahead-3"]).strategies
+    assert {each.strategy: each.ahead for each in found} == {"lookahead-1": 1, "lookahead-3": 3}
+
+
+def test_of_equally_used_ids_none_is_pinned_where_not_all_can_be() -> None:
+    counts = {"a": np.array([9, 3, 3]), "b": np.array([7, 3])}
+    for most, expected in ((0, {}), (3, {"a": 1, "b": 1}), (4, {"a": 1, "b": 1})):
+        assert _most_used(counts, most) == expected
 
 
 def test_a_ranking_of_millions_of_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

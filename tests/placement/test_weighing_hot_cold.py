@@ -85,6 +85,14 @@ def test_too_few_slots_leave_none_hot() -> None:
     assert choose_hot(USES, int(with_margin(sum(use.distinct for use in USES)) * 0.8), 1) == [0, 0, 0]
 
 
+def test_a_rare_first_row_is_hot_with_the_rows_after_it() -> None:
+    """Id 0 is kept for unknown values, which may be rare."""
+    counts = np.append([1], np.arange(5000, 0, -1))
+    for slots, most in ((1500, 1500), (6000, 5001)):
+        (hot,) = choose_hot([uses_of(len(counts), counts, LOOKUPS)], slots, 1)
+        assert 0.7 * most < hot <= most
+
+
 @settings(max_examples=scaled(60), deadline=None)
 @given(table=st.integers(0, 2), share=st.floats(0, 1), hot=st.floats(0, 1))
 def test_parts_add_up(table: int, share: float, hot: float) -> None:
@@ -94,10 +102,8 @@ def test_parts_add_up(table: int, share: float, hot: float) -> None:
         total = sum(float(getattr(part, name) @ part.rows) for part in (warm, cold))
         assert total == pytest.approx(float(getattr(uses, name) @ uses.rows))
     assert float(warm.rows.sum()) == pytest.approx((COUNTS[f"t{table}"][:low] > 0).sum(), abs=1)
-    beside = float((uses.n @ uses.rows) * (1 - share)) - float(cold.n @ cold.rows)
-    if beside >= 0:  # the share is one that these counts can have
-        parts = phases(uses, low, share)
-        assert sum(float(part.n @ part.rows) for part in parts) == pytest.approx(float(uses.n @ uses.rows))
+    parts = phases(uses, low, share)  # also with more hot batches than these counts can have
+    assert sum(float(part.n @ part.rows) for part in parts) == pytest.approx(float(uses.n @ uses.rows))
 
 
 def test_a_cache_moves_least_in_shuffled_batches_and_the_plan_says_so() -> None:
@@ -147,6 +153,16 @@ def test_hot_batches_of_their_own_are_taken_into_account() -> None:
     assert apart["HostPipelined"] < shuffled["HostPipelined"]  # rows of fewer batches coincide more often
     for name in ("HotCold", "Cached"):
         assert apart[name] == pytest.approx(shuffled[name], rel=0.05)
+
+
+@pytest.mark.parametrize("apart", [None, HotBatches(rows={"t0": 20_000, "t1": 200, "t2": 8000}, share=0.9)])
+def test_a_cache_with_a_slot_for_each_row_fetches_each_used_row_once(apart: HotBatches | None) -> None:
+    work = planned("400KiB", hot_batches=apart).workload
+    slots = sum(SIZES)
+    traffic, _ = work.traffic(TABLES, Cached(slots=slots), slots)
+    used = sum(int((count > 0).sum()) for count in COUNTS.values())
+    assert traffic.first * STEPS == pytest.approx(used, rel=0.001)
+    assert traffic.fetched * STEPS == pytest.approx(used, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,31 @@ def test_rows_written_in_the_middle_of_training_are_those_that_it_goes_on_with(s
     tables.close()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_gathered_rows_are_read_before_others_enter_their_slots(seed, monkeypatch):
+    tables, storage = behind_device(seed, buffers=2)
+    device, expected, found = storage._link.streams, small().rows("t"), []
+
+    class Late:
+        """Slots that the compute stream reads when the device gets to it, as those of a GPU are."""
+
+        def __getitem__(self, at):
+            read = storage.home.empty(len(at))
+            device.queue(device.compute, lambda: read.weight.copy_(storage.weight[at]))
+            return read
+
+    for ids in ids_of(10, seed=seed):
+        tables(ids)
+        resident = storage.residency.row_in_slot
+        rows = resident[resident >= 0]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(storage), "slots", Late())
+            found.append((rows, storage.gather(rows).weight))
+    storage._link.finish()
+    for rows, weight in found:
+        assert torch.equal(weight, expected[rows])
+
+
 def test_a_staged_batch_is_handed_out_while_others_are_brought():
     """Training must not wait for the rows of later batches."""
     tables = small(Cached(slots=100))

@@ -225,6 +225,20 @@ def test_a_recording_can_be_given_up() -> None:
     assert stream.read == [(0, 1), (3, 1), (6, 1), (9, 1)]
 
 
+def test_after_a_loop_was_left_the_rest_of_the_epoch_is_recorded_again() -> None:
+    batches = some_batches(6)
+    stream = Counted(batches)
+    ahead = EpochLookahead(stream, [(lambda batch: np.unique(batch.ids.numpy()), 40, None)], None, lambda: False)
+    for step in (0, 1):
+        (first,) = ahead.upcoming(batches[step])
+        assert first is not None
+    ahead.close()
+    (again,) = ahead.upcoming(batches[1])
+    assert again is not None
+    assert again.tolist() == first.tolist()
+    ahead.close()
+
+
 def test_leaving_a_loop_does_not_wait_for_a_recording() -> None:
     """The thread that stages is in the middle of a second epoch without end."""
     begun = threading.Event()

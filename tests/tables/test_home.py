@@ -433,6 +433,24 @@ def test_threads_may_fetch_and_store_different_rows_at_once(kind):
         assert equal(home.read(0, 4000), values)
 
 
+def test_rows_of_one_block_that_two_threads_store_directly_are_both_kept(tmp_path, monkeypatch):
+    """A direct store reads a block, changes it and writes it."""
+    with home_of("plain direct", one_table(4000, 16), BOTH, tmp_path) as home:
+        values, call, others = random_rows(home, 2, 1), home._call, []
+
+        def interrupted(view, offset, writing):
+            if writing and not others:  # the block was read
+                others.append(threading.Thread(target=home.store, args=(int64(1), values, int64(1))))
+                others[0].start()
+                others[0].join(0.5)
+            return call(view, offset, writing)
+
+        monkeypatch.setattr(home, "_call", interrupted)
+        home.store(int64(0), values, int64(0))
+        others[0].join()
+        assert equal(home.read(0, 2), values)
+
+
 @st.composite
 def histories(draw):
     rows = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
@@ -775,9 +793,14 @@ def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path, monkeypa
             killed = FileHome(initial, {}, directory=sys.argv[1])
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
-        print(len(os.listdir(sys.argv[1])))
+        child = os.fork()
+        if not child:
+            mine.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(len(os.listdir(sys.argv[1])), mine.path.exists())
     """
-    assert run_python("-c", textwrap.dedent(code), tmp_path).stdout == "2\n"
+    assert run_python("-c", textwrap.dedent(code), tmp_path).stdout == "2 True\n"
     assert len(list(tmp_path.iterdir())) == 1, "that of the exit is gone, that of the kill is left"
     (tmp_path / "mine.rows").write_text("not ours")
     first = FileHome(one_table(10, 4), {}, directory=tmp_path)

@@ -70,6 +70,8 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
         train(tables, stage(batches(30), tables, lookahead=4, background=background))
     with pytest.raises(StokerError, match="resume from the last checkpoint"):
         tables.rows("t")
+    with pytest.raises(StokerError, match="resume from the last checkpoint"):
+        tables.groups[0].storage.gather(np.arange(ROWS))
     assert not staging_threads()
 
 
@@ -236,7 +238,10 @@ def test_a_lookup_that_is_never_trained_gives_its_slots_back():
     tables = build(Cached(slots=10, spill="refuse"))
     for start in range(0, 100, 10):
         tables(torch.arange(start, start + 10).view(-1, 1))  # no backward; the graph is dropped at once
-    assert tables.groups[0].storage.available == 10
+    storage = tables.groups[0].storage
+    assert storage.available == 10
+    train(tables, (Batch(dense=torch.zeros(5, 1), ids=torch.arange(5).view(-1, 1)) for _ in range(10)))
+    assert not storage._leases, "a lease that ended is forgotten, or each step would take memory"
 
 
 @pytest.mark.parametrize(

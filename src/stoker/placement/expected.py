@@ -340,9 +340,9 @@ def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequen
     for number, end in zip(owners[: max(fit, 0)].tolist(), ends[: max(fit, 0)].tolist(), strict=True):
         hot[number] = end
     if 0 <= fit < len(ends):  # part of the next bucket
-        part = (slots - needed[fit]) / max(needed[fit + 1] - needed[fit], 1e-9)
+        part = (slots - needed[fit]) / (needed[fit + 1] - needed[fit])
         number = int(owners[fit])
-        hot[number] = ends[fit] - (1 - min(part, 1.0)) * widths[fit]
+        hot[number] = ends[fit] - (1 - part) * widths[fit]
     return [int(count) for count in hot]
 
 

@@ -407,7 +407,6 @@ def _share_memory(
     Each kind gets its minimum. Each share of the rest goes to the kind whose traffic it lowers most.
     """
     prints = {kind: needs.footprint(members) for kind, members in kinds.items()}
-    limit = {kind: found.fast(found.rows) for kind, found in prints.items()}
 
     def moved(kind: Kind, given: int) -> float:
         slots = max(1, prints[kind].slots_within(given))
@@ -416,7 +415,7 @@ def _share_memory(
 
     if len(kinds) == 1:
         kind = next(iter(kinds))
-        given = {kind: min(memory, limit[kind])}
+        given = {kind: memory}
     else:
         least = {kind: needs.least_slots(members) for kind, members in kinds.items()}
         given = {
@@ -427,9 +426,9 @@ def _share_memory(
         part = max(1, (memory - sum(given.values())) // _SHARES)
         now = {kind: moved(kind, given[kind]) for kind in kinds}
         for _ in range(_SHARES):
-            after = {kind: moved(kind, min(limit[kind], given[kind] + part)) for kind in kinds}
+            after = {kind: moved(kind, given[kind] + part) for kind in kinds}
             best = max(kinds, key=lambda kind: now[kind] - after[kind])
-            given[best], now[best] = min(limit[best], given[best] + part), after[best]
+            given[best], now[best] = given[best] + part, after[best]
     slots = {kind: prints[kind].slots_within(value) for kind, value in given.items()}
     return slots, sum(moved(kind, value) for kind, value in given.items())
 

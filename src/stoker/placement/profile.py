@@ -68,7 +68,7 @@ class Profile:
 
     def disk_seconds(self, traffic: Traffic, row_bytes: int, cold: float) -> float:
         """Return the seconds per step to read rows from the disk."""
-        if self.file_cold is None or cold == 0:
+        if self.file_cold is None:
             return 0.0
         return max(1.0, row_bytes / self.row_bytes) * cold * self._again(traffic) / self.file_cold
 
