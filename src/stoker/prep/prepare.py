@@ -154,7 +154,7 @@ class Preparation(PrepareSettings):
         names = inputs.names
         _check_names(chosen, names)
         sources, again = expand(inputs.files)
-        refuse_packed_copies(sources, names)
+        refuse_packed_copies(sources, names, schema.source)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
             limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),

@@ -36,7 +36,7 @@ from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
 from stoker.prep.parse.quarantine import collect_quarantine
-from stoker.prep.parse.sources import is_packed, source_kind, text_edge
+from stoker.prep.parse.sources import is_packed, source_kind, text_edges
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
@@ -413,7 +413,7 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for entry, path in zip(found, task.files, strict=True):
         if is_packed(path):
-            entry["text"] = text_edge(path)
+            entry["text"] = text_edges(path)
     for part in rows.raw:
         entry = found[part.file]
         entry["rows"] += part.rows
