@@ -319,7 +319,7 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
         raise DataError(
             f"column {item.column} holds {series.dtype}, which texts write in many ways, and no known text says "
-            "in which. Convert it to texts, such as those of the log."
+            "in which. Convert it to texts as in the log."
         )
     texts = written(text_of_moments(series), item.notation)
     if is_moment(item.notation):
