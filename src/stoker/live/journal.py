@@ -299,23 +299,23 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
 def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> list[int]:
     """Return how many bytes of a log, of ``length`` decompressed, the dataset of the run has, if it has any."""
     found = [each for each in base.get("sources", []) if each["rows"] and each["bytes"] > 0]
-    heads = cache(partial(hash_edge, path, 0))  # of one length for all large files
+    bytes_at, text_at = cache(partial(hash_edge, path)), cache(partial(text_edge, path))
     alike = [each for each in found if plain_name(Path(each["file"])) == plain_name(path)]
     texts = [each.get("text", each) for each in alike if "text" in each or is_packed(path)]
-    packed = [each["bytes"] for each in texts if each["bytes"] <= length and _begins(path, each, text_edge)]
+    packed = [each["bytes"] for each in texts if each["bytes"] <= length and _begins(each, text_at)]
     return [size if count == length else count for count in packed] + [
         each["bytes"]
         for each in found
         if each["bytes"] <= size
         and (each["rows"] > 1 or each["bytes"] == size or each["file"] == path.name)
-        and _begins(path, each, lambda path, begin, count: hash_edge(path, begin, count) if begin else heads(count))
+        and _begins(each, bytes_at)
     ]
 
 
-def _begins(path: Path, known: Mapping[str, Any], edge: Callable[[Path, int, int], str]) -> bool:
-    """Return True if a file begins with what is known of a log, by the first and the last bytes of that."""
+def _begins(known: Mapping[str, Any], hash_at: Callable[[int, int], str]) -> bool:
+    """Return True if a file begins with a known log, by the hashes of the first and the last bytes of that."""
     size, part = known["bytes"], min(EDGE, known["bytes"])
-    return bool(known.get("head") == edge(path, 0, part) and known["tail"] == edge(path, size - part, part))
+    return bool(known.get("head") == hash_at(0, part) and known["tail"] == hash_at(size - part, part))
 
 
 def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, object]]:
