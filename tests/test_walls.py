@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_890,
     "training": 11_070,
     "rewrite": 1_940,
-    "prep": 13_080,
+    "prep": 13_085,
     "synthetic": 1_670,
     "cli": 3_425,
     "live": 1_345,

@@ -287,7 +287,7 @@ def run_prepare(
         report.warnings += [
             *cut_warning(task.schema, there.manifest),
             *split_warnings(task.schema, there.manifest, before),
-            *copy_warnings(there.manifest),
+            *copy_warnings(task.recipe, there.manifest),
         ]
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
@@ -458,7 +458,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         *task.limit.broken,
         *cut_warning(task.schema, manifest),
         *split_warnings(task.schema, manifest, before),
-        *copy_warnings(manifest),
+        *copy_warnings(task.recipe, manifest),
     ]
     return report
 
