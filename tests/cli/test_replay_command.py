@@ -122,3 +122,14 @@ def test_numbers_of_a_large_log_are_whole_on_80_columns(
     line = next(line for line in capsys.readouterr().out.splitlines() if "host" in line)
     assert line.split() == ["host-pipelined", *numbers]
     assert len(line) <= 80
+
+
+def test_a_long_word_leaves_room_for_other_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    show_table(None, ["table", "path", "value", "rows"], [["items", "/long" * 20, "価格" * 4, "12"]])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("table", "items", "12"))
+    show_table(None, ["table", "value", "rows"], [["items" * 9, "価格" * 4, "12"]])
+    assert "価格" * 4 in capsys.readouterr().out, "a character may take two cells"

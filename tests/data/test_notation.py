@@ -494,6 +494,7 @@ def test_commas_between_thousands_are_no_decimal_commas(tmp_path: Path) -> None:
     drafted = stoker.draft_schema(write("log.csv", "."))
     assert 'decimal = ","' not in drafted
     assert "commas between thousands" in drafted
+    assert "If it means 1.234, set decimal in [source]" in drafted
     values = {"label": "click", "dense": [{"name": "price"}], "source": {"separator": ";"}}
     with pytest.raises(stoker.DataError, match="write 1,234 as 1234"):
         stoker.prepare(stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "none")

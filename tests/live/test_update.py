@@ -21,8 +21,11 @@ from days import day, first_run, schema, write_days
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.base.files import EDGE
 from stoker.cli import main
+from stoker.live.journal import _trained
 from stoker.live.watch import watch
+from stoker.prep.parse.sources import text_edges
 from stoker.prep.source_format import SourceFormat
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import find_checkpoint
@@ -219,6 +222,12 @@ def test_a_log_that_is_compressed_later_is_left_out(place: Path) -> None:
         (packed / f"day_{number}.csv.gz").write_bytes(gzip.compress(grown))
         with pytest.raises(DataError, match=rf"day_{number}.csv.gz begins with [\d,]+ bytes on which the run was"):
             stoker.update(run, packed / f"day_{number}.csv.gz")
+    grown = logs(place, 2)[0].read_bytes() + day(3).write_csv(include_header=False).encode()
+    (packed / "day_2.csv").write_bytes(grown)  # used when it was compressed
+    (packed / "day_2.csv.gz").write_bytes(gzip.compress(grown))
+    for name in ("day_2.csv", "day_2.csv.gz"):
+        with pytest.raises(DataError, match=rf"{name} begins with [\d,]+ bytes on which the run was"):
+            stoker.update(run, packed / name)
 
 
 def test_a_dataset_of_compressed_logs_knows_them_unpacked(tmp_path: Path) -> None:
@@ -228,12 +237,41 @@ def test_a_dataset_of_compressed_logs_knows_them_unpacked(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"day_0.csv.gz is .*day_0.csv, compressed: its rows would count twice"):
         stoker.prepare(schema(tmp_path), sorted((tmp_path / "logs").glob("day_0*")), out=tmp_path / "data")
     text = log.read_bytes()
+    header = text.index(b"\n") + 1
+    quiet = [tmp_path / "1/quiet.csv", tmp_path / "2/quiet.csv.gz"]
+    for path, content in zip(quiet, (text[:header], gzip.compress(text[:header])), strict=True):
+        path.parent.mkdir()
+        path.write_bytes(content)
+    stoker.prepare(schema(tmp_path), [log, *quiet], out=tmp_path / "with quiet hours")
     log.unlink()
     (tmp_path / "logs/day_0.csv.gz").rename(log)  # its bytes say that it is compressed
     first_run(tmp_path)
     log.rename(tmp_path / "logs/day_0.csv.gz")
     log.write_bytes(text)
-    assert "is a log of the dataset" in stoker.update(tmp_path / "run", log).notes[0]
+    run = tmp_path / "run"
+    assert "is a log of the dataset" in stoker.update(run, log).notes[0]
+    grown = text + day(3).write_csv(include_header=False).encode()
+    log.write_bytes(grown)
+    with pytest.raises(DataError, match=rf"day_0.csv begins with {len(text):,} bytes on which the run was trained"):
+        stoker.update(run, log)
+    (tmp_path / "logs/day_0.csv.gz").write_bytes(gzip.compress(grown))
+    with pytest.raises(DataError, match=rf"day_0.csv.gz begins with {len(text):,} bytes"):
+        stoker.update(run, tmp_path / "logs/day_0.csv.gz")
+
+
+def test_a_long_compressed_log_is_known_by_both_ends(tmp_path: Path) -> None:
+    """Of logs of one name that begin alike, only one that also ends alike, or has grown, has the rows."""
+    text = b"time,item\n" + b"1,2\n" * EDGE
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress(text))
+    entry = {"file": path.name, "bytes": path.stat().st_size, "head": "", "tail": "", "rows": EDGE}
+    base = {"sources": [entry | {"text": text_edges(path)}]}
+    for name in ("log.csv", "log.csv.gz"):
+        for other, known in ((text, True), (text + b"1,3\n", True), (text[:-4] + b"1,3\n", False)):
+            (tmp_path / name).write_bytes(gzip.compress(other) if name.endswith(".gz") else other)
+            size = (tmp_path / name).stat().st_size
+            expected = [size if other == text else len(text)] if known else []
+            assert _trained(tmp_path / name, size, len(other), base) == expected
 
 
 def test_logs_of_one_row_are_no_beginnings_of_others(place: Path) -> None:

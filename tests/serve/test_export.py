@@ -87,6 +87,11 @@ def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
         stoker.export(run, tmp_path / "more", rows="int3")
     assert stoker.export(run, made, overwrite=True).path == made
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    manifest = (made / "manifest.json").read_text()
+    (made / "manifest.json").write_text(manifest.replace("price", "prize"))
+    with pytest.raises(stoker.CheckpointError, match=r"its sha256 is not that of its values\). Export the run again"):
+        stoker.Scorer(made)
+    (made / "manifest.json").write_text(manifest)
     for name in ("rows/0.rows", "vocab/item.arrow", "dense.safetensors"):
         path = made / name
         whole = path.read_bytes()

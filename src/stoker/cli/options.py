@@ -283,6 +283,7 @@ class _Cells(Formatter):
         return str(super().format_field(value, format_spec))
 
 
+_NARROW = 4  # cells of a column of texts in a table
 _UNITS: dict[str, Callable[[Any], str]] = {
     "size": format_size, "MiB": lambda mib: format_size(mib * 2**20), "count": format_count,
 }  # fmt: skip
@@ -311,6 +312,7 @@ def show_table(
 ) -> None:
     """Print a table; align columns ``left`` to the left, and never wrap columns ``whole``."""
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -324,10 +326,15 @@ def show_table(
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     if table.__rich_measure__(console, console.options.update(width=10_000)).maximum > console.width:
         table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False  # fewer cells break
-        for column in table.columns:
+        widths = {}
+        for place, column in enumerate(table.columns):
             texts = [str(text) for text in column.cells]
             if column.justify == "right" and not any(" " in text for text in texts):  # numbers: only the heading breaks
-                column.width = max(map(len, [*texts, *str(column.header).split()]))
+                widths[place] = max(map(cell_len, [*texts, *str(column.header).split()]))
+        rest = len(table.columns) - len(widths)
+        if sum(widths.values()) + len(table.columns) + _NARROW * rest <= console.width:  # else others would vanish
+            for place, width in widths.items():
+                table.columns[place].width = width
         if table.__rich_measure__(console, console.options.update(width=10_000)).minimum > console.width:
             table.padding = (0, 0)
     console.print(table)

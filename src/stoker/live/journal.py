@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -46,10 +46,11 @@ class Known(NamedTuple):
     shown: object  # None: it was used
     name: str
     one_row: bool = False  # so that only a log of its name has grown from it
+    packed: bool = False  # what is known is its text, decompressed
 
     def may_grow(self, name: str, *, packed: bool) -> bool:
         """Return True if a log that begins with it, in its bytes or if ``packed`` as text, has its rows."""
-        if packed:
+        if packed or self.packed:
             return plain_name(Path(name)) == plain_name(Path(self.name))
         return not self.one_row or self.name == name
 
@@ -64,15 +65,22 @@ class Log(NamedTuple):
     bytes: int
     sha256: str
     text: str = ""  # sha256 of what a compressed log has
+    text_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {key: value for key, value in self._asdict().items() if value != ""}
+        return {key: value for key, value in self._asdict().items() if self.text or not key.startswith("text")}
 
     @property
     def keys(self) -> set[object]:
         """What two files of one log have in common: their bytes, or the name and the text."""
         return {self.sha256, (plain_name(Path(self.name)), self.text or self.sha256)}
+
+    def add_to(self, known: _BySize, one: Known) -> None:
+        """Note its bytes, and what they are decompressed, as those with which others may begin."""
+        known.setdefault(self.bytes, {}).setdefault(self.sha256, one)
+        if self.text:
+            known.setdefault(self.text_bytes, {}).setdefault(self.text, one._replace(packed=True))
 
 
 @dataclass(frozen=True)
@@ -161,18 +169,17 @@ class Journal:
         known: _BySize = {}
         for line in self.lines:
             for entry in line["logs"]:
-                log = Log(*(entry.get(key, "") for key in Log._fields))
+                log = Log(**{key: entry[key] for key in Log._fields if key in entry})
                 used |= dict.fromkeys(log.keys, (line["number"], log.name))
                 if entry.get("rows") != 0:  # others may begin with the same header
-                    known.setdefault(log.bytes, {})[log.sha256] = Known(None, log.name, entry.get("rows") == 1)
+                    log.add_to(known, Known(None, log.name, entry.get("rows") == 1))
         source = Schema.from_dict(base["schema"]).source
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):
             log, _, _ = hashed[path] = _hash(path, names.get(path, path.name), known)
             rows = 2 if source_kind(path, source.kind) == "parquet" else count_rows(path, source, 2)
             if path.name not in lookups and rows:
-                one = Known(names.get(path, path), log.name, rows == 1)
-                known.setdefault(log.bytes, {}).setdefault(log.sha256, one)
+                log.add_to(known, Known(names.get(path, path), log.name, rows == 1))
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
@@ -292,22 +299,23 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
 def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> list[int]:
     """Return how many bytes of a log, of ``length`` decompressed, the dataset of the run has, if it has any."""
     found = [each for each in base.get("sources", []) if each["rows"] and each["bytes"] > 0]
-    heads = cache(partial(hash_edge, path, 0))  # of one length for all large files
+    bytes_at, text_at = cache(partial(hash_edge, path)), cache(partial(text_edge, path))
     alike = [each for each in found if plain_name(Path(each["file"])) == plain_name(path)]
-    packed = [
-        each
-        for each in alike
-        if ("text" in each or is_packed(path))
-        and each.get("text", each.get("head")) == text_edge(path, EDGE if "text" in each else min(EDGE, each["bytes"]))
-    ]
-    return [size if "text" in each or each["bytes"] >= length else each["bytes"] for each in packed] + [
+    texts = [each.get("text", each) for each in alike if "text" in each or is_packed(path)]
+    packed = [each["bytes"] for each in texts if each["bytes"] <= length and _begins(each, text_at)]
+    return [size if count == length else count for count in packed] + [
         each["bytes"]
         for each in found
         if each["bytes"] <= size
         and (each["rows"] > 1 or each["bytes"] == size or each["file"] == path.name)
-        and each.get("head") == heads(min(EDGE, each["bytes"]))
-        and each["tail"] == hash_edge(path, max(0, each["bytes"] - EDGE), min(EDGE, each["bytes"]))
+        and _begins(each, bytes_at)
     ]
+
+
+def _begins(known: Mapping[str, Any], hash_at: Callable[[int, int], str]) -> bool:
+    """Return True if a file begins with a known log, by the hashes of the first and the last bytes of that."""
+    size, part = known["bytes"], min(EDGE, known["bytes"])
+    return bool(known.get("head") == hash_at(0, part) and known["tail"] == hash_at(size - part, part))
 
 
 def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, object]]:
@@ -319,7 +327,7 @@ def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, ob
         return Log(name, size, digest), size, {size: one.shown for size, one in found.items()}
     length, text, more = _hash_pieces(text_of(path), known)
     found |= {size: one for size, one in more.items() if one.may_grow(name, packed=True)}
-    return Log(name, size, digest, text), length, {size: one.shown for size, one in found.items()}
+    return Log(name, size, digest, text, length), length, {size: one.shown for size, one in found.items()}
 
 
 def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, Known]]:

@@ -552,7 +552,10 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
         return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
     if _have_commas(values) and not _CODE_NAME.search(name):
         if _have_thousands(values):
-            return guess.leave_out('numbers with commas between thousands, or lists of two: write "1,234" as 1234')
+            return guess.leave_out(
+                'numbers with commas between thousands, or lists of two: write "1,234" as 1234. If it means 1.234, set '
+                "decimal in [source]"
+            )
         return guess.leave_out('numbers with a decimal comma, or lists of two: decimal = "," in [source] reads numbers')
     if _list_text(guess, values):
         return

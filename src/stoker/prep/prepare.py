@@ -154,7 +154,7 @@ class Preparation(PrepareSettings):
         names = inputs.names
         _check_names(chosen, names)
         sources, again = expand(inputs.files)
-        refuse_packed_copies(sources, names)
+        refuse_packed_copies(sources, names, schema.source)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
             limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
@@ -288,7 +288,7 @@ def run_prepare(
         report.warnings += [
             *cut_warning(task.schema, there.manifest),
             *split_warnings(task.schema, there.manifest, before),
-            *copy_warnings(there.manifest),
+            *copy_warnings(task.recipe, there.manifest),
         ]
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
@@ -459,7 +459,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         *task.limit.broken,
         *cut_warning(task.schema, manifest),
         *split_warnings(task.schema, manifest, before),
-        *copy_warnings(manifest),
+        *copy_warnings(task.recipe, manifest),
     ]
     return report
 

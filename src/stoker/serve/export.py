@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -268,7 +269,7 @@ def version_of(manifest: Mapping[str, Any]) -> dict[str, int]:
 def is_export(path: str | Path) -> bool:
     """Return True if a directory was written by :func:`export`."""
     try:
-        return bool(unseal((Path(path) / "manifest.json").read_bytes())["kind"] == "export")
+        return bool(json.loads((Path(path) / "manifest.json").read_bytes())["kind"] == "export")
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

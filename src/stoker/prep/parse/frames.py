@@ -212,6 +212,8 @@ def _without(series: pl.Series, nulls: Sequence[str]) -> pl.Series:
     elif kind not in (pl.String, pl.Categorical, pl.Enum):
         return series
     values = series.cast(pl.String) if kind in (pl.Categorical, pl.Enum) else series
+    values = series.cast(pl.Float64) if kind.is_decimal() else values
+    meant = pl.Series(meant, dtype=pl.Float64).cast(kind).to_list() if kind.is_float() else meant  # of float32
     return series.set(values.is_in(meant).fill_null(False), None) if meant else series
 
 
@@ -322,7 +324,7 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     plain = series.dtype == pl.Date and item.notation in (PLAIN, UNLISTED)
     if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
         raise DataError(
-            f"column {item.column} holds {series.dtype}, which texts write in many ways, and the dataset does not say "
+            f"column {item.column} holds {series.dtype}, which texts write in many ways, and no known text says "
             "in which. Convert it to texts as in the log."
         )
     texts = written(text_of_moments(series), item.notation)

@@ -147,24 +147,39 @@ def text_of(path: Path) -> Iterator[bytes]:
     return (piece for piece, _, _ in _pieces(path))
 
 
-def text_edge(path: Path, size: int = EDGE) -> str:
-    """Return the sha256 of the first bytes of a file, decompressed, by which a log is recognized."""
-    head = bytearray()
+def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
+    """Return the sha256 of bytes of a file, decompressed, from ``begin`` on, by which a log is recognized."""
+    found, done = bytearray(), 0
     for piece in text_of(path):
-        head += piece
-        if len(head) >= size:
+        found += piece[max(0, begin - done) :]
+        done += len(piece)
+        if done >= begin + size:
             break
-    return hashlib.sha256(memoryview(head)[:size]).hexdigest()
+    return hashlib.sha256(memoryview(found)[:size]).hexdigest()
 
 
-def refuse_packed_copies(files: Sequence[Path], names: Mapping[Path, str]) -> None:
+def text_edges(path: Path) -> dict[str, Any]:
+    """Return how many bytes a file has, decompressed, and the sha256 of the first and of the last of them."""
+    head, tail, done = bytearray(), bytearray(), 0
+    for piece in text_of(path):
+        head += piece[: EDGE - len(head)]
+        tail += piece
+        del tail[:-EDGE]
+        done += len(piece)
+    hashes = (hashlib.sha256(edge).hexdigest() for edge in (head, tail))
+    return {"bytes": done, **dict(zip(("head", "tail"), hashes, strict=True))}
+
+
+def refuse_packed_copies(files: Sequence[Path], names: Mapping[Path, str], given: SourceFormat) -> None:
     """Raise :class:`DataError` if a compressed file is another one of the same name, whose rows would count twice."""
     alike: dict[str, list[Path]] = {}
     for path in files:
         alike.setdefault(plain_name(Path(names.get(path, path.name))), []).append(path)
     for paths in alike.values():
         for one, other in combinations(paths, 2):
-            if is_packed(one) != is_packed(other) and text_edge(one) == text_edge(other):
+            if is_packed(one) == is_packed(other) or text_edge(one) != text_edge(other):
+                continue
+            if count_rows(one, given, 1):
                 packed, plain = (names.get(path, path) for path in sorted((one, other), key=is_packed, reverse=True))
                 raise DataError(f"{packed} is {plain}, compressed: its rows would count twice. Leave one of them out.")
 

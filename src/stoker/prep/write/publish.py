@@ -37,7 +37,8 @@ from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
 from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import collect_quarantine
-from stoker.prep.parse.sources import is_packed, source_kind, text_edge
+from stoker.prep.parse.sources import is_packed, source_kind, text_edges
+from stoker.prep.recipe import Recipe
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
@@ -255,12 +256,12 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
-def copy_warnings(manifest: dict[str, Any]) -> list[str]:
-    """Return a warning for each file whose rows seem to be those of a file before."""
+def copy_warnings(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
+    """Return a warning for each log whose rows seem to be those of a file before."""
     first, found = dict[Any, str](), []
-    own = manifest["recipe"]["preset"] == "schema"  # what public logs have is known
-    for each in manifest["sources"] if own else ():
-        if each["rows"] < 2 or each["bytes"] <= 0 or "head" not in each:
+    lookups = set(recipe.lookups([each["file"] for each in manifest["sources"]]))
+    for each in manifest["sources"]:
+        if each["rows"] < 2 or each["bytes"] <= 0 or "head" not in each or each["file"] in lookups:
             continue
         if (before := first.get(key := (each["bytes"], each["head"], each["tail"]))) is not None:
             found.append(
@@ -415,7 +416,7 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for entry, path in zip(found, task.files, strict=True):
         if is_packed(path):
-            entry["text"] = text_edge(path)
+            entry["text"] = text_edges(path)
     for part in rows.raw:
         entry = found[part.file]
         entry["rows"] += part.rows
