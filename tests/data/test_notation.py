@@ -441,6 +441,21 @@ def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: 
         stoker.prepare(schema, [tmp_path / f"other.{suffix}", files[0]], out=tmp_path / "none")
 
 
+@pytest.mark.parametrize("dtype", [pl.Time, pl.Duration])
+def test_clocks_and_durations_have_one_iso_form(tmp_path: Path, dtype: Any) -> None:
+    ticks = pl.Series([15 * 60 * 10**9 * (row % 7) + 5 * 10**8 * (row % 2) for row in range(60)])
+    rows = pl.DataFrame({"label": [0, 1] * 30, "at": ticks.cast(dtype if dtype == pl.Time else pl.Duration("ns"))})
+    for more in ({}, {"hash_buckets": 50}):
+        schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "at", **more}]})
+        data = stoker.prepare(schema, rows, out=tmp_path / f"data{len(more)}", split="random:1,0")
+        encoder = RowEncoder(Fitted.of(Like(data.path)))
+        texts = rows.select(pl.col("at").dt.to_string("iso"))
+        found = encoder.encode(rows.select("at")).ids
+        assert (found == encoder.encode(texts).ids).all()
+        assert len(found.unique()) > 7
+    assert texts["at"][1] in ("00:15:00.500", "PT15M0.5S")
+
+
 @pytest.mark.parametrize("kind", [pl.Int64, pl.Int32, pl.Float64])
 def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kind: Any) -> None:
     """A reader of CSV takes the texts 10 and 20 for numbers, which they are not."""
@@ -453,8 +468,9 @@ def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kin
         encoder.encode(typed.select("code"))
     with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
         stoker.prepare(schema, typed, out=tmp_path / "other")
-    values = rows.select(pl.col("code").str.to_integer(base=16, dtype=pl.UInt64))
-    assert (encoder.encode(values).ids == encoder.encode(rows.select("code")).ids).all()
+    for unsigned in (pl.UInt64, pl.UInt32, pl.UInt8):  # values
+        values = rows.select(pl.col("code").str.to_integer(base=16, dtype=unsigned))
+        assert (encoder.encode(values).ids == encoder.encode(rows.select("code")).ids).all()
     assert encoder.encode(pl.DataFrame({"code": [None]}, schema={"code": kind})).ids.tolist() == [[0]]
 
 

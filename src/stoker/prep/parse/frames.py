@@ -272,10 +272,10 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         return _as_texts(series, item, wrong)
     if moments:
         series = series.cast(pl.Datetime("us")).to_physical()
-    if kind == "hex" and series.dtype != pl.UInt64 and series.count():  # UInt64: read as such before
+    if kind == "hex" and not series.dtype.is_unsigned_integer() and series.count():
         raise DataError(
             f"column {item.column} holds {series.dtype}, and the schema reads hexadecimal texts, where 10 is 16. Write "
-            'texts, or UInt64 of the values; if the log has decimal numbers, set type = "int" of the column.'
+            'texts, or unsigned integers; if the log has decimal numbers, set type = "int" of the column.'
         )
     plain = series.dtype.is_integer()
     if series.dtype.is_float():
@@ -319,7 +319,8 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
 
 def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Convert times to texts as a dataset writes them; note rows that it cannot write."""
-    if item.notation == AS_TYPED:
+    clock = series.dtype in (pl.Time, pl.Duration) and not is_moment(item.notation)  # a value has one ISO form
+    if item.notation == AS_TYPED or clock:
         return series.dt.to_string("iso")
     plain = series.dtype == pl.Date and item.notation in (PLAIN, UNLISTED)
     if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
