@@ -68,7 +68,7 @@ def test_floats_are_those_of_python(text: str) -> None:
 @given(
     st.one_of(st.integers(-(2**64), 2**64).map(str), st.integers(-9, 9).map("{:+d}".format),
               st.text("0123456789+-.e_ ", max_size=5), st.sampled_from([str(2**63 - 1), str(-(2**63)), str(2**63)]),
-              st.builds("{}.{}".format, st.integers(2**53 - 3, 2**53 + 3) | st.integers(-9, 9), st.text("0")))
+              st.builds("{}.{}".format, st.sampled_from([-7, 0, 2**53 - 1, 2**53]), st.text("0", max_size=3)))
 )  # fmt: skip
 def test_whole_numbers_are_those_of_int64(text: str) -> None:
     """And whole floats that have lost no digit, as tools write them next to a missing value."""
