@@ -624,7 +624,7 @@ class EmbeddingTables(CopiedTables):
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
-            if found is not None and self.ranks is not None and (self.divided or found.grown is not None):
+            if found is not None and self.divided and self.ranks is not None:
                 with self.ranks.guard():
                     raise ConfigError(
                         "the ids or offsets of a staged batch were changed before its lookup, but the ranks among "

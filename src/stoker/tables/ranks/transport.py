@@ -446,7 +446,8 @@ def check_same(lengths: Sequence[int], *others: Sequence[int]) -> None:
 
 def bits_of(value: float) -> int:
     """Return the bits of a float64, as an int64."""
-    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+    found: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return found
 
 
 def check_rates(work: str, said: Sequence[Sequence[int]]) -> None:
@@ -456,7 +457,7 @@ def check_rates(work: str, said: Sequence[Sequence[int]]) -> None:
         RanksError: they do.
     """
     if len({bits for bits, *_ in said}) > 1:
-        rates = [struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0] for bits, *_ in said]
+        rates = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, *_ in said]
         raise RanksError(
             f"the learning rates of the rows are {', '.join(f'{rate:g}' for rate in rates)} on ranks 0 to "
             f"{len(rates) - 1}, which are to {work}. Set the rate on all ranks, before the same step."
