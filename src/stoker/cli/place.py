@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, parse_size
-from stoker.cli.options import (
-    DataArgument,
-    OneObject,
-    option,
-    printed,
-    say,
-    show_grids,
-    takes,
-)
+from stoker.cli.options import DataArgument, OneObject, option, printed, say, show_grids, takes
 from stoker.placement.budget import MemoryBudget, ReplaySettings
 from stoker.training.settings import MachineConfig, ModelConfig
 

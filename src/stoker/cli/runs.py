@@ -150,12 +150,7 @@ def _data_to_score(
         yield data, 0
 
 
-def _open(
-    run: Path,
-    data: Path | None,
-    wanted: _Scored,
-    settings: dict[str, Any],
-) -> tuple[Any, Dataset, Split, int]:
+def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any]) -> tuple[Any, Dataset, Split, int]:
     """Load the model, placed as in the run or as the options say; return it, data, the split and the batch size."""
     from stoker.base.device import check_threads, resolve_device
     from stoker.dataset.spec import FeatureSpec

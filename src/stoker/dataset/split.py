@@ -179,10 +179,7 @@ class BatchStream:
 
     def __iter__(self) -> Iterator[Batch]:
         batches, ahead = self._produce(self.epoch, self.position), self._reading.prefetch
-        with (
-            closing(prefetched(batches, ahead) if ahead else batches) as made,
-            closing(self._copied(made)) as source,
-        ):
+        with closing(prefetched(batches, ahead) if ahead else batches) as made, closing(self._copied(made)) as source:
             for batch in source:
                 self.position += 1  # counted before the yield: a checkpoint made now resumes after it
                 yield batch

@@ -51,12 +51,7 @@ def describe_dataset(dataset: Dataset) -> dict[str, Any]:
         },
         "reordered": reordered and {name: reordered[name] for name in _ORDER},
         "tables": [
-            {
-                "table": table,
-                "rows": rows,
-                "max_length": most.get(table, 1),
-                **_describe_counts(dataset.counts[table]),
-            }
+            {"table": table, "rows": rows, "max_length": most.get(table, 1), **_describe_counts(dataset.counts[table])}
             for table, rows in sorted(dataset.schema.num_embeddings.items(), key=lambda item: _natural(item[0]))
         ],
         "dense": _describe_dense(dataset),

@@ -123,9 +123,4 @@ class SASRec(SequenceModel):
         return logits + (state * target).sum(1)
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "blocks": len(self.blocks),
-            "heads": self.heads,
-            "hidden": list(self.hidden_sizes),
-        }
+        return {**super().config(), "blocks": len(self.blocks), "heads": self.heads, "hidden": list(self.hidden_sizes)}

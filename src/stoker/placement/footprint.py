@@ -112,13 +112,7 @@ class Footprint:
     """
 
     def __init__(
-        self,
-        uses: Sequence[Uses],
-        row_bytes: int,
-        budget: MemoryBudget,
-        *,
-        on_cpu: bool,
-        rounded: bool,
+        self, uses: Sequence[Uses], row_bytes: int, budget: MemoryBudget, *, on_cpu: bool, rounded: bool
     ) -> None:
         self.rows = sum(use.num_rows for use in uses)  # N
         self.distinct = math.ceil(sum(use.distinct for use in uses))  # U

@@ -15,16 +15,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import format_count, format_size, plural
 from stoker.placement.budget import MemoryBudget
-from stoker.placement.expected import (
-    HotBatches,
-    Traffic,
-    Uses,
-    all_hits,
-    expect_pinned,
-    phases,
-    split_hot,
-    weighted,
-)
+from stoker.placement.expected import HotBatches, Traffic, Uses, all_hits, expect_pinned, phases, split_hot, weighted
 from stoker.placement.footprint import Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables

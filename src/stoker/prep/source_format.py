@@ -34,11 +34,7 @@ class SourceFormat:
         object.__setattr__(self, "null_values", tuple(self.null_values))
         object.__setattr__(self, "quote", self.quote or None)
         if self.separator is not None and (not self.separator or "\n" in self.separator):
-            fail(
-                "source",
-                "separator",
-                f"{self.separator!r} cannot separate fields. Write for example ',' or '\\t'",
-            )
+            fail("source", "separator", f"{self.separator!r} cannot separate fields. Write for example ',' or '\\t'")
         if self.quote is not None and len(self.quote.encode()) != 1:
             fail("source", "quote", f"{self.quote!r} is not one ASCII character; use '\"' or leave it out")
         twice = sorted({name for name in self.columns if self.columns.count(name) > 1})

@@ -35,14 +35,7 @@ from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, describe_file, note_request, write_counts, write_manifest
 from stoker.dataset.shards import Shard
 from stoker.rewrite.derived import derived_at, table_ids, write_shards
-from stoker.rewrite.id_order import (
-    IdWindows,
-    Reordering,
-    TableUse,
-    blocks_of_shuffled,
-    blocks_of_windows,
-    new_ids,
-)
+from stoker.rewrite.id_order import IdWindows, Reordering, TableUse, blocks_of_shuffled, blocks_of_windows, new_ids
 
 BLOCK_IDS = 128  # neighbouring ids of a block
 _LEAST_ROWS = 1000  # of a table that is reordered by default

@@ -208,10 +208,7 @@ def _met(start: Start) -> Start:
 
 
 def _reopen(
-    run: RunDirectory,
-    dataset: Dataset | str | Path | None,
-    config: TrainConfig | None,
-    settings: dict[str, Any],
+    run: RunDirectory, dataset: Dataset | str | Path | None, config: TrainConfig | None, settings: dict[str, Any]
 ) -> tuple[Dataset, TrainConfig]:
     """Return the dataset and the settings of a run to resume."""
     resume, values = run.path, run.config()

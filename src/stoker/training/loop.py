@@ -27,16 +27,7 @@ from stoker.tables import Ranks
 from stoker.tables.ranks.share import whole_of
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import (
-    Outputs,
-    Start,
-    TrainArguments,
-    TrainResult,
-    finish,
-    lengths_of,
-    open_run,
-    restore,
-)
+from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, finish, lengths_of, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run

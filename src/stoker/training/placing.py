@@ -173,12 +173,7 @@ def for_ranks(placement: Mapping[str, Strategy] | None, tables: Iterable[TableCo
 
 
 def place_scoring(
-    manifest: Mapping[str, Any],
-    data: Dataset,
-    budget: MemoryBudget,
-    *,
-    batch_size: int | None,
-    device: torch.device,
+    manifest: Mapping[str, Any], data: Dataset, budget: MemoryBudget, *, batch_size: int | None, device: torch.device
 ) -> tuple[Placement | None, int]:
     """Plan the placement of a checkpoint's rows for scoring ``data``, and the batch size.
 
@@ -306,10 +301,7 @@ def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
 
 
 def check_memory(
-    tables: Sequence[TableConfig],
-    state: Mapping[str, str],
-    device: torch.device,
-    placement: Placement | None = None,
+    tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, placement: Placement | None = None
 ) -> str | None:
     """Check that the rows on the device fit its memory; ``placement`` None: all rows are there.
 

@@ -15,14 +15,7 @@ is a ``[[feature]]`` with ``kind = "..."``. docs/features.md has a table of them
 from __future__ import annotations
 
 from stoker.prep.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
-from stoker.prep.features.learned import (
-    CountEncoding,
-    Learned,
-    LearnedTable,
-    MeanTargetEncoding,
-    Merge,
-    Properties,
-)
+from stoker.prep.features.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding, Merge, Properties
 from stoker.prep.features.past import Difference, History, Past, PastCount, Previous, Rank, SinceLast
 from stoker.prep.features.pipeline import Fitted, fit, fit_apply
 from stoker.prep.features.rows import (

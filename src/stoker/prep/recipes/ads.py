@@ -177,9 +177,7 @@ def _movielens_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.La
     users = typed("users", _USERS).unique("user", keep="first")
     movies = typed("movies", _MOVIES).unique("movie", keep="first")
     movies = movies.select(
-        "movie",
-        pl.col("genres").str.split("|"),
-        year=pl.col("title").str.extract(r"\((\d{4})\)\s*$").cast(pl.Int64),
+        "movie", pl.col("genres").str.split("|"), year=pl.col("title").str.extract(r"\((\d{4})\)\s*$").cast(pl.Int64)
     )
     rows = typed("ratings", _RATINGS).select("user", "movie", "time", "rating")
     rows = rows.join(users, on="user", how="left", maintain_order="left")

@@ -302,10 +302,7 @@ def _globo_rows(
     count = (4 if ranked else 2) if count is None else count
     log = (
         inputs["clicks"]
-        .select(
-            pl.col(*_WHO).cast(pl.Int64),
-            *(pl.col(old).cast(pl.Int64).alias(new) for new, old in _CONTEXT.items()),
-        )
+        .select(pl.col(*_WHO).cast(pl.Int64), *(pl.col(old).cast(pl.Int64).alias(new) for new, old in _CONTEXT.items()))
         .sort("click_timestamp", "user_id", "click_article_id", "session_id", maintain_order=True)
         .collect(engine="streaming")
     )
