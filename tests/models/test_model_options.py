@@ -9,7 +9,7 @@ import pytest
 
 from stoker.base.errors import ConfigError
 from stoker.models import DLRM, MODELS
-from stoker.models.options import check_options, own_options
+from stoker.models.registry import check_options, own_options
 from stoker.optim import SGD
 from stoker.testing import make_dataset
 from stoker.training.config import TrainConfig

@@ -10,7 +10,7 @@ import pytest
 
 import stoker
 from stoker.dataset.batch import Batch
-from stoker.rewrite.hot_gain import HotGain, predict_gain
+from stoker.rewrite.classified import HotGain, predict_gain
 from stoker.testing import make_dataset
 
 

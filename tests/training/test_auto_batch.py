@@ -12,8 +12,8 @@ from small_runs import ROWS, SMALL
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.testing import make_dataset
-from stoker.training import TrainConfig, auto_batch, replica
-from stoker.training.auto_batch import choose_batch_size
+from stoker.training import TrainConfig, replica, step_time
+from stoker.training.step_time import choose_batch_size
 
 CONFIG = TrainConfig(
     base_batch_size=8, **{name: value for name, value in SMALL.items() if name not in ("display", "batch_size")}
@@ -36,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, rates: dict[int, Any]) -> list[int
             raise found
         return found if isinstance(found, tuple) else (found, 0)
 
-    monkeypatch.setattr(auto_batch, "_measure", answer)
+    monkeypatch.setattr(step_time, "_measure", answer)
     return asked
 
 
@@ -77,7 +77,7 @@ def test_few_rows_begin_with_smaller_batches(tmp_path: Path, monkeypatch: pytest
 
 def test_a_real_measurement_leaves_nothing_behind(data: stoker.Dataset) -> None:
     before = torch.get_rng_state()
-    rate, grown = auto_batch._measure(data, CONFIG.replace(batch_size=64, backend="reference"))
+    rate, grown = step_time._measure(data, CONFIG.replace(batch_size=64, backend="reference"))
     assert rate > 0
     assert grown >= 0
     assert torch.equal(torch.get_rng_state(), before)

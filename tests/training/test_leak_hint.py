@@ -10,7 +10,7 @@ import pytest
 
 import stoker
 from stoker.base.errors import ConfigError
-from stoker.training.scores.leaks import leak_hint
+from stoker.training.notes import leak_hint
 
 
 @pytest.mark.parametrize("kind", ["dense", "categorical"])

@@ -22,8 +22,8 @@ from stoker import Batch
 from stoker.base.errors import ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS as KINDS
+from stoker.ops.by_shard import recorded
 from stoker.ops.codegen.threads import kernel_threads
-from stoker.ops.running import recorded
 from stoker.ops.tree import nodes_of, shard_bounds
 from stoker.tables import Ranks, RanksError
 from stoker.tables.ranks.share import share_of

@@ -13,7 +13,7 @@ from stoker.base.errors import CheckpointError, DataError, errors_as
 from stoker.base.files import unseal
 from stoker.base.remote import local_run
 from stoker.base.units import EPOCHS, epoch_unit, format_size, plural
-from stoker.cli.options import OneObject, say, show_rows, show_table
+from stoker.cli.options import OneObject, alternatives, say, show_rows, show_table
 
 _UPDATES = 20  # that are shown, the last ones
 
@@ -211,12 +211,6 @@ def _verified(found: dict[str, Any]) -> None:
         say(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", "green")
 
 
-def _listed(names: list[str]) -> str:
-    if len(names) > 4:
-        return f"{', '.join(names[:3])} and {len(names) - 3} more tables"
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
 def _show_dataset(found: dict[str, Any]) -> None:
     _line("dataset", found["path"])
     _line("recipe", _recipe(found["recipe"]))
@@ -226,8 +220,10 @@ def _show_dataset(found: dict[str, Any]) -> None:
         _line("made by", words)
         _line("from", parts["source"])
     if order := found["reordered"]:
-        words = f"stoker reorder, Stoker {order['stoker_version']}, {order['settings']['method']}, "
-        _line("reordered", f"{words}{_listed(list(order['tables']))}, order {order['hash'][:16]}")
+        names = list(order["tables"])
+        names = [*names[:3], f"{len(names) - 3} more tables"] if len(names) > 4 else names
+        words = f"stoker reorder, Stoker {order['stoker_version']}, {order['settings']['method']}"
+        _line("reordered", f"{words}, {alternatives(names, 'and')}, order {order['hash'][:16]}")
     _line("prepared by" if parts else "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
     _line("size", f"{format_size(found['bytes'])}, format {found['format_version']}")
     _line("schema", found["schema_hash"][:16])

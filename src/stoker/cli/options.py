@@ -31,9 +31,9 @@ def option(panel: str | None, text: str, *names: str, default: Any = None, **mor
     return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
 
 
-def alternatives(names: Sequence[str]) -> str:
+def alternatives(names: Sequence[str], word: str = "or") -> str:
     """Return "a, b or c"."""
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def import_model(path: str | None) -> str | None:

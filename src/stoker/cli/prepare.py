@@ -193,7 +193,10 @@ def prepare(
         _list_recipes(as_json)
         return
     if like is not None and recipe is not None:
-        if Path(recipe).suffix.lower() in (".toml", ".yaml", ".yml") or (not Path(recipe).exists() and _known(recipe)):
+        from stoker.prep import recipes
+
+        named = not Path(recipe).exists() and recipe in recipes.names()
+        if named or Path(recipe).suffix.lower() in (".toml", ".yaml", ".yml"):
             raise ConfigError(
                 f"--like takes schema and recipe from {like}. Leave {recipe} out, name the new files only."
             )
@@ -318,12 +321,6 @@ def _drafted(files: list[str], *, quiet: bool) -> Schema:
     return found
 
 
-def _known(recipe: str) -> bool:
-    from stoker.prep import recipes
-
-    return recipe in recipes.names()
-
-
 def _changed(
     recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
 ) -> tuple[str | Recipe | Schema | None, str | None]:
@@ -346,15 +343,8 @@ def _changed(
 
 
 def _show_report(report: PrepareReport, path: str) -> None:
-    splits = (
-        (
-            name,
-            count,
-            report.positives[name],
-            report.positives[name] / report.labelled[name] if report.labelled[name] else None,
-        )
-        for name, count in report.rows.items()
-    )
+    shares = {name: report.positives[name] / rows if rows else None for name, rows in report.labelled.items()}
+    splits = ((name, rows, report.positives[name], shares[name]) for name, rows in report.rows.items())
     columns = {"split": "{0}", "rows": "{1:,}", "positive": "{2:,}", "share": "{3:.2%}"}
     show_rows(f"Dataset {path}", columns, splits)
     if report.tables:

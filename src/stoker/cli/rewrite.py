@@ -66,7 +66,7 @@ def profile(
         raise ConfigError("--confidence needs an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
     from stoker.rewrite import popularity
-    from stoker.rewrite.hot_gain import predict_gain
+    from stoker.rewrite.classified import predict_gain
     from stoker.training.files.rundir import open_dataset
 
     data, batch_size = open_dataset(dataset), settings.pop("batch_size", None)
@@ -195,8 +195,7 @@ def classify(
             "--profile has its own budget, model, --dim, --dtype and --optimizer. Leave these out, or make another "
             "profile with stoker profile."
         )
-    from stoker.rewrite.classified import check_profile, said_by, write_classified
-    from stoker.rewrite.hot_gain import predict_gain
+    from stoker.rewrite.classified import check_profile, predict_gain, said_by, write_classified
     from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.popularity import profile as run_profile
     from stoker.training.files.rundir import open_dataset

@@ -36,11 +36,6 @@ _COMPILED = 2**18  # longer ranges are worth half a second of compiling; NumPy t
 Words = npt.NDArray[np.uint32]
 
 
-def _keys(name: str) -> list[np.uint32]:
-    digest = hashlib.blake2b(name.encode(), digest_size=4 * _ROUNDS).digest()
-    return [np.uint32(key) for key in np.frombuffer(digest, "<u4")]
-
-
 def mix32(values: Words, key: np.uint32) -> Words:
     """Return a 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
     mixed = values ^ key
@@ -61,7 +56,8 @@ def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[
         fast: True: in Numba if it is installed; False: in NumPy, which defines the result; None: in Numba if the range
             is long enough to be worth compiling.
     """
-    keys = _keys(name)
+    digest = hashlib.blake2b(name.encode(), digest_size=4 * _ROUNDS).digest()
+    keys = [np.uint32(key) for key in np.frombuffer(digest, "<u4")]
     if size <= _SORTED:
         index = np.arange(size, dtype=np.uint32)
         high, low = (mix32(mix32(index, first), second) for first, second in (keys[:2], keys[2:4]))

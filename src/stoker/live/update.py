@@ -28,7 +28,7 @@ from stoker.dataset.split import BatchStream, Split
 from stoker.live.journal import Journal, Order, opened
 from stoker.live.settings import UpdateSettings
 from stoker.models import MODELS, RecModel
-from stoker.models.options import own_options
+from stoker.models.registry import own_options
 from stoker.optim import ROW_OPTIMIZERS, Constant
 from stoker.placement.budget import MemoryBudget
 from stoker.prep.inputs import Inputs, files_of

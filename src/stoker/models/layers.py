@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.base.errors import ConfigError
+from stoker.ops.by_shard import averages, count_batch, move
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
-from stoker.ops.running import averages, count_batch, move
 
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:

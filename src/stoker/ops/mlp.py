@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from stoker.ops.by_shard import Apart, shards_here, sums_by_shard
-from stoker.ops.running import move, once
+from stoker.ops.by_shard import Apart, move, once, shards_here, sums_by_shard
 from stoker.ops.space import HAVE_TRITON
 
 #: Inputs should have a multiple of this many columns: 367 columns take a fifth more time than 368.

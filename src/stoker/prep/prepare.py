@@ -1,6 +1,6 @@
 """Prepare raw click logs into a dataset: bounded memory, resumable, the same bytes for the same input.
 
-There are three passes: raw blocks become typed parts (:mod:`stoker.prep.stages.first_pass`); splits, tables and
+There are three passes: raw blocks become typed parts (:mod:`stoker.prep.rows.raw_rows`); splits, tables and
 statistics are fitted on training rows; parts become shards. ``OUT/.work`` has a journal of finished steps. It is
 deleted when the manifest is written.
 """
@@ -47,10 +47,9 @@ from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_copies, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
+from stoker.prep.rows.first_look import check_notation, fitted_to, with_times_of_texts
 from stoker.prep.rows.raw_rows import Rows, read_rows
-from stoker.prep.rows.time_notation import check_notation, with_times_of_texts
 from stoker.prep.schema import Schema, SplitRule, split_of
-from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import Progress, Task
 from stoker.prep.write.publish import copy_warnings, cut_warning, publish, split_warnings
@@ -283,13 +282,7 @@ def run_prepare(
     request = task.request(how)
     recover(target)
     if not settings.overwrite and (there := _finished_dataset(target, request)) is not None:
-        report = _report(there.path, there.manifest, started, already=True)
-        before = None if task.like is None else task.like.data.manifest
-        report.warnings += [
-            *cut_warning(task.schema, there.manifest),
-            *split_warnings(task.schema, there.manifest, before),
-            *copy_warnings(task.recipe, there.manifest),
-        ]
+        report = _report(task, there.path, there.manifest, started, already=True)
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
     else:
@@ -317,7 +310,7 @@ def _build_reordered(
     try:
         made = run_reorder(
             plain, target, how=how, overwrite=settings.overwrite, threads=task.threads, progress=show,
-            keep_source=False, request=request,
+            note=lambda folder: note_request(folder, request),
         )  # fmt: skip
     finally:
         remove_dataset(plain)
@@ -451,16 +444,9 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         replace_dataset(task.out, target)
     _remove(target / task.work.name)  # last: until the dataset is in its place, it marks the directory as ours
     give_back_memory()
-    report = _report(target, manifest, started)
-    report.reused = task.reused
-    before = None if task.like is None else task.like.data.manifest
+    report = _report(task, target, manifest, started)
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [
-        *task.limit.broken,
-        *cut_warning(task.schema, manifest),
-        *split_warnings(task.schema, manifest, before),
-        *copy_warnings(task.recipe, manifest),
-    ]
+    report.warnings = [*task.limit.broken, *report.warnings]
     return report
 
 
@@ -489,8 +475,11 @@ def _read(task: Task) -> Rows:
         raise
 
 
-def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
+def _report(
+    task: Task, path: Path, manifest: dict[str, Any], started: float, *, already: bool = False
+) -> PrepareReport:
     """Make the report of a prepared dataset from its manifest."""
+    before = None if task.like is None else task.like.data.manifest
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
     splits = [(name, manifest["splits"][name]) for name in SPLITS if name in manifest["splits"]]  # files sort names
@@ -501,8 +490,12 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
         labelled={name: entry.get("labelled", entry["rows"]) for name, entry in splits},
         tables=_table_summary(manifest),
         lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]), bad=manifest["quarantined"],
-        seconds=time.perf_counter() - started, peak_memory=peak_memory() or 0, reused=0,
+        seconds=time.perf_counter() - started, peak_memory=peak_memory() or 0, reused=task.reused,
         groups=manifest.get("groups"), already=already,
+        warnings=[
+            *cut_warning(task.schema, manifest), *split_warnings(task.schema, manifest, before),
+            *copy_warnings(task.recipe, manifest),
+        ],
     )  # fmt: skip
 
 

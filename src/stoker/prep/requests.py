@@ -331,8 +331,10 @@ class RowEncoder:
             ids = ids if again is given else known.find(keys_of(again, feature))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
+            if lengths is not None:
+                row = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
             raise DataError(
-                f"{_row(row, lengths)}: column {feature.name} has a value that training did not have, and its oov "
+                f"row {row}: column {feature.name} has a value that training did not have, and its oov "
                 f"policy is {feature.oov!r}. Leave the row out."
             )
         if feature.missing == "category":
@@ -376,10 +378,6 @@ def _refuse(block: Block) -> None:
         some = "; ".join(f"row {one.line}: {one.reason}" for one in block.bad[:_SHOWN])
         more = f" and {len(block.bad) - _SHOWN:,} more rows" if len(block.bad) > _SHOWN else ""
         raise DataError(f"{some}{more}. Rows count from 0; nothing was scored.")
-
-
-def _row(place: int, lengths: Array | None) -> str:
-    return f"row {place if lengths is None else int(np.searchsorted(np.cumsum(lengths), place, side='right'))}"
 
 
 def _of_groups(feature: Past, state: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:

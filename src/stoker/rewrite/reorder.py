@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,9 @@ from stoker.base.errors import DataError, errors_as, require
 from stoker.base.files import atomic_file, hash_json
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
-from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
-from stoker.dataset.manifest import NEW_IDS, describe_file, note_request, write_counts, write_manifest
+from stoker.dataset.manifest import NEW_IDS, describe_file, write_counts, write_manifest
 from stoker.dataset.shards import Shard
 from stoker.rewrite.derived import derived_at, table_ids, write_shards
 from stoker.rewrite.id_order import IdWindows, Reordering, TableUse, blocks_of_shuffled, blocks_of_windows, new_ids
@@ -112,32 +111,20 @@ def reorder(
     return Dataset(run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=progress).path)
 
 
-@dataclass(frozen=True)
-class ReorderArguments:
-    """The arguments of :func:`run_reorder`; :func:`reorder` describes its own."""
+def run_reorder(
+    dataset: Dataset | str | Path, out: str | Path, *, how: Reordering | None = None,
+    tables: Sequence[str] | None = None, overwrite: bool = False, progress: Progress | None = None,
+    threads: int | None = None, note: Callable[[Path], None] | None = None,
+) -> ReorderReport:  # fmt: skip
+    """Do as :func:`reorder`, and return a report. The number of threads changes no byte of the result.
 
-    dataset: Dataset | str | Path
-    out: str | Path
-    _: KW_ONLY
-    how: Reordering | None = None
-    tables: Sequence[str] | None = None
-    overwrite: bool = False
-    progress: Progress | None = None
-    threads: int | None = None  # they change no byte of the result
-    keep_source: bool = True  # False if the source will be deleted
-    request: str | None = None  # of a preparation that reorders, for stoker.dataset.manifest.note_request
-
-
-@with_arguments_of(ReorderArguments)
-def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) -> ReorderReport:
-    """Do as :func:`reorder`, and return a report."""
-    asked = ReorderArguments(dataset, out, **given)
+    ``note`` is of a preparation, which deletes the source afterwards; it adds to the folder before the manifest.
+    """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-    how, out, overwrite = asked.how or Reordering(), Path(out), asked.overwrite
-    progress, threads = asked.progress or quiet, check_threads(asked.threads)
+    how, out, progress, threads = how or Reordering(), Path(out), progress or quiet, check_threads(threads)
     data.schema.check_ids("ids that occur together cannot be made neighbours")
-    names = _chosen(data, asked.tables)
+    names = _chosen(data, tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # JSON has no infinite number
     if not overwrite and (there := derived_at(out, data, "reordered")) is not None and there.hot_cold is None:
         known = there.reordered or {}
@@ -168,13 +155,14 @@ def run_reorder(dataset: Dataset | str | Path, out: str | Path, **given: Any) ->
                 "tables": {name: asdict(report) for name, report in told.items()},
                 "settings": settings,
                 "hash": order_hash,
-                "source": str(data.path.resolve()) if asked.keep_source else None,
+                "source": str(data.path.resolve()) if note is None else None,
                 "source_schema_hash": data.schema_hash,
                 "source_data_hash": data.train.data_hash,
                 "stoker_version": __version__,
             },
         }
-        note_request(folder, asked.request)
+        if note is not None:
+            note(folder)
         write_manifest(folder, manifest)
     return _report(Dataset(out), started, reused=False)
 

@@ -17,7 +17,7 @@ from stoker.base.settings import Useless
 from stoker.base.units import listed
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel, TwoTower
-from stoker.models.options import check_options, own_options
+from stoker.models.registry import check_options, own_options
 from stoker.ops.loss import LISTS
 from stoker.optim import (
     ROW_OPTIMIZERS,

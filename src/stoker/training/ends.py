@@ -15,14 +15,13 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.tables import Ranks
-from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.defaults import by_rows, complete, left_out
 from stoker.training.display import Display, Mode
 from stoker.training.files import loading
 from stoker.training.files.logs import Logger
 from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_dataset, own_dataset
-from stoker.training.notes import ending
+from stoker.training.notes import ending, leak_hint
 from stoker.training.progress import Progress, TrainState
 from stoker.training.ranks.run import open_run_directory
 from stoker.training.ranks.start import check_run, with_shards
@@ -30,9 +29,9 @@ from stoker.training.replica import Replica
 from stoker.training.report.analysis import FILE, SECONDS, analyse
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
-from stoker.training.scores.leaks import leak_hint
 from stoker.training.scores.metrics import RANKING, metric_grid
 from stoker.training.settings import RESUMABLE
+from stoker.training.step_time import BatchChoice, choose_batch_size
 from stoker.training.tools.baseline import baseline_line, saved_baselines
 
 _ANALYSED = 60  # seconds of training that pay for an analysis; stoker report makes it for shorter runs

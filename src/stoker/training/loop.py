@@ -72,7 +72,7 @@ def train(
             ``torch.distributed``, if it was initialised. The first one writes, shows and logs (docs/ranks.md).
         settings: fields of :class:`TrainConfig`; with ``resume``, only those that do not change the numbers.
             ``batch_size`` may be "auto": the size that trains fastest on this machine
-            (:func:`stoker.training.auto_batch.choose_batch_size`).
+            (:func:`stoker.training.step_time.choose_batch_size`).
 
     Raises:
         ConfigError: settings cannot work, ``out`` exists, or ``resume`` is not a run.

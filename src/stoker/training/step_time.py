@@ -1,11 +1,14 @@
 """The time of a training step: measure the model, and add the time of its placement.
 
+The batch size that trains fastest is found by doubling it until throughput stops growing or memory is too small.
+
 Legend: B examples, F features, L ids in all.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.base.device import device_memory, peak_memory, resolve_device
+from stoker.base.errors import ConfigError, StokerError
+from stoker.base.units import format_count, format_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -26,7 +32,7 @@ from stoker.tables import Mapped, Strategy
 from stoker.tables.config import Slotted
 from stoker.training.config import TrainConfig
 from stoker.training.placing import slotted
-from stoker.training.replica import Replica
+from stoker.training.replica import Replica, throwaway
 
 _ROWS = 128 * 2**20  # bytes of the rows of the measured model
 _IDS = 2**22  # ids in all measured batches, about
@@ -178,3 +184,93 @@ def _inside(batch: Batch, limits: torch.Tensor) -> Batch:
         return replace(batch, ids=(batch.ids % limits).to(batch.ids.dtype))
     per_id = torch.repeat_interleave(limits.repeat(len(batch)), bag_lengths(batch.offsets))
     return replace(batch, ids=(batch.ids % per_id).to(batch.ids.dtype))
+
+
+_GAIN = 1.05  # least factor on throughput for which the batch is doubled
+_WARM = 2  # first steps, not measured: kernels compile, memory is allocated
+_ENOUGH, _LEAST_STEPS, _MOST_STEPS = 1.5, 5, 40  # seconds to measure, least and most steps
+_EPOCH_BATCHES = 10  # least batches of an epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice:
+    """The chosen batch size, with the measurements."""
+
+    batch_size: int
+    reason: str  # why not twice this size
+    throughput: dict[int, float]  # batch size -> examples/s of whole training steps
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{size:,}: {format_count(rate)}/s" for size, rate in self.throughput.items())
+        return f"batch size {self.batch_size:,} was chosen: {self.reason} (examples a second: {measured})"
+
+
+def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
+    """Measure whole training steps of a throwaway model, starting at ``config.base_batch_size``.
+
+    The batch is doubled while this trains at least 5 % more examples a second, memory suffices, and an epoch has at
+    least ten batches. The choice depends on the machine: a run stores it and does not choose again.
+
+    Args:
+        data: the dataset.
+        config: the run's settings; ``batch_size`` is ignored.
+
+    Raises:
+        ConfigError: even ``base_batch_size`` is too large.
+    """
+    size = min(config.base_batch_size, max(1, len(data.train) // _EPOCH_BATCHES))
+    rates: dict[int, float] = {}
+    rates[size], grown = _measure(data, config.replace(batch_size=size))
+    while True:
+        double = 2 * size
+        if double * _EPOCH_BATCHES > len(data.train):
+            reason = f"an epoch of {len(data.train):,} examples would have fewer than {_EPOCH_BATCHES} batches"
+            break
+        free = device_memory(resolve_device(config.device))[0]
+        if free and 2 * grown > free:
+            reason = f"twice that would need about {format_size(2 * grown)}, and {format_size(free)} is free"
+            break
+        try:
+            rates[double], more = _measure(data, config.replace(batch_size=double))
+        except (StokerError, RuntimeError, MemoryError) as error:
+            if not _lacks_memory(error):
+                raise
+            reason = f"twice that does not fit ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
+            break
+        grown = max(2 * grown, more)
+        if rates[double] < _GAIN * rates[size]:
+            reason = f"twice that gains {100 * (rates[double] / rates[size] - 1):+.1f} %"
+            break
+        size = double
+    return BatchChoice(batch_size=size, reason=reason, throughput=rates)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Return True if a step failed because the device, the machine or the slots have too little memory."""
+    words = ("can't allocate memory", "out of memory", "distinct rows in fast memory")
+    lacking = isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError)
+    return lacking or any(each in str(error).lower() for each in words)
+
+
+def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
+    """Return the examples a second of the median step, and the peak bytes of the steps beyond the model."""
+    with throwaway(data, config, _WARM + _MOST_STEPS) as (replica, batches):
+        device = replica.model.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        before = _peak(device)
+        times: list[float] = []
+        while len(times) < _WARM + _LEAST_STEPS or (len(times) < _WARM + _MOST_STEPS and sum(times[_WARM:]) < _ENOUGH):
+            begin = time.perf_counter()
+            replica.step(next(batches))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        grown = _peak(device) - before
+    # The median is the time of a full batch, though the last batch of an epoch may be short.
+    return config.batch_size / statistics.median(times[_WARM:]), max(0, grown)
+
+
+def _peak(device: torch.device) -> int:
+    """Return the peak bytes: on a GPU since their reset, on the CPU of the process since its start."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else peak_memory() or 0

@@ -19,7 +19,6 @@ from stoker.ops.codegen.native import Kernel
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.cpu import kernels
 from stoker.ops.cpu.arena import Arena, flat
-from stoker.ops.cpu.lamb import BLOCK, direct_kernel, move_kernel
 from stoker.ops.lamb import ROWS, Touched, combined, scales
 from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
@@ -379,10 +378,10 @@ class CpuBackend(Backend):
         counts = found.counts.numpy() if rule.counts else _NO_ROWS
         limbs = np.zeros((threads, found.tables, 3), np.int64)
         if len(grad):
-            direct_kernel(dim, flags).run(
+            kernels.direct_kernel(dim, flags).run(
                 flat(weight), flat(state["exp_avg"]), flat(state["exp_avg_sq"]), flat(grad), found.rows.numpy(),
                 found.table.numpy(), counts, np.array(rule.constants(dim), np.float32), limbs, np.zeros(1, np.int64),
-                BLOCK, threads=threads,
+                kernels.LAMB_BLOCK, threads=threads,
             )  # fmt: skip
         return grad, combined(limbs)
 
@@ -395,11 +394,11 @@ class CpuBackend(Backend):
         threads = kernel_threads()
         limbs = np.zeros((threads, found.tables, 3), np.int64)
         if len(found.rows):
-            move_kernel(weight.shape[1]).run(
+            kernels.move_kernel(weight.shape[1]).run(
                 flat(weight), flat(directions), found.rows.numpy(), found.table.numpy(), scales(ratios, rule),
                 space.first_row, _NO_ROWS if rounding.rows is None else rounding.rows.numpy(),
-                np.array(rounding.keys or (0,) * found.tables, np.int64), limbs, np.zeros(1, np.int64), BLOCK,
-                threads=threads,
+                np.array(rounding.keys or (0,) * found.tables, np.int64), limbs, np.zeros(1, np.int64),
+                kernels.LAMB_BLOCK, threads=threads,
             )  # fmt: skip
         return combined(limbs)
 

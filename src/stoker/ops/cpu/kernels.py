@@ -6,7 +6,9 @@ result depends on the number of threads. Arrays of rows are flat; addresses are 
 Functions under ``@jit`` run on the calling thread. They number the distinct rows of a batch, table by table, because
 the hash table of one table fits a small cache; and they choose bags.
 
-Legend: B examples, F features, L ids, T tables, D (``dim``) columns.
+LAMB takes two passes, equal to :mod:`stoker.ops.lamb` to the bit.
+
+Legend: B examples, F features, L ids, T tables, U distinct rows, D (``dim``) columns.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from numba import njit
 
 from stoker.ops.codegen.jit import PLAIN, jit
 from stoker.ops.codegen.llvm import LANES
@@ -26,13 +29,16 @@ from stoker.ops.codegen.llvm_rows import (
     row_copy,
     row_dot,
     row_init,
+    row_lamb,
     row_scale,
+    row_sgd,
+    row_squares,
     row_step,
 )
 from stoker.ops.codegen.llvm_tiles import dots, transpose, weighted_rows
 from stoker.ops.codegen.native import Kernel, arguments, call, shared, thread_index
 from stoker.ops.reference import CHUNK
-from stoker.ops.rule import RULES
+from stoker.ops.rule import COW, RULES
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
 _POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none equals the mark of a free place
@@ -43,6 +49,10 @@ _PLACE = np.int64(2**_PLACE_BITS - 1)
 _LEVEL_BITS = 4  # of the level of a sum in the tree over shards
 _LEVEL = np.int64(2**_LEVEL_BITS - 1)
 EXAMPLES = 16  # whose lookups in one feature follow each other
+_CONDITION = 15  # the flags of stoker.ops.rule.condition; row_lamb has more
+LAMB_BLOCK = 512  # rows of a work item of LAMB
+_LAMB_AHEAD = 12  # rows that LAMB prefetches ahead
+_LIMB = _MOST_SQUARE = 2.0**40  # stoker.ops.lamb
 
 
 def _init(p):
@@ -527,3 +537,68 @@ def interaction_gradient_kernel(dim: int) -> Kernel:
                 weighted_rows(dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1)
 
     return Kernel(backward)
+
+
+@njit(inline="always")
+def _add_square(limbs, table, sign, square):
+    """Add a row's sum of squares to the integers of its table, or subtract it, as stoker.ops.lamb.squares."""
+    rest = square if square <= _MOST_SQUARE else _MOST_SQUARE
+    for limb in range(3):
+        whole = np.floor(rest)
+        limbs[table, limb] += sign * np.int64(whole)
+        rest = (rest - whole) * _LIMB
+
+
+@lru_cache(maxsize=64)
+def direct_kernel(dim: int, flags: int) -> Kernel:
+    """Make the kernel that turns gradients [U, D] into directions and sums their squares."""
+    clipping = flags & _CONDITION
+
+    def direct(p):
+        weight, mean, square, out, rows, table, counts, constants, limbs, cursor, block = arguments(p)
+        mine = limbs[thread_index(p)]
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= len(rows):
+                return
+            for u in range(start, min(start + block, len(rows))):
+                if u + _LAMB_AHEAD < len(rows):
+                    prefetch_row(dim, mean, rows[u + _LAMB_AHEAD] * dim)
+                    prefetch_row(dim, square, rows[u + _LAMB_AHEAD] * dim)
+                at = rows[u] * dim
+                if clipping:
+                    occurs = np.int64(0)
+                    if clipping & COW:
+                        occurs = counts[u]
+                    row_condition(dim, clipping, out, u * dim, weight, at, occurs, constants)
+                row_lamb(dim, flags, weight, at, mean, square, out, u * dim, constants)
+                _add_square(mine, table[u], 1, row_squares(dim, out, u * dim))
+
+    return Kernel(direct)
+
+
+@lru_cache(maxsize=64)
+def move_kernel(dim: int) -> Kernel:
+    """Make the kernel that steps along directions [U, D] and sums the growth of the rows' squares."""
+
+    def move(p):
+        weight, directions, rows, table, scales, first_row, row_in_slot, keys, limbs, cursor, block = arguments(p)
+        mine = limbs[thread_index(p)]
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= len(rows):
+                return
+            for u in range(start, min(start + block, len(rows))):
+                if u + _LAMB_AHEAD < len(rows):
+                    prefetch_row(dim, weight, rows[u + _LAMB_AHEAD] * dim)
+                row = rows[u]
+                of = table[u]
+                at = row * dim
+                local = row - first_row[of]
+                if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
+                    local = row_in_slot[row]
+                _add_square(mine, of, -1, row_squares(dim, weight, at))
+                row_sgd(dim, weight, at, directions, u * dim, scales[of], keys[of], local * dim)
+                _add_square(mine, of, 1, row_squares(dim, weight, at))
+
+    return Kernel(move)

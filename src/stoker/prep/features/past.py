@@ -15,13 +15,32 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.base.checks import choice, fail, positive
 from stoker.base.errors import DataError
-from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, explained, groups, pl, texts
-from stoker.prep.features.lists import lists_of, previous_values
+from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, explained, groups, pa, pl, texts
 
+Ints = NDArray[np.int64]
 WEIGHT = "__weight"  # column of the state of a count: how many events a row stands for, Int64
+
+
+def previous_values(values: Any, first: Ints, stop: Ints, most: int) -> tuple[Any, Ints]:
+    """Return ``values[max(first, stop - most):stop]`` of all rows: flat values [L] and lengths [n]."""
+    start = np.maximum(first, stop - most)
+    lengths = stop - start
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    index = np.arange(total) - np.repeat(ends - lengths, lengths) + np.repeat(start, lengths)
+    return values[index], lengths
+
+
+def lists_of(flat: pl.Series, lengths: Ints) -> pl.Series:
+    """Build a list column from flat values and the length of every row's list."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
+    column = pl.from_arrow(pa.LargeListArray.from_arrays(offsets, flat.to_arrow()))
+    assert isinstance(column, pl.Series)
+    return column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,18 +148,14 @@ class Fitting:
         self.table_files: dict[str, Path] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dense: list[DenseFit] = []
-        self._split()
-        if not self.sizes[:, 0].any() and task.like is None:
-            raise no_training_row(task.schema, int(self.sizes.sum()))
-
-    def _split(self) -> None:
-        """Write the split of every row."""
-        splitter = Splitter(self.task.inner, self.parts, [path.name for path in self.task.files])
+        splitter = Splitter(task.inner, self.parts, [path.name for path in task.files])
         self.splits.path.write_bytes(b"")
         for part in self.parts:
             found = splitter.assign(part)
             self._write(part, found)
             self._check_groups(part, found)
+        if not self.sizes[:, 0].any() and task.like is None:
+            raise no_training_row(task.schema, int(self.sizes.sum()))
 
     def _write(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
         self.splits.write(part, found)

@@ -92,7 +92,7 @@ class Splitter:
         self._cuts: list[int] = []
         self._refs: list[npt.NDArray[np.int32]] = []
         if self.rule.rule == "time":
-            self._fit_time()
+            self._find_cuts(self._kept_times, self._total)
         elif self.rule.rule in ("leave_last_out", "last_touch"):
             self._fit_users()
 
@@ -156,13 +156,10 @@ class Splitter:
                 select_rank(lambda: ((some, None) for some in times()), rank) if rank < total else highest
             )
 
-    def _fit_time(self) -> None:
-        def times() -> Iterator[npt.NDArray[np.int64]]:
-            for part in self.parts:
-                with part.open() as arrays:
-                    yield arrays["time"][self._kept(part)]
-
-        self._find_cuts(times, self._total)
+    def _kept_times(self) -> Iterator[npt.NDArray[np.int64]]:
+        for part in self.parts:
+            with part.open() as arrays:
+                yield arrays["time"][self._kept(part)]
 
     def _fit_users(self) -> None:
         """Find the last two rows of each user, in about 60 bytes of memory per user."""

@@ -24,7 +24,7 @@ from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.features.lists import lists_of
+from stoker.prep.features.past import lists_of
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,

@@ -11,7 +11,7 @@ import polars as pl
 
 from stoker.base.errors import DataError
 from stoker.dataset.manifest import SPLITS
-from stoker.prep.features.lists import lists_of, previous_values
+from stoker.prep.features.past import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes import rows as tools
 from stoker.prep.recipes.draw import bits, integers, key_of

@@ -47,10 +47,9 @@ from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.negatives import NegativeSampler, item_hash
-from stoker.prep.rows.raw_rows import Rows, derivation, sources_of, write_derived
+from stoker.prep.rows.raw_rows import Rows, derivation, ingest, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
-from stoker.prep.stages.first_pass import ingest
 from stoker.prep.stages.parts import Part, atomic_path, checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 

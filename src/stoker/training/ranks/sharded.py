@@ -25,10 +25,9 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
-from stoker.ops.by_shard import Apart
+from stoker.ops.by_shard import Apart, Known, Moved, move_all
 from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
-from stoker.ops.running import Known, Moved, move_all
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.ranks.share import Share, share_of, whole_of
 from stoker.tables.ranks.transport import bytes_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.ops.running import Moved
+from stoker.ops.by_shard import Moved
 from stoker.ops.tree import Node, nodes_of, tree_sum
 from stoker.tables.ranks.heartbeat import RanksError
 from stoker.tables.ranks.transport import Ranks, bytes_of, check_same

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from stoker.models import RecModel
-from stoker.ops.by_shard import Apart, sums_by_shard, together
+from stoker.ops.by_shard import Apart, Known, Moved, recorded, sums_by_shard, together
 from stoker.ops.codegen.threads import kernel_threads
-from stoker.ops.running import Known, Moved, recorded
 from stoker.ops.tree import Node, Shards, nodes_of, tree_sum
 from stoker.tables.shards import one_thread
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
-from stoker.ops.running import Known, recorded
+from stoker.ops.by_shard import Known, recorded
 from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sharded import each_on_one_thread, own_threads
