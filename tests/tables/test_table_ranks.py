@@ -50,7 +50,7 @@ from stoker import (
 )
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.ops.tree import Node, nodes_of, shard_bounds, shards_of, tree_sum
-from stoker.placement.sent import expect_sent
+from stoker.placement.placement import expect_sent
 from stoker.tables import Ranks, RanksError, Replicas
 from stoker.tables.autograd import compiled_lookup
 from stoker.tables.config import Slotted

@@ -20,7 +20,7 @@ import stoker
 from stoker.base.errors import ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
-from stoker.placement.sent import expect_sent
+from stoker.placement.placement import expect_sent
 from stoker.tables import Ranks
 from stoker.testing import make_dataset
 from stoker.training.placing import place_run

@@ -16,9 +16,8 @@ from stoker.training.settings import MachineConfig, ModelConfig
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
-    from stoker.placement.placement import Placement
+    from stoker.placement.placement import Placement, Sent
     from stoker.placement.replay import Replay
-    from stoker.placement.sent import Sent
     from stoker.training import TrainConfig
     from stoker.training.step_time import StepTime
 
@@ -64,7 +63,7 @@ def plan(
     from stoker.base.device import check_threads, resolve_device
     from stoker.base.device import device_memory as memory_of
     from stoker.optim import Constant
-    from stoker.placement.sent import expect_sent
+    from stoker.placement.placement import expect_sent
     from stoker.training import TrainConfig
     from stoker.training.defaults import complete
     from stoker.training.files.rundir import open_dataset

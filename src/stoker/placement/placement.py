@@ -1,9 +1,17 @@
-"""A placement: the strategy of each table, and the traffic and time that it costs."""
+"""A placement: the strategy of each table, the traffic and time that it costs, and the bytes that ranks send.
+
+If rows are divided among ranks (:mod:`stoker.tables.ranks`), a rank names the distinct rows of its examples to their
+owners, gets these rows, and sends the sums of their gradients back: one for each node of the tree that its shards
+cover. If that is one node, owners know the rows in their order. Each rank adds a slice of the dense part's gradients.
+What a rank owns itself is not sent.
+
+Legend: R ranks, V shards, P parameters of the dense part, D columns.
+"""
 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
@@ -14,12 +22,34 @@ from stoker.base.device import available_memory
 from stoker.base.errors import ConfigError
 from stoker.base.picture import Grid, Shown
 from stoker.base.units import format_count, format_size, plural
+from stoker.ops.tree import nodes_of, shards_of
 from stoker.placement.budget import MemoryBudget
-from stoker.placement.expected import HotBatches, Traffic, Uses, all_hits, expect_pinned, phases, split_hot, weighted
+from stoker.placement.expected import (
+    HotBatches,
+    Traffic,
+    Uses,
+    all_hits,
+    expect_pinned,
+    part_of,
+    phases,
+    split_hot,
+    weighted,
+)
 from stoker.placement.footprint import Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.tables.config import Cached, Device, Mapped, Slotted, Strategy, TableConfig, TensorTrain, bytes_of_row
+from stoker.tables.config import (
+    DTYPES,
+    Cached,
+    Device,
+    Mapped,
+    Slotted,
+    Strategy,
+    TableConfig,
+    TensorTrain,
+    bytes_of_row,
+)
+from stoker.tables.ranks.sums import sends_names
 from stoker.tables.stores.registry import store_class, store_of
 
 _MIB = 2**20
@@ -392,3 +422,64 @@ def _cold_share(size: float) -> float:
     """Return the share of a file of ``size`` bytes that the system's page cache cannot hold."""
     room = available_memory()
     return 0.0 if room is None else max(0.0, 1.0 - 0.8 * room / max(size, 1))
+
+
+_SUM_HEAD = 16  # bytes of a sum of gradients before its values: row, node and count
+_SUM_COUNT = 4  # without row and node
+_WIDE_IDS = 2**31  # rows from which ids take 8 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Mean bytes that a rank sends to the others in a step."""
+
+    ids: float  # names of rows
+    rows: float
+    gradients: float  # of rows
+    parameters: float  # gradients of the dense part
+    headers: float  # before each message
+
+    @property
+    def total(self) -> float:
+        """The sum of all of them."""
+        return float(sum(asdict(self).values()))
+
+
+def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) -> Sent:
+    """Return the expected bytes of a step.
+
+    Args:
+        placement: of the rows that one rank owns, with their uses in whole batches.
+        ranks: R, at most V.
+        shards: V.
+        parameters: P.
+    """
+    own = [shards_of(rank, ranks, shards) for rank in range(ranks)]
+    nodes = [node.size / shards for each in own for node in nodes_of(each)]
+    others = (ranks - 1) / ranks
+    groups: dict[Any, list[TableConfig]] = {}
+    for table in placement.tables:
+        key = placement.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype
+        groups.setdefault(key, []).append(table)
+    ids = rows = gradients = 0.0
+    for (strategy, dim, _, dtype), tables in groups.items():
+
+        def distinct(shares: Iterable[float], tables: list[TableConfig] = tables) -> float:
+            uses = [placement.workload.uses[table.name] for table in tables]
+            return others * sum(part_of(use, share).distinct for share in shares for use in uses)
+
+        whole = isinstance(strategy, TensorTrain)  # every rank has the cores, and gets all gradients
+        gradients += distinct(nodes) * ((_SUM_HEAD if whole or sends_names(ranks, shards) else _SUM_COUNT) + 4 * dim)
+        if whole:
+            continue
+        wanted = distinct(len(each) / shards for each in own)
+        ids += wanted * (8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE_IDS else 4)
+        rows += wanted * dim * DTYPES[dtype].itemsize
+    # Rows of slots are asked for ahead. Others, and sums of parameters, follow a message with a word of 8 bytes.
+    asked = [not isinstance(strategy, TensorTrain) for strategy, *_ in groups]
+    ahead = sum(isinstance(strategy, Slotted) for strategy, *_ in groups)
+    messages, words = len(groups) + sum(asked) + ahead + 1, sum(asked) - ahead + 1
+    return Sent(
+        ids=ids, rows=rows, gradients=gradients, parameters=4 * (parameters + 1) * others * (len(nodes) / ranks + 1),
+        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words),
+    )  # fmt: skip

@@ -30,10 +30,9 @@ from stoker.tables.changes import ChangedRows
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
 from stoker.tables.copied import CopiedTables, Groups
-from stoker.tables.group import TableGroup
+from stoker.tables.group import TableGroup, joint_of
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
-from stoker.tables.joint import joint_of
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
