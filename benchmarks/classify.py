@@ -89,7 +89,7 @@ def _classified(data: Dataset, found: HotProfile, out: Path) -> ClassifyReport:
 def speed(run: Run) -> Outcome:
     """Seconds for 40 M rows; quick: of 4 M, times ten."""
     data = criteo_rows(QUICK_ROWS if run.quick else ROWS, KAGGLE, run)
-    found = profile(data, budget=byte_budget(data, BUDGET))
+    found = profile(data, device_memory=byte_budget(data, BUDGET))
     out = CACHE / "classified"
     try:
         run.log("classifying")
@@ -143,7 +143,7 @@ def hot_share(run: Run) -> Outcome:
         counts = {name: each.numpy() for name, each in data.counts.items()}
         for share in SHARES:
             run.log(f"{title}, {share:.0%}")
-            found = profile(data, budget=byte_budget(data, share))
+            found = profile(data, device_memory=byte_budget(data, share))
             hot = sum(int(mask.sum()) for _, mask in _hot_rows(data.train, found)) / len(data.train)
             served = sum(int(counts[name][:limit].sum()) for name, limit in found.hot_rows.items())
             accesses = served / sum(int(each.sum()) for each in counts.values())

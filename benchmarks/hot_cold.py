@@ -81,7 +81,7 @@ def _log(title: str, data: Dataset, dim: int, run: Run) -> Log:
     size = sum(data.schema.num_embeddings.values()) * row_size(dim)
     budget = int(FRACTION * size)
     run.log(f"classifying {title}")
-    found = stoker.profile(data, budget=int(HOT * budget), embedding_dim=dim, sample=None)
+    found = stoker.profile(data, device_memory=int(HOT * budget), embedding_dim=dim, sample=None)
     out = CACHE / f"{data.path.name}_hot_{found.hash[:12]}"
     return Log(title=title, data=data, classified=stoker.classify(data, found, out), budget=budget, dim=dim)
 

@@ -120,7 +120,7 @@ def _judge(case: str, data: Dataset, budget: float, seeds: int) -> Judged:
     size = int(budget * row * sum(data.schema.num_embeddings.values()))
     inside, near, totals, widths, log_near, log_inside, over = [], [], [], [], [], [], 0
     for seed in range(seeds):
-        found = profile(data, budget=size, sample=SAMPLE, seed=seed)
+        found = profile(data, device_memory=size, sample=SAMPLE, seed=seed)
         over += found.hot_bytes > size
         judged = [table for table in found.tables if not table.whole]
         true = true_hot_rows(data, found)
@@ -254,13 +254,13 @@ def speed(run: Run) -> Outcome:
     for name, counts in _counted(data).items():
         if not np.array_equal(counts, data.counts[name].numpy()):
             raise WrongResult(f"the full scan counts table {name} differently than the dataset does")
-    exact = profile(data, budget=budget)
+    exact = profile(data, device_memory=budget)
     if exact.hot_rows != _scan(data, budget, row):
         raise WrongResult("the profile's hot rows are not the full scan's")
     ways: dict[str, Callable[[], object]] = {
         "full scan": lambda: _scan(data, budget, row),
-        "counts of the vocabulary": lambda: profile(data, budget=budget),
-        "sample of 5 %, as published": lambda: profile(data, budget=budget, sample=SAMPLE),
+        "counts of the vocabulary": lambda: profile(data, device_memory=budget),
+        "sample of 5 %, as published": lambda: profile(data, device_memory=budget, sample=SAMPLE),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(run.rounds):

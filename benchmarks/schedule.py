@@ -124,7 +124,7 @@ def difference(name: str, run: Run) -> Outcome:
     """By how much the schedule is worse, in the means over the seeds: the largest of AUC, log loss and accuracy."""
     case = CASES[name]
     data = case.open(run)
-    profile = stoker.profile(data, budget=byte_budget(data, SHARE), sample=None)
+    profile = stoker.profile(data, device_memory=byte_budget(data, SHARE), sample=None)
     classified = stoker.classify(data, profile, CACHE / f"{data.path.name}_hot_{profile.hash[:12]}")
     share = len(classified.hot) / len(data.train)
     if not 0 < share < 1:

@@ -35,7 +35,7 @@ def commands() -> Iterator[str]:
     row = 2 * 16 * 4  # bytes: 16 weights, 16 sums of Adagrad
     budget = f"--device-memory {int(SHARE * sum(tables.values()) * row) // 1024}KiB"
     yield f"{TRAIN} {'--steps 60 --eval-every 60' if '--short' in sys.argv else '--epochs 2 --eval-every 350'} {budget}"
-    yield f"stoker profile {DATA} {budget} --optimizer adagrad --exact --out {PROFILE}"
+    yield f"stoker profile {DATA} {budget} --row-optimizer adagrad --exact --out {PROFILE}"
     yield f"stoker evaluate {RUN} --split test"
     yield f"stoker verify {RUN} --steps 20"
 

@@ -48,7 +48,7 @@ def test_results_print_as_one_line_and_as_a_table_in_notebooks(tmp_path: Path) -
         "average 0.5000": stoker.baseline(data),
         "belady is best": stoker.replay(data, slots=150, batch_size=32),
         "on the device": stoker.plan(a.model.tables, device_memory="1GiB", optimizer=stoker.Adagrad(lr=0.1)),
-        "rows are hot": stoker.profile(data, budget="1KiB"),
+        "rows are hot": stoker.profile(data, device_memory="1KiB"),
     }
     for words, result in found.items():
         line = str(result)

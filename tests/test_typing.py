@@ -81,6 +81,9 @@ def test_names_that_settings_had_before_still_work(tmp_path: Path) -> None:
     assert stoker.TrainConfig().replace(**before) == config
     with pytest.warns(FutureWarning, match="explain: 'foresight' is now called 'epoch_lookahead'"):
         stoker.explain(make_dataset(tmp_path / "data", rows=100), foresight=True)
+    with pytest.warns(FutureWarning, match="replay: 'dim' is now called 'embedding_dim'"):
+        found = stoker.replay([[0], [1]], device_memory=1024, dim=4, row_optimizer="sgd", strategies=["lru"])
+    assert found.row_bytes == 16
     with pytest.raises(stoker.ConfigError, match="explain takes no argument 'foresight'"):
         stoker.explain(tmp_path, foresight=True, epoch_lookahead=True)
 

@@ -57,7 +57,7 @@ def test_by_a_profile_that_was_saved(data: Path, tmp_path: Path, capsys: pytest.
     assert Dataset(tmp_path / "out").hot_cold["profile_hash"] == json.loads(hot.read_text())["hash"]  # type: ignore[index]
     code, _, error = output(capsys, "classify", data, "--profile", hot, *BUDGET, "--out", tmp_path / "other")
     assert code == 2
-    assert "--profile has its own budget" in error
+    assert "--profile has its own --device-memory, --model" in error
 
 
 @pytest.mark.slow

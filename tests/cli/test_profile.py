@@ -26,7 +26,7 @@ def test_a_person_sees_tables_totals_and_the_curve(
     monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = output(capsys, "profile", data.path, "--device-memory", "256KiB")
     assert code == 0
-    expected = stoker.profile(data, budget="256KiB")
+    expected = stoker.profile(data, device_memory="256KiB")
     for table in expected.tables:
         (cells,) = [line.split() for line in out.splitlines() if line.startswith(f" {table.name} ")]
         assert cells[2] == f"{table.hot_rows:,}"
@@ -44,13 +44,14 @@ def test_a_script_reads_what_the_function_returns(
 ) -> None:
     code, out, err = output(
         capsys, "profile", data.path, "--device-memory", "200KiB", "--dim", 8, "--dtype", "bfloat16",
-        "--optimizer", "adam", "--sample", 0.3, "--confidence", "99%", "--seed", 4,
+        "--row-optimizer", "adam", "--sample", 0.3, "--confidence", "99%", "--seed", 4,
         "--out", tmp_path / "hot.json",
         "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     expected = stoker.profile(
-        data, budget="200KiB", embedding_dim=8, dtype="bfloat16", optimizer="adam", sample=0.3, confidence=0.99, seed=4,
+        data, device_memory="200KiB", embedding_dim=8, dtype="bfloat16", row_optimizer="adam", sample=0.3,
+        confidence=0.99, seed=4,
     )  # fmt: skip
     found = json.loads(out)
     assert found.pop("dataset") == str(data.path)
@@ -83,7 +84,7 @@ def test_slow_work_shows_a_bar(
 
 def test_an_estimate_is_shown_beside_the_truth(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("profile", data.path, "--device-memory", "256KiB", "--sample", "5%", "--confidence", "99%")
-    sampled = stoker.profile(data, budget="256KiB", sample=0.05, confidence=0.99)
+    sampled = stoker.profile(data, device_memory="256KiB", sample=0.05, confidence=0.99)
     truth = true_hot_rows(data, sampled)
     judged = [table for table in sampled.tables if not table.whole]
     _, out, _ = output(capsys, *arguments)

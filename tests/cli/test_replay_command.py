@@ -46,14 +46,14 @@ def test_a_person_sees_a_table_by_hit_rate(
 def test_a_script_reads_what_the_function_returns(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(
         capsys, "replay", data.path, "--batch-size", 40, "--slots", "0.15k", "--lookahead", "2,8", "--in-flight", 2,
-        "--json", "--order", "file", "--steps", 11, "--dim", 8, "--optimizer", "adam", "--dtype", "bfloat16",
+        "--json", "--order", "file", "--steps", 11, "--dim", 8, "--row-optimizer", "adam", "--dtype", "bfloat16",
     )  # fmt: skip
     assert code == 0
     found = json.loads(out)
     names = ["lru", "lfu", "lookahead-2", "lookahead-8", "adaptive", "pinned", "hot-cold", "host-pipelined", "belady"]
     expected = stoker.replay(
-        data, slots=150, strategies=names, in_flight=2, batch_size=40, seed=None, steps=11, dim=8, optimizer="adam",
-        dtype="bfloat16",
+        data, slots=150, strategies=names, in_flight=2, batch_size=40, seed=None, steps=11, embedding_dim=8,
+        row_optimizer="adam", dtype="bfloat16",
     )  # fmt: skip
     assert found.pop("dataset") == str(data.path)
     assert found.pop("order") == "file"

@@ -173,7 +173,7 @@ def test_damage_is_told(log: Path, tmp_path: Path) -> None:
 def test_classified_and_reordered_datasets_keep_groups(log: Path, tmp_path: Path) -> None:
     raw = pl.read_parquet(log)["session"]
     data = stoker.prepare(SCHEMA, log, out=tmp_path / "a")
-    profile = stoker.profile(data, budget=str(20 * 68), embedding_dim=16)
+    profile = stoker.profile(data, device_memory=str(20 * 68), embedding_dim=16)
     hot = stoker.classify(data, profile, out=tmp_path / "hot")
     assert 0 < len(hot.hot) < len(hot.train), "the test needs rows of both kinds"
     reordered = stoker.reorder(data, tmp_path / "again", tables=["item"])

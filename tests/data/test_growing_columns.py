@@ -123,7 +123,7 @@ def test_an_update_gives_rows_to_new_values_and_followers_have_them(data: stoker
 
 def test_what_needs_known_ids_is_refused(data: stoker.Dataset, tmp_path: Path) -> None:
     for work in (
-        lambda: stoker.profile(data, budget="1KiB"),
+        lambda: stoker.profile(data, device_memory="1KiB"),
         lambda: stoker.reorder(data, tmp_path / "ordered"),
         lambda: stoker.replay(data, slots=10, batch_size=32),
         lambda: stoker.baseline(data),

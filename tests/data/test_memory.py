@@ -243,7 +243,7 @@ def test_what_needs_files_says_so(tmp_path: Path) -> None:
 
 def test_what_is_made_of_it_is_made_of_its_files(tmp_path: Path) -> None:
     held, lying = both({}, table(tmp_path / "rows.parquet", 300), tmp_path / "lying")
-    profile = stoker.profile(lying, budget="1KiB", sample=None)
+    profile = stoker.profile(lying, device_memory="1KiB", sample=None)
     made = {}
     for name, data in (("held", held), ("lying", lying)):
         stoker.reorder(data, tmp_path / f"{name}-reordered", tables=["item"])
@@ -339,7 +339,7 @@ def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypat
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 2000, row_group=70), tmp_path / "lying")
     assert len(held.train.shards) == len(lying.train.shards) > 2
     for sample in (None, 0.3, 1.0):
-        ours, theirs = (stoker.profile(data, budget="1KiB", sample=sample) for data in (held, lying))
+        ours, theirs = (stoker.profile(data, device_memory="1KiB", sample=sample) for data in (held, lying))
         assert ours == theirs
 
 

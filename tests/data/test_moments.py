@@ -441,7 +441,7 @@ def test_a_dataset_in_memory_and_one_made_of_another_keep_the_times(tmp_path: Pa
     wanted = {name: split.get("time") for name, split in describe_dataset(Dataset(tmp_path / "out"))["splits"].items()}
     assert wanted["train"] == {"first": "2017-03-01T00:00:00Z", "last": "2017-03-10T00:00:00Z"}
     stoker.reorder(tmp_path / "out", tmp_path / "reordered", tables=["item"])
-    profile = stoker.profile(Dataset(tmp_path / "out"), budget="1KiB", embedding_dim=4, sample=None)
+    profile = stoker.profile(Dataset(tmp_path / "out"), device_memory="1KiB", embedding_dim=4, sample=None)
     stoker.classify(tmp_path / "out", profile, tmp_path / "classified")
     for name in ("reordered", "classified"):
         assert times(tmp_path / name) == wanted

@@ -237,7 +237,7 @@ def test_what_cannot_be_reordered_is_refused(data: Dataset, tmp_path: Path) -> N
             run_reorder(data, tmp_path / "out", tables=tables)
     with pytest.raises(DataError, match="overlaps the dataset"):
         run_reorder(data, data.path, tables=TABLES, overwrite=True)
-    profile = stoker.profile(data, budget="2KiB", embedding_dim=4, sample=None)
+    profile = stoker.profile(data, device_memory="2KiB", embedding_dim=4, sample=None)
     stoker.classify(data, profile, tmp_path / "hot")
     with pytest.raises(DataError, match="is classified, and its hot ids would no longer be the first"):
         run_reorder(tmp_path / "hot", tmp_path / "out", tables=TABLES)
@@ -315,7 +315,7 @@ def test_a_model_with_its_rows_moved_trains_and_predicts_to_the_same_bits(
 def test_profile_and_classification_are_right_on_it(pair: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     _, made = pair
     assert any((counts[2:] > counts[1:-1]).any() for counts in made.counts.values())  # ids no longer follow the count
-    profile = stoker.profile(made, budget="2KiB", embedding_dim=4, sample=None)
+    profile = stoker.profile(made, device_memory="2KiB", embedding_dim=4, sample=None)
     hot = stoker.classify(made, profile, tmp_path / "hot")
     limits = hot_limits(made.schema, profile.hot_rows)
     mask = np.concatenate([hot_mask(shard, limits) for shard in made.train.shards])

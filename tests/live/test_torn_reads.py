@@ -13,4 +13,4 @@ def test_no_read_is_torn_while_updates_are_published_and_rolled_back(tmp_path: P
         found = read(run, PLACEMENTS[name], 50_000, changes=8)
         assert found.torn == 0, name
         assert found.versions > 1, name
-        assert found.slowest < 1, "seconds from a roll-back to its rows"
+        assert found.caught_up, name

@@ -38,7 +38,7 @@ class Found(NamedTuple):
     torn: int
     versions: int
     changes: int  # of the model while it was read
-    slowest: float  # seconds from a roll-back to the first read of its version
+    caught_up: bool  # whether the first poll after a roll-back had its version
 
 
 def make(folder: Path, rows: int) -> Path:
@@ -64,7 +64,7 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     follower = stoker.Follower(run, placement=placement)
     ended, changed = threading.Event(), [0]
     reads, torn = [0] * readers, [0] * readers  # of each thread
-    seen, errors, rolled, slow = set[int](), list[BaseException](), [0.0], [0.0]
+    seen, errors = set[int](), list[BaseException]()
 
     def publish() -> None:
         random = np.random.default_rng(0)
@@ -72,7 +72,6 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
             number = int(random.integers(4))
             if random.random() < 0.3:
                 set_head(directory, newest)
-                rolled[0] = time.perf_counter()
                 stoker.rollback(run, number)
             elif number:
                 set_head(directory, paths[number])
@@ -87,8 +86,6 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
             except CheckpointError as error:
                 errors.append(error)
                 return
-            if rolled[0]:
-                slow[0], rolled[0] = max(slow[0], time.perf_counter() - rolled[0]), 0.0
 
     def look(seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -111,10 +108,15 @@ def read(run: Path, placement: Any, wanted: int, *, locked: bool = True, readers
     ended.set()
     for thread in threads:
         thread.join()
-    set_head(directory, newest)
     if errors:
         raise errors[0]
-    return Found(sum(reads), sum(torn), len(seen), changed[0], slow[0])
+    set_head(directory, newest)
+    follower.poll()
+    stoker.rollback(run, 1)
+    follower.poll()
+    caught_up = follower.version.number == 1
+    set_head(directory, newest)
+    return Found(sum(reads), sum(torn), len(seen), changed[0], caught_up)
 
 
 def main() -> None:

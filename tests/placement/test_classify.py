@@ -21,7 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(scope="module")
 def profile(data: Dataset) -> stoker.HotProfile:
-    return stoker.profile(data, budget="8KiB", embedding_dim=4, sample=None)
+    return stoker.profile(data, device_memory="8KiB", embedding_dim=4, sample=None)
 
 
 def test_the_share_of_hot_rows_is_the_profiles(data: Dataset, profile: stoker.HotProfile, tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_a_profile_of_other_data_is_refused(profile: stoker.HotProfile, tmp_path
 def test_a_classified_dataset_may_be_classified_anew(data: Dataset, profile: stoker.HotProfile, tmp_path: Path) -> None:
     """By another profile of the original rows: they are the same in another order."""
     stoker.classify(data, profile, tmp_path / "out")
-    larger = stoker.profile(data, budget="12KiB", embedding_dim=4, sample=None)
+    larger = stoker.profile(data, device_memory="12KiB", embedding_dim=4, sample=None)
     again = stoker.classify(tmp_path / "out", larger, tmp_path / "again")
     direct = stoker.classify(data, larger, tmp_path / "direct")
     assert len(again.hot) == len(direct.hot) > len(Dataset(tmp_path / "out").hot)
-    own = stoker.profile(again, budget="12KiB", embedding_dim=4, sample=None)
+    own = stoker.profile(again, device_memory="12KiB", embedding_dim=4, sample=None)
     assert len(stoker.classify(again, own, tmp_path / "third").hot) == len(direct.hot)

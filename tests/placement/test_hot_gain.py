@@ -29,7 +29,7 @@ def moved(batches: Iterable[Batch], limits: np.ndarray, row_bytes: int) -> int:
 @pytest.mark.parametrize("budget", ["6KiB", "12KiB"])
 def test_the_prediction_is_near_what_batches_need(tmp_path: Path, budget: str) -> None:
     data = make_dataset(tmp_path / "d", rows=5000, num_embeddings=(600, 300, 10))
-    found = stoker.profile(data, budget=budget, embedding_dim=4)
+    found = stoker.profile(data, device_memory=budget, embedding_dim=4)
     made = stoker.classify(data, found, tmp_path / "hot")
     limits, size = np.array(list(found.hot_rows.values())), found.tables[0].row_bytes
     gain = predict_gain(data, found, 100, device="cpu")
@@ -45,7 +45,7 @@ def test_the_prediction_is_near_what_batches_need(tmp_path: Path, budget: str) -
 
 def test_rows_that_all_fit_move_nothing(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=500)
-    gain = predict_gain(data, stoker.profile(data, budget="1MiB"))
+    gain = predict_gain(data, stoker.profile(data, device_memory="1MiB"))
     assert (gain.shuffled, gain.hot_cold, gain.saved) == (0, 0, 0.0)
     assert "gain nothing" in gain.lines()[-1]
 

@@ -91,7 +91,7 @@ def at_least(counts: torch.Tensor, cut: float) -> int:
 
 
 def test_the_exact_profile_is_the_definition(data: Dataset) -> None:
-    found = stoker.profile(data, budget="1MiB", sample=None)
+    found = stoker.profile(data, device_memory="1MiB", sample=None)
     assert found.settings.method == "exact"
     for table in found.tables[:2]:
         counts = data.counts[table.name]
@@ -111,14 +111,14 @@ def test_the_exact_profile_is_the_definition(data: Dataset) -> None:
 
 
 def test_inputs_are_hot_if_all_their_ids_are(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = stoker.profile(data, budget="1MiB", sample=None)
+    found = stoker.profile(data, device_memory="1MiB", sample=None)
     hot = np.array([found.hot_rows[name] for name in ("C1", "C2", "C3")])
     share = np.mean([(shard.ids < hot).all(axis=1).mean() for shard in data.train.shards])
     assert found.inputs == ROWS  # so few that all are looked at
     assert found.input_error == 0
     assert found.input_share == pytest.approx(share)
     monkeypatch.setattr(popularity, "_INPUTS", 20_000)
-    sampled = stoker.profile(data, budget="1MiB")
+    sampled = stoker.profile(data, device_memory="1MiB")
     assert sampled.hot_rows == found.hot_rows
     assert sampled.inputs == pytest.approx(20_000, rel=0.01)
     # Rows are independent here, so the error is that of a proportion.
@@ -128,7 +128,7 @@ def test_inputs_are_hot_if_all_their_ids_are(data: Dataset, monkeypatch: pytest.
 
 def test_the_curve_holds_the_profile_between_its_points(data: Dataset) -> None:
     for sample in (None, 0.2):
-        found = stoker.profile(data, budget="1MiB", sample=sample)
+        found = stoker.profile(data, device_memory="1MiB", sample=sample)
         assert 6 <= len(found.curve) <= 20
         points = [(p.hot_bytes, p.access_share, p.input_share) for p in found.curve]
         points.insert(
@@ -149,20 +149,20 @@ def quiet(done: int, total: int) -> None: ...
 def test_the_truth_is_of_the_threshold(data: Dataset) -> None:
     """The budget holds for every sample; an estimate from all rows is the truth."""
     for sample in (0.05, 0.3, 1.0):
-        found = stoker.profile(data, budget="1MiB", sample=sample, chunk_rows=2000)
+        found = stoker.profile(data, device_memory="1MiB", sample=sample, chunk_rows=2000)
         assert found.hot_bytes <= 2**20
         truth = true_hot_rows(data, found)
         for table in found.tables[:2]:
             assert truth[table.name] == at_least(data.counts[table.name], found.threshold * ROWS)
             assert (table.estimate == truth[table.name]) == (sample == 1.0)
-    assert true_hot_rows(data, stoker.profile(data, budget="1GiB")) == dict(data.schema.num_embeddings)
+    assert true_hot_rows(data, stoker.profile(data, device_memory="1GiB")) == dict(data.schema.num_embeddings)
 
 
 def test_chunks_cover_the_sampled_log(data: Dataset) -> None:
     """The published interval speaks of the sampled counts, and holds them."""
     inside = total = 0
     for seed in range(60):
-        found = stoker.profile(data, budget="512KiB", sample=0.1, chunk_rows=256, seed=seed, confidence=0.99)
+        found = stoker.profile(data, device_memory="512KiB", sample=0.1, chunk_rows=256, seed=seed, confidence=0.99)
         assert found.hot_bytes <= 2**19
         rows = popularity.count_accesses(data, popularity.draw(data.train, 0.1, seed=seed), quiet)
         for table in found.tables[:2]:
@@ -173,7 +173,7 @@ def test_chunks_cover_the_sampled_log(data: Dataset) -> None:
 
 
 def test_few_chunks_are_counted_whole(data: Dataset) -> None:
-    found = stoker.profile(data, budget="512KiB", sample=0.1, chunk_rows=2000)
+    found = stoker.profile(data, device_memory="512KiB", sample=0.1, chunk_rows=2000)
     rows = popularity.count_accesses(data, popularity.draw(data.train, 0.1, seed=0), quiet)
     for table in found.tables[:2]:
         truth = 1 + int((rows[table.name][1:] >= found.threshold * ROWS * 0.1).sum())
@@ -182,29 +182,31 @@ def test_few_chunks_are_counted_whole(data: Dataset) -> None:
 
 def test_all_rows_where_they_fit(data: Dataset) -> None:
     for sample in (None, 0.1):
-        found = stoker.profile(data, budget="1GiB", sample=sample)
+        found = stoker.profile(data, device_memory="1GiB", sample=sample)
         assert found.hot_rows == dict(data.schema.num_embeddings)
         assert (found.threshold, found.access_share, found.input_share) == (0.0, 1.0, 1.0)
         assert found.hot_bytes == found.total_bytes
 
 
 def test_small_tables_are_judged_where_the_budget_is_smaller(data: Dataset) -> None:
-    found = stoker.profile(data, budget=300 * ROW, sample=None)
+    found = stoker.profile(data, device_memory=300 * ROW, sample=None)
     assert not any(table.whole for table in found.tables)
     assert 297 * ROW <= found.hot_bytes <= 300 * ROW
     assert 0 < found.hot_rows["C3"] < 500
 
 
 def test_row_bytes_hold_the_optimizer_state(data: Dataset) -> None:
-    adam = stoker.profile(data, budget="1MiB", sample=None, optimizer="adam", embedding_dim=8, dtype="bfloat16")
+    adam = stoker.profile(
+        data, device_memory="1MiB", sample=None, row_optimizer="adam", embedding_dim=8, dtype="bfloat16"
+    )
     assert {table.row_bytes for table in adam.tables} == {8 * 2 + 2 * 8 * 4}
     assert adam.hot_bytes <= 2**20
-    assert stoker.profile(data, sample=None, optimizer=stoker.SGD(lr=0.1)).tables[0].row_bytes == 64
+    assert stoker.profile(data, sample=None, row_optimizer=stoker.SGD(lr=0.1)).tables[0].row_bytes == 64
 
 
 def test_row_bytes_are_those_of_the_model(data: Dataset, tmp_path: Path) -> None:
     options = {"dims": {"C1": 3}}
-    found = stoker.profile(data, budget="1MiB", model="tabular", model_options=options)
+    found = stoker.profile(data, device_memory="1MiB", model="tabular", model_options=options)
     sizes = {table.name: table.row_bytes for table in found.tables}
     tables = MODELS["tabular"].tables_from(data.schema, options)
     assert sizes == {table.name: 4 * table.embedding_dim + 4 for table in tables}
@@ -213,13 +215,13 @@ def test_row_bytes_are_those_of_the_model(data: Dataset, tmp_path: Path) -> None
     assert found.hot_bytes <= 2**20
     assert found.curve[-1].hot_bytes <= sum(table.rows * table.row_bytes for table in found.tables) == found.total_bytes
     found.save(tmp_path / "hot.json")
-    assert HotProfile.load(tmp_path / "hot.json").hash == found.hash != stoker.profile(data, budget="1MiB").hash
+    assert HotProfile.load(tmp_path / "hot.json").hash == found.hash != stoker.profile(data, device_memory="1MiB").hash
     with pytest.raises(ConfigError, match="model 'nope' is unknown"):
         stoker.profile(data, model="nope")
 
 
 def test_the_seed_decides_the_sample(data: Dataset) -> None:
-    one, same, other = (stoker.profile(data, budget="1MiB", sample=0.05, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (stoker.profile(data, device_memory="1MiB", sample=0.05, seed=seed) for seed in (1, 1, 2))
     assert one == same
     assert one.hash == same.hash
     assert other.hash != one.hash
@@ -230,7 +232,9 @@ def test_without_numba_the_same(data: Dataset, monkeypatch: pytest.MonkeyPatch, 
     runs: list[list[HotProfile]] = []
     for make in (popularity.make_gather, gather.NumpyGather):
         monkeypatch.setattr(popularity, "make_gather", make)
-        runs.append([stoker.profile(each, budget=size, sample=0.3) for each, size in ((data, 2**19), (bags, 9000))])
+        runs.append(
+            [stoker.profile(each, device_memory=size, sample=0.3) for each, size in ((data, 2**19), (bags, 9000))]
+        )
     assert runs[0] == runs[1]
 
 
@@ -285,7 +289,7 @@ def test_features_that_share_a_table(tmp_path: Path) -> None:
             "files": {"counts.safetensors": write_counts(tmp_path, counts)},
         },
     )  # fmt: skip
-    found = stoker.profile(tmp_path, budget=2 * ROW, sample=1.0)
+    found = stoker.profile(tmp_path, device_memory=2 * ROW, sample=1.0)
     (table,) = found.tables
     assert table.accesses == 6
     assert table.hot_rows == 2  # ids 0 and 1
@@ -295,9 +299,9 @@ def test_features_that_share_a_table(tmp_path: Path) -> None:
 
 def test_ids_without_order_are_noticed(tmp_path: Path) -> None:
     mixed = planted(tmp_path, 40_000, (20_001, 20_002), shuffle=(1,))
-    found = stoker.profile(mixed, budget="256KiB", sample=0.2)
+    found = stoker.profile(mixed, device_memory="256KiB", sample=0.2)
     assert [table.by_count for table in found.tables] == [True, False]
-    exact = stoker.profile(mixed, budget="256KiB", sample=None)
+    exact = stoker.profile(mixed, device_memory="256KiB", sample=None)
     assert [table.by_count for table in exact.tables] == [True, False]
     assert exact.hot_bytes <= 2**18
     # A prefix of ids in no order serves no more than its share of rows, and is said to.
@@ -316,7 +320,7 @@ def test_progress_is_told(data: Dataset) -> None:
 
 def test_saved_and_loaded(data: Dataset, tmp_path: Path) -> None:
     for sample in (None, 0.1, 1.0):
-        found = stoker.profile(data, budget="1MiB", sample=sample)
+        found = stoker.profile(data, device_memory="1MiB", sample=sample)
         path = tmp_path / f"{sample}.json"
         found.save(path)
         again = HotProfile.load(path)
@@ -376,8 +380,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"budget": 10}, "less than one row"),
-        ({"budget": "1XB"}, "unknown unit"),
+        ({"device_memory": 10}, "less than one row"),
+        ({"device_memory": "1XB"}, "unknown unit"),
         ({"sample": 0}, "no rows would be read"),
         ({"sample": 1.5}, "outside 0 to 100"),
         ({"confidence": 1.0}, "below 100 %"),
@@ -386,7 +390,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ({"seed": -1}, "must not be negative"),
         ({"embedding_dim": 0}, "at least 1"),
         ({"dtype": "int8"}, "'int8' is unknown"),
-        ({"optimizer": "lion"}, "'lion' is unknown"),
+        ({"row_optimizer": "lion"}, "'lion' is unknown"),
     ],
 )
 def test_settings_out_of_range(data: Dataset, settings: dict[str, Any], words: str) -> None:
@@ -418,10 +422,10 @@ def test_a_table_that_nobody_accesses(tmp_path: Path) -> None:
     bags = make_dataset(tmp_path, rows=500, num_embeddings=(90, 400), sequence={1: 0})
     assert int(bags.counts["C2"].sum()) == 0
     for settings in ({"sample": 1.0}, {"sample": None}):
-        found = stoker.profile(bags, budget=60 * ROW, **settings)
+        found = stoker.profile(bags, device_memory=60 * ROW, **settings)
         assert found.hot_rows["C2"] == 0
         assert 55 <= found.hot_rows["C1"] <= 60
-        found = stoker.profile(bags, budget=100 * ROW, **settings)
+        found = stoker.profile(bags, device_memory=100 * ROW, **settings)
         assert found.access_share > 0.95  # its ids hardly follow the count
 
 
@@ -431,13 +435,13 @@ def test_tiny_datasets(tmp_path: Path, rows: int) -> None:
     counts = {"C1": torch.tensor([0, rows]), "C2": torch.tensor([0, rows, 0])}
     data = written(tmp_path, ids, counts, (2, 3))
     for settings in ({}, {"sample": 1.0}):
-        found = stoker.profile(data, budget=4 * ROW, **settings)
+        found = stoker.profile(data, device_memory=4 * ROW, **settings)
         assert found.hot_bytes <= 4 * ROW
         assert found.access_share == 1.0
 
 
 def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = stoker.profile(data, budget="1MiB", sample=None)
+    found = stoker.profile(data, device_memory="1MiB", sample=None)
     with pytest.raises(ConfigError, match=r"\.png"):
         found.plot(tmp_path / "curve.gif")
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
@@ -448,7 +452,7 @@ def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("sizes", [(3.0, 4.0, 5.3, 7.5, 26.6), (0.02, 1.0, 900.0), (4.0, 4.5), (1e-4, 1e5)])
 def test_labels_of_the_picture_do_not_run_into_each_other(data: Dataset, sizes: tuple[float, ...]) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
-    found = stoker.profile(data, budget="1MiB", sample=None)
+    found = stoker.profile(data, device_memory="1MiB", sample=None)
     curve = [
         CurvePoint(threshold=1 / (9 + size), hot_bytes=int(size * 2**20), access_share=0.5, input_share=0.1)
         for size in sizes

@@ -331,8 +331,8 @@ def test_the_three_ways_to_say_how_many_slots(data: Dataset) -> None:
     assert slots(fraction="20%") == slots(fraction=0.2) == 101
     assert slots(slots=33) == 33
     assert slots(slots=10**6) == 507
-    assert slots(device_memory="10KiB", dim=16) == 10_240 // 68
-    assert slots(device_memory=10_240, dim=16, dtype="bfloat16", optimizer="adam") == 10_240 // (32 + 128)
+    assert slots(device_memory="10KiB", embedding_dim=16) == 10_240 // 68
+    assert slots(device_memory=10_240, embedding_dim=16, dtype="bfloat16", row_optimizer="adam") == 10_240 // (32 + 128)
 
 
 def test_bytes_of_a_row() -> None:
@@ -384,9 +384,9 @@ def test_too_few_slots_are_refused_with_the_number_that_works(data: Dataset) -> 
         ({"in_flight": 0}, "in_flight is 0; it must be at least 1"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"dim": 0}, "at least 1"),
+        ({"embedding_dim": 0}, "at least 1"),
         ({"dtype": "float16"}, "'float16' is unknown"),
-        ({"optimizer": "lion"}, "'lion' is unknown"),
+        ({"row_optimizer": "lion"}, "'lion' is unknown"),
     ],
 )
 def test_settings_that_cannot_work(data: Dataset, settings: dict[str, Any], message: str) -> None:

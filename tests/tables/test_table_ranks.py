@@ -951,11 +951,10 @@ def _end_one(rank: int, ranks: int, folder: str, number: int) -> None:
     if rank == 1:
         time.sleep(6 if number == signal.SIGSTOP else 1)  # longer than others wait for a rank without a heartbeat
         os.kill(os.getpid(), number)
-    begin = time.monotonic()
     try:
         train(tables, 8, 37, "single")
     except RanksError as error:
-        Path(folder, str(rank)).write_text(f"{time.monotonic() - begin}\n{error}")
+        Path(folder, str(rank)).write_text(str(error))
     dist.destroy_process_group()  # does not wait for the collective
 
 
@@ -971,9 +970,8 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_others_with_one_message(
     for rank in (0, 2):
         running[rank].join()
     running[1].kill()
-    (first, said), (second, same) = ((tmp_path / str(rank)).read_text().split("\n", 1) for rank in (0, 2))
-    assert max(float(first), float(second)) < 30
-    assert said.startswith(message)
+    said, same = ((tmp_path / str(rank)).read_text() for rank in (0, 2))
+    assert said.startswith(message)  # of the heartbeats, which come long before the group's own limit
     assert said == same
     assert "Start all ranks again" in said
 

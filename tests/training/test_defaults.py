@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stoker
 from stoker.base.files import seal
@@ -178,6 +179,7 @@ def test_explain_tells_what_train_takes(data: stoker.Dataset, tmp_path: Path) ->
     assert found["row_lr"].why == "given"
     assert "1,280 validation rows" in found["patience"].why
     assert found["epochs"].value == 10
+    assert found["threads"].value == torch.get_num_threads()
 
 
 def test_explain_follows_what_is_given_and_missing(data: stoker.Dataset, tmp_path: Path) -> None:

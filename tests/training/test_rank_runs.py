@@ -216,7 +216,7 @@ def test_copies_that_are_averaged_go_on_with_the_same_number_of_ranks(
 def test_hot_and_cold_batches_on_ranks_are_those_of_one_process(
     workers: Workers, data: Dataset, tmp_path: Path
 ) -> None:
-    hot = stoker.classify(data, stoker.profile(data, budget="2KiB", embedding_dim=4), tmp_path / "classified")
+    hot = stoker.classify(data, stoker.profile(data, device_memory="2KiB", embedding_dim=4), tmp_path / "classified")
     given = {**settings_of("dlrm", 3), "batch_size": 40, "steps": 48, "eval_every": 24, "schedule_rows": 4}
     stoker.train(hot, out=tmp_path / "alone", **given)
     swaps = records(tmp_path / "alone", "schedule")

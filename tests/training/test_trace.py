@@ -66,7 +66,8 @@ def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> Non
     events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     assert len(events) == len(found.spans)
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in events)
-    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(found.seconds * 1e6, rel=0.1)
+    last = max(event["ts"] + event["dur"] for event in events)
+    assert steps * 1e6 - 1 <= last <= found.seconds * 1e6 + 1
     assert [event["args"]["step"] for event in events if event["name"] == "step"] == list(range(5, 17))
     named = {event["tid"]: event["args"]["name"] for event in written["traceEvents"] if event["name"] == "thread_name"}
     assert set(named) >= {event["tid"] for event in events}

@@ -110,19 +110,20 @@ def method_with_arguments_of(
 
 def _with_signature(kind: Any, parameters: list[inspect.Parameter], function: Callable[..., Any]) -> Any:
     name, known = function.__qualname__.removesuffix(".__init__"), [each.name for each in parameters]
+    former: dict[str, str] = getattr(kind, "FORMER", {})  # names that its arguments had before
     returned = inspect.signature(function).return_annotation
     signature = inspect.Signature(parameters, return_annotation=returned)
 
     @wraps(function)
     def call(*values: Any, **given: Any) -> Any:
         for argument in given:
-            now = RENAMED.get(argument)
+            now = (RENAMED | former).get(argument)
             if argument not in known and now in known and now not in given:
                 warnings.warn(f"{name}: {argument!r} is now called {now!r}.", FutureWarning, stacklevel=2)
             elif argument not in known:
                 hint = getattr(kind, "INSTEAD", {}).get(argument) or near(argument, known)
                 raise ArgumentError(f"{name} takes no argument {argument!r}.{hint}")
-        given = renamed(given)
+        given = renamed({former.get(argument, argument): value for argument, value in given.items()})
         try:
             signature.bind(*values, **given)
         except TypeError as error:
@@ -220,7 +221,7 @@ class Settings:
         """Return which of these settings differ from their defaults, as people write them: "batch size"."""
         known = {item.name: item for item in fields(self)}
         given = [known[name] for name in names if getattr(self, name) != default_of(known[name])]
-        return [options_of(item)[-1].lstrip("-").replace("-", " ") for item in given]
+        return [min(options_of(item), key=len).lstrip("-").replace("-", " ") for item in given]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -188,7 +188,7 @@ def replay(
 
     \b
     stoker replay data/criteo
-    stoker replay data/criteo --device-memory 1GiB --dim 64 --optimizer adam
+    stoker replay data/criteo --device-memory 1GiB --dim 64 --row-optimizer adam
     stoker replay data/globo --fraction 5% --order file --lookahead 16,64
     stoker replay data/criteo --slots 200k --batch-size 8192 --steps 500 --json
     """

@@ -192,8 +192,8 @@ def classify(
     batch_size = settings.pop("batch_size", None)
     if profile is not None and settings:
         raise ConfigError(
-            "--profile has its own budget, model, --dim, --dtype and --optimizer. Leave these out, or make another "
-            "profile with stoker profile."
+            "--profile has its own --device-memory, --model, --dim, --dtype and --row-optimizer. Leave these out, or "
+            "make another profile with stoker profile."
         )
     from stoker.rewrite.classified import check_profile, predict_gain, said_by, write_classified
     from stoker.rewrite.hot_profile import HotProfile

@@ -6,8 +6,9 @@ The help of the command line reads this, so none of it needs torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from stoker.base.errors import ConfigError
 from stoker.base.files import url_of
@@ -46,7 +47,7 @@ class MemoryBudget(Settings, panel="Memory"):
         "Directory of a file, or URL such as s3://bucket/folder, for the rows that host memory does not hold. "
         "Checkpoints do not need it.",
         unset="the temporary directory",
-        options=("--home",),
+        options=("--home", "--home-path"),
     )
     strategy: Choice = setting(
         "auto",
@@ -88,6 +89,9 @@ class MemoryBudget(Settings, panel="Memory"):
 class ReplaySettings(Settings, panel="Batches"):
     """The fast memory and the batches that :func:`stoker.replay` replays."""
 
+    #: names of before
+    FORMER: ClassVar[Mapping[str, str]] = {"dim": "embedding_dim", "optimizer": "row_optimizer"}
+
     slots: int | str | None = setting(
         None, "Slots, such as 50k. Each holds one row.", parse=parse_count, least=1, panel=_SLOTS
     )
@@ -107,11 +111,14 @@ class ReplaySettings(Settings, panel="Batches"):
     batch_size: int = setting(2048, "Examples per batch.")
     steps: int | None = setting(None, "Batches to replay.", unset="one epoch", least=1)
     seed: int | None = setting(0, "Seed of the shuffled order.")
-    dim: int = setting(16, "Columns of every table.", least=1, options=("--dim", "--embedding-dim"), panel="Rows")
-    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.", panel="Rows")
-    optimizer: str = setting(
-        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS, panel="Rows"
+    embedding_dim: int = setting(
+        16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"), panel="Rows"
     )
+    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.", panel="Rows")
+    row_optimizer: str = setting(
+        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS, panel="Rows",
+        options=("--row-optimizer", "--optimizer"),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

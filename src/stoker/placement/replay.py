@@ -383,7 +383,7 @@ class ReplayArguments(ReplaySettings):
     num_embeddings: int | None = None
     progress: Progress | None = None
     if TYPE_CHECKING:
-        optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
+        row_optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
 
 
 @with_arguments_of(ReplayArguments)
@@ -407,9 +407,9 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
         batch_size: examples per batch.
         steps: batches in all, over several epochs if needed; None takes one epoch, or all arrays.
         seed: seed of the shuffled order, as in training; None keeps the order of the file.
-        dim: columns of each table. ``dim``, ``dtype`` and ``optimizer`` determine the bytes of a row.
+        embedding_dim: columns of each table. It, ``dtype`` and ``row_optimizer`` determine the bytes of a row.
         dtype: type of the weights, ``"float32"`` or ``"bfloat16"``.
-        optimizer: the row optimizer or its kind, whose state moves with the row.
+        row_optimizer: the row optimizer or its kind, whose state moves with the row.
         num_embeddings: rows of the table of the arrays; None takes the greatest id plus 1.
         progress: called with (what is being done, done, total).
 
@@ -436,7 +436,7 @@ def replay(source: Dataset | str | Path | Iterable[Any], **given: Any) -> Replay
     chosen = [replace(CacheStrategy.parse(name), memory=window) for name in dict.fromkeys(asked.strategies)]
     if not chosen:
         raise ConfigError(f"no strategy was named. Choose among {', '.join(STRATEGIES)}.")
-    size = row_size(asked.dim, asked.dtype, asked.optimizer)
+    size = row_size(asked.embedding_dim, asked.dtype, asked.row_optimizer)
     report = asked.progress or quiet
     require("numba", "replay needs")
     if isinstance(source, str | Path):

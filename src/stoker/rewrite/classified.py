@@ -96,7 +96,7 @@ def classify(
 
     >>> from stoker.testing import make_dataset
     >>> data = make_dataset("data", rows=1000)
-    >>> found = stoker.classify(data, stoker.profile(data, budget="2KiB"), "hot")
+    >>> found = stoker.classify(data, stoker.profile(data, device_memory="2KiB"), "hot")
     >>> len(found.hot), len(found.cold)
     (236, 564)
     """

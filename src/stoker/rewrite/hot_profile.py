@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.base.errors import ConfigError, DataError, errors_as
 from stoker.base.files import atomic_file, hash_json
@@ -30,20 +30,20 @@ _KIND = "stoker.HotProfile"
 class ProfileOptions(Settings, panel="Rows"):
     """The arguments of :func:`stoker.profile`, which the command line shares."""
 
-    budget: int | str = setting(
-        "512MiB",
-        "Memory for hot rows and their optimizer state.",
-        options=("--device-memory",),
-        parse=parse_size,
-        panel="Memory",
+    #: names of before
+    FORMER: ClassVar[Mapping[str, str]] = {"budget": "device_memory", "optimizer": "row_optimizer"}
+
+    device_memory: int | str = setting(
+        "512MiB", "Memory for hot rows and their optimizer state.", parse=parse_size, panel="Memory"
     )
     model: str = setting("dlrm", "Model of the rows, as for stoker train: it decides the columns.", panel="Model")
     model_options: Mapping[str, Any] = setting(dict, "The model's own options.", panel="Model")
-    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--dim", "--embedding-dim"))
+    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.")
-    optimizer: str = setting(
-        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS
-    )
+    row_optimizer: str = setting(
+        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS,
+        options=("--row-optimizer", "--optimizer"),
+    )  # fmt: skip
     sample: float | str | None = setting(
         None, "Estimate from this share of the training rows (5% in the paper), and compare with the counts.",
         parse=parse_share, panel="Sample",
@@ -128,7 +128,7 @@ class HotProfile(Plotted):
     Source: FAE (VLDB 2022), section 4.1.
 
     >>> from stoker.testing import make_dataset
-    >>> found = stoker.profile(make_dataset("data", rows=1000), budget="2KiB")
+    >>> found = stoker.profile(make_dataset("data", rows=1000), device_memory="2KiB")
     >>> found.save("hot.json")
     >>> stoker.HotProfile.load("hot.json").hot_rows
     {'C1': 7, 'C2': 13, 'C3': 10}

@@ -65,7 +65,7 @@ class ProfileArguments(ProfileOptions):
     chunk_rows: int = 1024
     progress: Progress | None = None
     if TYPE_CHECKING:
-        optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
+        row_optimizer: str | RowOptimizer = "rowwise_adagrad"  # type: ignore[assignment]
 
 
 @with_arguments_of(ProfileArguments)
@@ -82,13 +82,13 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
 
     Args:
         dataset: a dataset or its directory.
-        budget: L: bytes for hot rows and their optimizer state, such as "512MiB".
-        model: model of the rows. ``model``, ``model_options``, ``embedding_dim``, ``dtype`` and ``optimizer`` give the
-            bytes of a row of each table. ``tabular`` has tables of different widths.
+        device_memory: L: bytes for hot rows and their optimizer state, such as "512MiB".
+        model: model of the rows. ``model``, ``model_options``, ``embedding_dim``, ``dtype`` and ``row_optimizer`` give
+            the bytes of a row of each table. ``tabular`` has tables of different widths.
         model_options: the model's own options.
         embedding_dim: columns of each table.
         dtype: type of the weights, ``"float32"`` or ``"bfloat16"``.
-        optimizer: the row optimizer or its kind, whose state is in memory with the row.
+        row_optimizer: the row optimizer or its kind, whose state is in memory with the row.
         sample: x: share of the training rows to estimate from, ``0.05`` or ``"5%"`` as published. None takes the
             counts of all rows.
         confidence: confidence of the intervals, ``0.999`` or ``"99.9%"``.
@@ -105,13 +105,13 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
         DataError: no dataset there, no training rows or tables, or an id outside its table.
 
     >>> from stoker.testing import make_dataset
-    >>> stoker.profile(make_dataset("data", rows=1000), budget="2KiB")
+    >>> stoker.profile(make_dataset("data", rows=1000), device_memory="2KiB")
     <HotProfile: 30 of 80 rows are hot (37.50%), 2.0 KiB of 5.3 KiB; they serve 72.29% of the accesses and ... inputs>
     """
     asked = ProfileArguments(dataset, **given)
-    optimizer, sample, seed = asked.optimizer, asked.sample, asked.seed
+    optimizer, sample, seed = asked.row_optimizer, asked.sample, asked.seed
     settings = ProfileSettings(
-        budget=parse_size(asked.budget), embedding_dim=asked.embedding_dim, dtype=asked.dtype,
+        budget=parse_size(asked.device_memory), embedding_dim=asked.embedding_dim, dtype=asked.dtype,
         optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind,
         sample=None if sample is None else parse_share(sample), method="exact" if sample is None else "chunks",
         confidence=parse_share(asked.confidence), chunks=asked.chunks, chunk_rows=asked.chunk_rows, seed=seed,
@@ -127,8 +127,8 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     sizes = _row_sizes(dataset.schema, settings, optimizer)
     if settings.budget < min(sizes):
         raise ConfigError(
-            f"budget {format_size(settings.budget)} is less than one row of {min(sizes)} bytes. Give more, such as "
-            "512MiB.", settings=("budget",),
+            f"device_memory {format_size(settings.budget)} is less than one row of {min(sizes)} bytes. Give more, such "
+            "as 512MiB.", settings=("device_memory",),
         )  # fmt: skip
     report = asked.progress or quiet
     tables = _count_tables(dataset, settings, report)

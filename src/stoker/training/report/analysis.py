@@ -224,7 +224,7 @@ def _cache(data: Dataset, config: TrainConfig) -> dict[str, Any] | None:
     try:
         found = replay(
             data, device_memory=config.device_memory, batch_size=size, steps=steps, seed=config.seed,
-            dtype=config.dtype, dim=config.embedding_dim, optimizer=config.row_optimizer,
+            dtype=config.dtype, embedding_dim=config.embedding_dim, row_optimizer=config.row_optimizer,
             strategies=["pinned", "belady", "lru"],
         )  # fmt: skip
     except ConfigError:  # a cache of all tables together has too few slots for a batch

@@ -7,7 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.base.device import cpu_count, resolve_device
+import torch
+
+from stoker.base.device import resolve_device
 from stoker.base.picture import Grid, Shown
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
@@ -129,7 +131,7 @@ def _reasons(asked: TrainConfig, config: TrainConfig, data: Dataset) -> Iterator
     yield "device", device, "there is a GPU" if device == "cuda" else "torch sees no GPU"
     size = format_size(rows_bytes(config.stored_tables(data.schema), optimizer.state))
     yield "device_memory", config.device_memory or "all", f"rows and their state take {size}"
-    yield "threads", config.threads or cpu_count(), "the cores of this process"
+    yield "threads", config.threads or torch.get_num_threads(), "as many as torch uses"
 
 
 def _why_patience(asked: TrainConfig, config: TrainConfig, valid: int) -> str:
