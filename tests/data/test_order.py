@@ -34,6 +34,15 @@ def test_each_row_once_and_any_stretch_alone(rows: int, pool: int, seed: int | N
         assert set(np.unique(taken // order.block_rows)) == set(order.blocks_of(p).tolist())
 
 
+def test_pools_of_several_chunks_have_each_row_once() -> None:
+    order = EpochOrder(100_000, pool_rows=40_000, seed=0, epoch=0)
+    assert order.pools == 3
+    whole = order.take(0, 100_000)
+    assert np.array_equal(np.sort(whole), np.arange(100_000))
+    parts = [order.take(start, start + 1000) for start in range(0, 100_000, 1000)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
 @pytest.mark.parametrize("size", [2**14 + 1, 2**16, 100_003, 2**18 + 1])
 def test_the_formula_is_a_permutation(size: int) -> None:
     whole = permutation("a", size)(0, size)
@@ -69,6 +78,8 @@ def test_the_order_is_part_of_the_format() -> None:
     """These numbers may not change: a resumed run must see the order that it started with."""
     small = EpochOrder(10, pool_rows=10, seed=1, epoch=0)
     assert small.take(0, 10).tolist() == [4, 5, 2, 3, 0, 6, 9, 7, 1, 8]
+    blocks = EpochOrder(1000, pool_rows=100, seed=1, epoch=0)  # of a sixteenth of a pool
+    assert blocks.take(95, 101).tolist() == [691, 965, 752, 950, 521, 3]
     large = EpochOrder(10**6, pool_rows=10**5, seed=1, epoch=2)
     assert large.take(123_456, 123_460).tolist() == [389160, 855336, 389621, 790763]
 

@@ -72,6 +72,16 @@ def test_a_parameter_of_zeros_learns():
     torch.testing.assert_close(parameter.detach(), torch.tensor([-0.1, 0.1, 0.0]))
 
 
+def test_norms_of_tiny_and_huge_parameters_are_in_range():
+    """Their squares are not, in float32: the ratio would be 1, or its bound."""
+    for scale in (1e-25, 1e25):
+        parameter = nn.Parameter(scale * torch.tensor([3.0, 4.0]))
+        parameter.grad = torch.ones(2)
+        DenseLAMB([parameter], lr=0.1, eps=0.0, max_trust=None).step()
+        moved = torch.tensor([3.0, 4.0]) - 0.1 * 5 / math.sqrt(2)
+        torch.testing.assert_close(parameter.detach() / scale, moved)
+
+
 def test_layers_do_not_know_of_each_other_and_one_without_gradient_stands_still():
     one, other, still = (nn.Parameter(torch.full((4,), value)) for value in (1.0, 100.0, 5.0))
     one.grad = other.grad = torch.ones(4)

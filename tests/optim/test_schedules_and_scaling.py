@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker import Adam, CosineDecay, OneCycle, PolynomialDecay, StepDecay, TrainConfig, optim
+from stoker import Adam, CosineDecay, FeatureSpec, OneCycle, PolynomialDecay, StepDecay, TrainConfig, optim
 from stoker.base.errors import ConfigError
 
 
@@ -86,6 +86,49 @@ def test_rates_follow_the_batch_size(rule, rows, dense, decay):
 def test_default_rates_are_scaled_too():
     config = TrainConfig(batch_size=8192, lr_scaling="linear")
     assert config.make_row_optimizer(optim.Constant()).lr == pytest.approx(4 * 0.05)
+
+
+def test_settings_of_rows_reach_their_optimizer():
+    config = TrainConfig(
+        row_optimizer="lamb", row_lr=0.3, row_weight_decay=0.1, row_l2=0.2, row_clip_value=2.0, row_clip_norm=3.0,
+        row_cow_clip=(1.0, 1e-3), row_options={"eps": 1e-3}, min_trust=0.5, max_trust=4.0,
+    )  # fmt: skip
+    schedule = StepDecay(every=3)
+    assert config.make_row_optimizer(schedule) == optim.LAMB(
+        lr=0.3, schedule=schedule, weight_decay=0.1, l2=0.2, clip_value=2.0, clip_norm=3.0, cow_clip=(1.0, 1e-3),
+        eps=1e-3, min_trust=0.5, max_trust=4.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [("sgd", {}), ("adagrad", {}), ("adam", {}), ("lamb", {"min_trust": 0.5, "max_trust": 4.0})]
+)
+def test_settings_of_the_dense_part_reach_its_optimizer(kind, own):
+    config = TrainConfig(
+        dense_optimizer=kind, dense_lr=0.3, dense_weight_decay=0.1, batch_size=4, base_batch_size=1,
+        lr_scaling="linear", model_options={"bottom": (4,), "top": (4,)}, **own,
+    )  # fmt: skip
+    model = config.make_model(FeatureSpec.from_sizes(1, [3]), optim.SGD(lr=0.1))
+    (group,) = config.make_dense_optimizer(model).param_groups
+    wanted = {"lr": 4 * 0.3, "weight_decay": 0.1, **own}
+    assert {name: group[name] for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "to_the_end", "given"),
+    [
+        ("constant", optim.Constant(warmup=10), optim.Constant(warmup=10)),
+        ("linear", PolynomialDecay(warmup=10, steps=90, power=1.0), PolynomialDecay(warmup=10, steps=7, power=1.0)),
+        ("polynomial", PolynomialDecay(warmup=10, steps=90), PolynomialDecay(warmup=10, steps=7)),
+        ("cosine", CosineDecay(warmup=10, steps=90), CosineDecay(warmup=10, steps=7)),
+        ("step", StepDecay(warmup=10, every=33), StepDecay(warmup=10, every=7)),
+        ("one-cycle", OneCycle(steps=100, share=0.4), OneCycle(steps=7, share=0.4)),
+    ],
+)
+def test_a_schedule_reaches_the_end_of_the_run_unless_steps_are_given(kind, to_the_end, given):
+    config = TrainConfig(schedule=kind, warmup=0 if kind == "one-cycle" else 10, cycle_rise=0.4)
+    assert config.make_schedule(100) == to_the_end
+    assert config.replace(decay_steps=7).make_schedule(100) == given
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,20 @@ def test_batches_hold_whole_groups(groups: list[int], size: int, epoch: int) -> 
         assert within.tolist() == (np.cumsum(np.diff(mine, prepend=-1) != 0) - 1).tolist()
 
 
+def test_rows_of_a_group_are_in_the_order_of_the_file() -> None:
+    groups = (
+        np.random.default_rng(0).integers(0, 40, 1000).astype(np.int32)
+    )  # too many for luck
+    order = GroupOrder(groups, 400).shuffle(0, 0)
+    for rows, numbers in map(order.batch, range(order.count)):
+        assert (np.diff(rows)[np.diff(numbers) == 0] > 0).all()
+
+
+def test_batches_are_as_few_as_the_largest_group_allows() -> None:
+    groups = np.repeat(np.arange(4), 2).astype(np.int32)
+    assert [GroupOrder(groups, size).count for size in (3, 5, 9)] == [4, 2, 1]
+
+
 def test_streams(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", rows=400, group_rows=4)
     stream = data.train.batches(64, seed=1, whole_groups=True)

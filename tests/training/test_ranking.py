@@ -97,6 +97,11 @@ def test_a_constant_score_earns_the_worst_place() -> None:
     assert (found["mrr"], found["ndcg"], found["hr"], found["group_auc"]) == (0.1, 0.0, 0.0, 0.5)
 
 
+def test_a_hit_is_among_the_first_k() -> None:
+    found = [measured([4.0, 3.0, 2.0, 1.0], [0, 0, 1, 0], [0] * 4, k) for k in (2, 3)]
+    assert [(each["hr"], each["ndcg"]) for each in found] == [(0.0, 0.0), (1.0, 0.5)]
+
+
 def test_logits_that_were_infinite_in_one_batch_leave_the_metrics_undefined() -> None:
     metrics = RankingMetrics()
     for value in (math.inf, 1.0):

@@ -156,7 +156,7 @@ class TrainConfig(  # the fields of the last base come first
             case "cosine":
                 return CosineDecay(warmup=self.warmup, steps=length)
             case "one-cycle":
-                return OneCycle(steps=self.decay_steps or total_steps, share=self.cycle_rise)
+                return OneCycle(steps=length, share=self.cycle_rise)
             case "step":
                 return StepDecay(warmup=self.warmup, every=self.decay_steps or max(1, total_steps // 3))
             case _:

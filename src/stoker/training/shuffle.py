@@ -150,9 +150,7 @@ class ShuffleScheduler:
     @property
     def due(self) -> bool:
         """True if :meth:`swap` must be called before the next segment."""
-        if self.segment is None:
-            return False
-        return self.segment.kind == "mixed" or self.segment.kind != self._next_kind()
+        return self.segment is not None and self.segment.kind != self._next_kind()  # no kind is "mixed"
 
     def _next_kind(self) -> Kind:
         left = self.left
