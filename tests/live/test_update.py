@@ -28,7 +28,7 @@ from stoker.live.watch import watch
 from stoker.prep.parse.sources import text_edges
 from stoker.prep.source_format import SourceFormat
 from stoker.training.files import checkpoint, loading
-from stoker.training.files.rundir import find_checkpoint
+from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.files.segments import join
 
 
@@ -484,6 +484,53 @@ def test_a_roll_back_goes_to_a_whole_model_of_the_past_alone(place: Path) -> Non
     with pytest.raises(CheckpointError, match="it was cut short or altered"):
         stoker.rollback(run, 1)
     assert find_checkpoint(run).name == "update_000002"
+
+
+def test_an_update_that_was_exchanged_is_named(place: Path) -> None:
+    """Both were written after one model, so the chain of either is whole; ``head.json`` says which one counts."""
+    run, segment, others = place / "run", place / "run/checkpoints/update_000001", place / "others"
+    stoker.update(run, logs(place, 2))
+    shutil.copytree(segment, others)
+    stoker.rollback(run)
+    stoker.update(run, logs(place, 1))
+    follower, wanted = stoker.Follower(run), contents(segment)
+    segment.rename(place / "right")
+    others.rename(segment)
+    for work in (follower.poll, lambda: stoker.Scorer(run), lambda: stoker.compact(run),
+                 lambda: stoker.update(run, logs(place, 3)), lambda: stoker.export(run, place / "out")):  # fmt: skip
+        with pytest.raises(CheckpointError, match=r"update_000001 is another checkpoint than the one that .*rollback"):
+            work()
+    segment.rename(others)
+    (place / "right").rename(segment)
+    assert not follower.poll()
+    assert contents(segment) == wanted
+    others.rename(segment.with_name("update_000001.other"))
+    assert join(segment) == 1
+    assert find_checkpoint(run) == segment, "joined by a compaction that was killed before it wrote head.json"
+    shutil.rmtree(segment)
+    segment.with_name("update_000001.other").rename(segment)
+    assert stoker.rollback(run, 0).name.startswith("step_")
+    assert stoker.load(run).step < stoker.update(run, logs(place, 1)).step
+
+
+def test_a_head_that_is_replaced_while_it_is_followed_is_read_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = place / "run", RunDirectory.head
+    stoker.update(run, logs(place, 1))
+
+    def late(self: RunDirectory) -> Any:
+        """Return the head, after which another update gets the name of the one that it names."""
+        found = read(self)
+        monkeypatch.setattr(RunDirectory, "head", read)
+        stoker.rollback(run)
+        stoker.update(run, logs(place, 2))
+        return found
+
+    monkeypatch.setattr(RunDirectory, "head", late)
+    assert find_checkpoint(run).name == "update_000001"
+    lines = [json.loads(text) for text in (run / "updates.jsonl").read_text().splitlines()]
+    assert [each["logs"][0]["name"] for each in lines] == ["day_2.csv"], "it was replaced"
 
 
 def test_lines_of_updates_that_were_taken_back_are_gone(place: Path) -> None:

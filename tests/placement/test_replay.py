@@ -411,8 +411,10 @@ def test_a_window_knows_as_many_batches_as_its_name_says(data: Dataset) -> None:
 
 def test_of_equally_used_ids_none_is_pinned_where_not_all_can_be() -> None:
     counts = {"a": np.array([9, 3, 3]), "b": np.array([7, 3])}
-    for most, expected in ((0, {}), (3, {"a": 1, "b": 1}), (4, {"a": 1, "b": 1})):
+    two, five = {"a": 1, "b": 1}, {"a": 3, "b": 2}
+    for most, expected in enumerate(({}, {"a": 1, "b": 0}, two, two, two, five, five)):
         assert _most_used(counts, most) == expected
+    assert _most_used({"a": np.array([2, 0])}, 2) == {"a": 1}, "ids that do not occur need no slot"
 
 
 def test_a_ranking_of_millions_of_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

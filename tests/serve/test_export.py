@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,31 @@ def test_an_onnx_model_is_that_of_the_dense_part(run: Path, tmp_path: Path) -> N
             inputs, wanted = scorer.model.inputs(batch), scorer.model(batch)
         given = {each.name: x.numpy() for each, x in zip(session.get_inputs(), inputs, strict=True)}
         torch.testing.assert_close(torch.from_numpy(session.run(None, given)[0]), wanted)
+
+
+def test_an_onnx_model_computes_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime has no products of bfloat16 on a CPU."""
+    make_daily_run(tmp_path / "run", matmul="bf16")
+    made: list[Any] = []
+
+    class Program:
+        def save(self, path: str) -> None:
+            Path(path).write_bytes(b"")
+
+    def written(program: Any, **_: Any) -> Program:
+        made.append(program)
+        return Program()
+
+    monkeypatch.setattr("stoker.serve.export.find_spec", bool)
+    monkeypatch.setattr(torch.onnx, "export", written)
+    stoker.export(tmp_path / "run", tmp_path / "out", pt2=True, onnx=True)
+    made.append(torch.export.load(str(tmp_path / "out" / "dense.pt2")))
+    assert ["bfloat16" in str(each.graph) for each in made] == [False, True]
+    model = stoker.Scorer(tmp_path / "out").model
+    batch = stoker.Batch(dense=torch.zeros(5, 0), ids=torch.ones(5, 2, dtype=torch.int64))
+    wanted = model(batch)
+    for program, near in zip(made, (1e-2, 1e-6), strict=True):
+        assert (program.module()(*model.inputs(batch)) - wanted).abs().max() < near
 
 
 def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:

@@ -315,6 +315,18 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     assert client.topk({"user": 1}, iter(rows.to_dicts()), 1) == best  # type: ignore[arg-type]
 
 
+def test_a_client_sends_wide_integers_and_refuses_objects(small: Server) -> None:
+    """Arrow has no integers of 128 bits, and of Python objects Polars would send the addresses."""
+    client, rows = stoker.Client(f"http://127.0.0.1:{small.port}"), pl.DataFrame({"item": [1, None], "user": [2, 3]})
+    wide = rows.with_columns(pl.col("item").cast(pl.Int128))
+    assert client.score(wide).tobytes() == small.scorer.score(wide).tobytes() == client.score(rows).tobytes()
+    objects = rows.with_columns(user=pl.Series([2, "3"], dtype=pl.Object))
+    lists = rows.with_columns(user=pl.Series([[2], [3]], dtype=pl.List(pl.Int128)))
+    for odd, kind in ((objects, "Object"), (lists, r"List\(Int128\)")):
+        with pytest.raises(stoker.DataError, match=f"column user holds {kind}.*, which cannot be sent"):
+            client.score(odd)
+
+
 def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> None:
     with socket.create_connection(("127.0.0.1", small.port)) as slow, \
          socket.create_connection(("127.0.0.1", small.port)) as slower:  # fmt: skip

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -102,7 +102,7 @@ def opened(run: str | Path) -> Iterator[Journal]:
 
     Raises:
         ConfigError: there is no run, it is in use, or its training has not ended.
-        CheckpointError: the run has no checkpoint.
+        CheckpointError: head.json is damaged.
         DataError: a file is damaged.
     """
     with local_run(None, run) as (_, folder, _):
@@ -121,7 +121,7 @@ class Journal:
 
     Raises:
         ConfigError: there is no run, or its training has not ended.
-        CheckpointError: the run has no checkpoint.
+        CheckpointError: head.json is damaged.
         DataError: a file is damaged.
     """
 
@@ -134,9 +134,13 @@ class Journal:
                 f"the training of {self.run.path} has not ended, so there is no model to update. End it with: "
                 f"stoker train --resume {quoted(self.run.path)}"
             )
-        self.checkpoint = find_checkpoint(self.run.path)
         self.number = int((head or {}).get("number", 0))
         self.lines = self.run.updates()
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """The checkpoint that new rows continue; a roll-back does not need it, so it may be damaged."""
+        return find_checkpoint(self.run.path)
 
     @property
     def dataset(self) -> Path:

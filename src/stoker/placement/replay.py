@@ -593,7 +593,8 @@ def _replayed(
 def _most_used(counts: Mapping[str, Any], most: int) -> dict[str, int]:
     """Return table -> how many of its first ids are among the ``most`` most used rows, without ties at the end."""
     every = np.concatenate([np.asarray(found) for found in counts.values()])
-    least = np.partition(every, len(every) - most)[len(every) - most] if 0 < most <= len(every) else 0
+    next_one = len(every) - most - 1  # the most used of the others, whose ties may not be pinned, either
+    least = np.partition(every, next_one)[next_one] if next_one >= 0 else 0
     return {name: int(np.count_nonzero(np.asarray(found) > least)) for name, found in counts.items() if most > 0}
 
 

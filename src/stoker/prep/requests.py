@@ -371,6 +371,21 @@ def as_frame(table: Any) -> pl.DataFrame:
     return frame.rechunk()
 
 
+def as_arrow(table: Any) -> pa.Table:
+    """Return a table in memory as one of Arrow, which has no integers of 128 bits: they become texts.
+
+    Raises:
+        DataError: it is no table, or a column cannot be sent to a server.
+    """
+    frame = as_frame(table)
+    wide = [name for name, kind in frame.schema.items() if str(kind) in ("Int128", "UInt128")]
+    for name, kind in frame.schema.items():
+        if "Object" in str(kind) or (name not in wide and "Int128" in str(kind)):
+            raise DataError(f"column {name} holds {kind}, which cannot be sent. Give numbers, texts, times or lists "
+                            "of these.")  # fmt: skip
+    return frame.with_columns(pl.col(wide).cast(pl.String)).to_arrow()
+
+
 def _refuse(block: Block) -> None:
     """Raise an error for the rows that do not fit."""
     if block.bad:

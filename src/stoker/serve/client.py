@@ -42,9 +42,9 @@ class Client:
         """
         pa = require("pyarrow", "Client.score needs")
         require("polars", "Client.score needs")
-        from stoker.prep.requests import as_frame
+        from stoker.prep.requests import as_arrow
 
-        arrow = as_frame(table).to_arrow()
+        arrow = as_arrow(table)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, arrow.schema) as writer:
             writer.write_table(arrow)

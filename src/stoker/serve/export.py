@@ -250,10 +250,11 @@ def _write_programs(out: Path, *, pt2: bool, onnx: bool) -> None:
         dense=torch.zeros(2, len(model.spec.dense)), ids=torch.zeros(2 * len(model.spec.features), dtype=torch.int64),
         offsets=torch.arange(2 * len(model.spec.features) + 1),
     )  # fmt: skip
-    program = model.export_dense(batch)
     if pt2:
-        torch.export.save(program, str(out / "dense.pt2"))
+        torch.export.save(model.export_dense(batch), str(out / "dense.pt2"))
     if onnx:
+        model.matmul = "fp32"  # runtimes have no products of bfloat16 on a CPU
+        program = model.export_dense(batch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own code
             made = torch.onnx.export(program, dynamo=True, verbose=False)

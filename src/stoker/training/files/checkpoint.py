@@ -388,6 +388,11 @@ class Link(NamedTuple):
     manifest: Mapping[str, Any]
     digest: str  # sha256 of the manifest, which has those of all files
 
+    @classmethod
+    def of(cls, path: Path) -> Link:
+        """Read the manifest of a checkpoint."""
+        return cls(path, *_read_manifest(path))
+
     @property
     def digests(self) -> set[str]:
         """The digests by which a segment may name it: its own, and that of the segment that it was joined from."""
@@ -401,7 +406,7 @@ def chain(directory: str | Path) -> list[Link]:
         CheckpointError: a checkpoint of the chain is missing, or another one than the next was written after.
     """
     path = Path(directory)
-    found = [Link(path, *_read_manifest(path))]
+    found = [Link.of(path)]
     while (wanted := found[-1].manifest.get("parent")) is not None:
         child, name = found[-1].path.name, Path(str(wanted["name"])).name
         parent = path.with_name(name)
@@ -412,7 +417,7 @@ def chain(directory: str | Path) -> list[Link]:
                 f"{parent} is missing. {child} has only the rows that changed since then. Put it back from a copy, or "
                 "go back to an earlier checkpoint."
             )
-        found.append(Link(parent, *_read_manifest(parent)))
+        found.append(Link.of(parent))
         if wanted["manifest"] not in found[-1].digests or int(wanted["step"]) != int(found[-1].manifest["step"]):
             raise CheckpointError(
                 f"{parent} is another checkpoint than the one that {child} was written after: {child} names a manifest "

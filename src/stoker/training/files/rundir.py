@@ -165,6 +165,7 @@ class RunDirectory:
                 return None
             values: dict[str, Any] = unseal(text)
             Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
+            str(values["manifest"])
             return values
 
     def write_head(self, values: Mapping[str, Any]) -> None:
@@ -310,7 +311,7 @@ def find_checkpoint(path: str | Path) -> Path:
     """Return the path of a checkpoint: of a run the one that it was updated to, else its best or its newest whole one.
 
     Raises:
-        CheckpointError: ``path`` is neither a checkpoint nor a run with one.
+        CheckpointError: ``path`` is neither a checkpoint nor a run with one, or its update was exchanged.
     """
     path = remote.local_run(path)
     if _what(path) == "a dataset":
@@ -344,8 +345,24 @@ def find_checkpoint(path: str | Path) -> Path:
                 f"{updated} is missing, to which {path} was updated. Put it back from a copy, or delete "
                 f"{run.path / _HEAD} to go back to the model before all updates."
             )
+        if not _is_of(head, updated):
+            if run.head() != head:  # an update or a roll-back came in between
+                return find_checkpoint(path)
+            raise CheckpointError(
+                f"{updated} is another checkpoint than the one that {path} was updated to: {_HEAD} names a manifest "
+                f"with sha256 {head['manifest'][:16]}... It was exchanged, or written again elsewhere. Put the right "
+                f"one back from a copy, or go back to an earlier update: stoker rollback {quoted(path)}."
+            )
         return updated
     return trained(run)
+
+
+def _is_of(head: Mapping[str, Any], checkpoint: Path) -> bool:
+    """Return whether a head names this checkpoint, maybe before it was joined. One that is damaged is named later."""
+    try:
+        return head["manifest"] in ckpt.Link.of(checkpoint).digests
+    except CheckpointError:
+        return True
 
 
 def trained(run: RunDirectory) -> Path:
