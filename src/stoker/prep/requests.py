@@ -34,7 +34,7 @@ from stoker.prep.fit.vocabulary import as_raw_ids
 from stoker.prep.inputs import arrow_of
 from stoker.prep.like import Like, check_unit
 from stoker.prep.parse.dictionaries import find_texts, hashes_of, spans_of, values_of
-from stoker.prep.parse.frames import Block, Field, frame_block, without_nulls
+from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
 from stoker.prep.parse.notation import NUMBERS, written
@@ -239,8 +239,7 @@ class RowEncoder:
             DataError: as for :meth:`encode`.
         """
         self.check_objects(rows)
-        frame = json_frame(rows, self.fields, self._nulls)
-        return self._encode(frame_block(without_nulls(frame, self._nulls), self.fields))
+        return self._encode(frame_block(json_frame(rows, self.fields), self.fields, nulls=self._nulls))
 
     def encode(self, table: Any, *, unknown: bool = False) -> Batch:
         """Encode a table: Polars, pandas, Arrow, or anything with ``__arrow_c_stream__``.
@@ -256,7 +255,7 @@ class RowEncoder:
         self._check_names(frame.columns, unknown)
         decimals = any("Decimal" in str(kind) for kind in frame.dtypes)
         fields = self._written_fields if decimals else self.fields
-        return self._encode(frame_block(without_nulls(frame, self._nulls), fields, typed=True))
+        return self._encode(frame_block(frame, fields, typed=True, nulls=self._nulls))
 
     def _check_names(self, names: Sequence[str], unknown: bool) -> None:
         missing = [name for name in self.columns if name not in names]

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from stoker.base.units import plural
 from stoker.ops.codegen.jit import jit
-from stoker.prep.parse.frames import TEXT_CUT, BadLine, Block, Field, careful_value, cut_text, frame_block
+from stoker.prep.parse.frames import TEXT_CUT, BadLine, Block, Field, cut_text, frame_block
 
 Array = npt.NDArray[Any]
 
@@ -74,11 +74,10 @@ class TextParser:
                                  % (sep, q, q, q, q, q, sep, sep)) if q else None  # fmt: skip
 
     def _is_plain(self, item: Field) -> bool:
-        """Return True if a column is read as numbers of one kind only, and no text for null is a number."""
+        """Return True if a column is read as numbers of one kind only."""
         others = [one for one in self._fields if one.column == item.column and one != item]
-        nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
         single = item.kind in _KINDS and item.separator is None and item.column in self._places
-        return single and not others and not nulls and item.decimal == "."
+        return single and not others and item.decimal == "."
 
     def join(self, lines: bytes) -> bytes:
         """Replace a separator of several bytes by one byte, which all other methods expect."""
@@ -140,12 +139,13 @@ class TextParser:
         ends = np.cumsum((stops - starts)[good])
         numbers = self._read_plain_numbers(whole, ends)
         read = {item.column for item in numbers}
-        return frame_block(
+        block = frame_block(
             self._read_texts(whole, ends, faults[good] == _LITERAL, read), self._fields, read=numbers,
-            row_line=first[good], lines=skipped + int(lines.sum()), text_at=text_at,
-            bad=[BadLine(line=at, reason=reasons[record], text=text_at(at))
-                 for record, at in zip(bad, first[bad].tolist(), strict=True)],
+            row_line=first[good], lines=skipped + int(lines.sum()), text_at=text_at, nulls=self._nulls,
         )  # fmt: skip
+        places = zip(bad, first[bad].tolist(), strict=True)
+        block.set_aside(BadLine(line=at, reason=reasons[record], text=text_at(at)) for record, at in places)
+        return block
 
     def _find_faults(self, data: bytes, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
         """Return faulty records and the reason for each."""
@@ -207,9 +207,6 @@ class TextParser:
             data, has_header=False, separator=self._sep.decode(), quote_char=self._quote.decode() or None,
             schema=dict.fromkeys(names, pl.String),
         ).select(wanted).collect()  # fmt: skip
-        nulls = [*self._nulls, *([""] if self._quote and self._quote in data and 2 * self._quote in data else [])]
-        if nulls:
-            frame = frame.with_columns(pl.when(~pl.all().is_in(nulls)).then(pl.all()))
         assert frame.height == len(ends)
         return frame
 

@@ -40,6 +40,7 @@ from stoker.prep.parse.notation import (  # fmt: skip
     with_point,
     written,
 )
+from stoker.prep.parse.nulls import without_nulls
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # types of kept columns from files without types
@@ -97,12 +98,16 @@ class Block:
     text_at: Callable[[int], str]  # returns the text of the row that begins at a line, for the quarantine
     bad: list[BadLine] = field(default_factory=list)
 
+    def set_aside(self, bad: Iterable[BadLine]) -> None:
+        """Add bad lines, in the order of the lines."""
+        self.bad = sorted([*self.bad, *bad], key=lambda one: one.line)
+
     def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:
         """Move the rows that ``wrong`` marks to the bad lines."""
-        for row in np.flatnonzero(wrong).tolist():
-            line = int(self.row_line[row])
-            self.bad.append(BadLine(line=line, reason=reason(row), text=self.text_at(line), label=label))
-        self.bad.sort(key=lambda bad: bad.line)
+        lines = [(row, int(self.row_line[row])) for row in np.flatnonzero(wrong).tolist()]
+        self.set_aside(
+            BadLine(line=line, reason=reason(row), text=self.text_at(line), label=label) for row, line in lines
+        )
         keep = ~wrong
         self.columns = {item: column.filter(pl.Series(keep)) for item, column in self.columns.items()}
         self.row_line = self.row_line[keep]
@@ -152,7 +157,7 @@ def frame_block(
     row_line: npt.NDArray[np.int64] | None = None,
     lines: int | None = None,
     text_at: Callable[[int], str] | None = None,
-    bad: Iterable[BadLine] = (),
+    nulls: Sequence[str] = (),
 ) -> Block:
     """Type the columns of a frame; a row that does not fit becomes a bad line.
 
@@ -164,7 +169,7 @@ def frame_block(
         row_line: [rows] the line of each row; None: every line is a row.
         lines: as in :class:`Block`.
         text_at: as in :class:`Block`; by default the row's values.
-        bad: bad lines so far.
+        nulls: texts that mean missing, besides the empty one.
 
     Raises:
         DataError: the type of a column cannot be converted to the field's.
@@ -174,18 +179,18 @@ def frame_block(
     rows = len(row_line)
     block = Block(
         rows=rows, lines=rows if lines is None else lines, columns={}, row_line=row_line,
-        text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]), bad=sorted(bad, key=lambda one: one.line),
+        text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]),
     )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
         if read is not None and item in read:
-            column = read[item]
+            column = without_nulls(read[item], nulls, item.kind)
         elif item.optional and item.column not in frame:
             column = pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
         elif typed and item.kept:
-            column = _kept(frame.get_column(item.column))
+            column = without_nulls(_kept(frame.get_column(item.column)), nulls, "string")
         else:
-            column = _typed(frame.get_column(item.column), item, wrong)
+            column = _typed(frame.get_column(item.column), item, wrong, nulls)
         if item.required and column.null_count():
             for row in column.is_null().arg_true().to_list():
                 wrong.setdefault(row, f"column {item.column}: missing value")
@@ -195,26 +200,6 @@ def frame_block(
         marked[list(wrong)] = True
         block.drop(marked, wrong.__getitem__)
     return block
-
-
-def without_nulls(frame: pl.DataFrame, nulls: Sequence[str]) -> pl.DataFrame:
-    """Return rows without single values that mean missing, as a file of text has them; also where these are numbers."""
-    return frame.with_columns(_without(column, nulls) for column in frame.iter_columns()) if nulls else frame
-
-
-def _without(series: pl.Series, nulls: Sequence[str]) -> pl.Series:
-    kind, meant = series.dtype, list[Any](nulls)
-    if kind == pl.Binary:
-        meant = [text.encode() for text in nulls]
-    elif kind.is_numeric():
-        name = "int" if kind.is_integer() else "float"
-        meant = [value for text in nulls if (value := careful_value(name, text)) is not None]
-    elif kind not in (pl.String, pl.Categorical, pl.Enum):
-        return series
-    values = series.cast(pl.String) if kind in (pl.Categorical, pl.Enum) else series
-    values = series.cast(pl.Float64) if kind.is_decimal() else values
-    meant = pl.Series(meant, dtype=pl.Float64).cast(kind).to_list() if kind.is_float() else meant  # of float32
-    return series.set(values.is_in(meant).fill_null(False), None) if meant else series
 
 
 def _kept(series: pl.Series) -> pl.Series:
@@ -230,10 +215,9 @@ def _kept(series: pl.Series) -> pl.Series:
         raise DataError(f"column {series.name} holds bytes that are not text. Leave it out of keep.") from error
 
 
-def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Convert a column to a field; note rows that do not fit in ``wrong``."""
-    if series.dtype == pl.Binary:
-        series = _decoded(series, item, wrong)
+def _typed(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequence[str]) -> pl.Series:
+    """Convert a column to a field, without ``nulls``; note rows that do not fit in ``wrong``."""
+    series = _decoded(series, item, wrong)
     nested = isinstance(series.dtype, pl.List | pl.Array)
     if nested and item.separator is None:
         raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
@@ -245,10 +229,11 @@ def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         )
     try:
         if item.separator is None:
-            return _single(series, item, wrong)
+            return _single(series, item, wrong, nulls)
         if not nested:
-            series = series.cast(pl.String).str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
-        return _lists(series, item, wrong)
+            texts = without_nulls(series.cast(pl.String), nulls, "string")
+            series = texts.str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
+        return _lists(series, item, wrong, nulls)
     except pl.exceptions.PolarsError as error:
         raise DataError(
             f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
@@ -256,11 +241,16 @@ def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
         ) from error
 
 
-def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Convert single values to a field; note rows that do not fit in ``wrong``."""
-    kind = item.kind
+def _single(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequence[str] = ()) -> pl.Series:
+    """Convert single values to a field, without ``nulls``; note rows that do not fit in ``wrong``."""
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
+    known = without_nulls(series, nulls, item.kind, item.decimal)
+    return without_nulls(_converted(known, item, wrong), nulls, item.kind, item.decimal)
+
+
+def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    kind = item.kind
     if series.dtype == pl.String:
         if _TYPES[kind] == pl.String:
             return written(series.replace("", None), item.notation)
@@ -370,7 +360,9 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
 
 
 def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Convert bytes to text; note rows that are not UTF-8 in ``wrong``."""
+    """Convert bytes, if they are, to text; note rows that are not UTF-8 in ``wrong``."""
+    if series.dtype != pl.Binary:
+        return series
     with suppress(pl.exceptions.PolarsError):
         return series.cast(pl.String)
     texts: list[str | None] = []
@@ -383,23 +375,33 @@ def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series
     return pl.Series(series.name, texts, pl.String)
 
 
-def _lists(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+def _lists(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequence[str]) -> pl.Series:
     """Convert lists to lists of typed values, null to an empty list; drop missing values before cutting the list."""
     inner: Any = series.dtype
     lists = series.cast(pl.List(inner.inner))
     if inner.inner.is_float():
         lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
+    lists = _without_alone(lists, item, nulls) if nulls else lists
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     ends = lists.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()
     values = lists.explode(empty_as_null=False, keep_nulls=False)
     odd: dict[int, str] = {}
-    if values.dtype == pl.Binary:
-        values = _decoded(values, item, odd)
-    values = _single(values, item, odd)
+    values = _single(_decoded(values, item, odd), item, odd)
     for place, reason in odd.items():
         wrong.setdefault(int(np.searchsorted(ends, place, side="right")), reason)
     return lists_of(values.rechunk(), np.diff(ends, prepend=0))
+
+
+def _without_alone(lists: pl.Series, item: Field, nulls: Sequence[str]) -> pl.Series:
+    """Return lists without those of a single value that means missing, as the text of such a list does."""
+    odd: dict[int, str] = {}
+    frame = lists.to_frame("list").with_row_index("row").filter(pl.col("list").list.len() == 1)
+    only = _decoded(frame["list"].list.first(), item, odd)
+    gone = _single(only, item, odd, nulls).is_null()
+    rows = frame["row"].filter(gone & ~pl.int_range(frame.height, eager=True).is_in(list(odd)))
+    kept = pl.when(~pl.int_range(pl.len()).is_in(rows.implode())).then(pl.first())
+    return pl.DataFrame([lists]).select(kept).to_series()
 
 
 def _reason(item: Field, value: object) -> str:
@@ -469,7 +471,7 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int, nu
         there = selectors.by_name(names, require_all=False)
         frame = pl.scan_parquet(path).select(there).slice(start, rows).collect(engine="streaming")
     try:
-        return frame_block(without_nulls(frame, nulls), fields, typed=True)
+        return frame_block(frame, fields, typed=True, nulls=nulls)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.frames import BadLine, Block, Field, careful_value, cut_text, frame_block, without_nulls
+from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
 from stoker.prep.parse.sources import first_line
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
@@ -50,11 +50,12 @@ def json_block(data: bytes, fields: Sequence[Field], nulls: Sequence[str] = ()) 
         at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
         frame = _read_with_polars(data, fields, len(at)) if len(at) < len(ends) else None
     if frame is None:
-        frame, at, bad = _read_line_by_line(line, at, fields, nulls)
-    return frame_block(
-        without_nulls(frame, nulls), fields, row_line=at, lines=len(ends), bad=bad,
-        text_at=lambda number: cut_text(line(number)),
-    )  # fmt: skip
+        frame, at, bad = _read_line_by_line(line, at, fields)
+    block = frame_block(
+        frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), nulls=nulls
+    )
+    block.set_aside(bad)
+    return block
 
 
 def first_keys(path: Path) -> list[str]:
@@ -101,16 +102,16 @@ def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
 
 
 def _read_line_by_line(
-    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field], nulls: Sequence[str]
+    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
 ) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
     """Read line by line; return the rows, their lines, and the bad lines."""
-    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
+    schema, commas = _schema(fields), _commas(fields)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
     bad: list[BadLine] = []
     for number in filled.tolist():
         try:
-            records.append(_values(_known(_record(line(number)), missing), schema, commas))
+            records.append(_values(_record(line(number)), schema, commas))
             positions.append(number)
         except _BadLineError as error:
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
@@ -131,20 +132,6 @@ def _commas(fields: Sequence[Field]) -> dict[str, bool]:
     """Return the columns whose texts have decimal commas -> whether they are also read as another kind."""
     found = {item.column for item in fields if item.decimal != "." and item.kind == "float"}
     return {name: any(item.kind != "float" for item in fields if item.column == name) for name in found}
-
-
-def _numbers(nulls: Sequence[str]) -> set[float]:
-    """Return the numbers among texts that mean missing."""
-    return {value for text in nulls if (value := careful_value("float", text)) is not None}
-
-
-def _known(found: Mapping[str, Any], missing: set[float]) -> Mapping[str, Any]:
-    """Return an object without numbers that mean missing."""
-    if not missing:
-        return found
-    return {
-        name: None if isinstance(each, _Number) and float(each) in missing else each for name, each in found.items()
-    }
 
 
 def _record(line: bytes) -> Mapping[str, Any]:
@@ -182,14 +169,13 @@ def parsed(text: bytes) -> Any:
     )  # fmt: skip
 
 
-def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field], nulls: Sequence[str] = ()) -> pl.DataFrame:
+def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field]) -> pl.DataFrame:
     """Return objects of :func:`parsed` as a frame, as :func:`json_block` reads them from lines.
 
     Raises:
         DataError: a value does not fit its column; the message names the row.
     """
-    schema, commas, missing = _schema(fields), _commas(fields), _numbers(nulls)
-    rows = [_known(row, missing) for row in rows]
+    schema, commas = _schema(fields), _commas(fields)
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         columns = {name: [row.get(name) for row in rows] for name in schema}
         if (

@@ -427,10 +427,10 @@ class RowsSink:
             # If one row of a line is bad, the line is bad, and its other rows are dropped.
             reasons = {one.line: one for one in reversed(bad)}
             kept = [row for row in range(frame.height) if row not in reasons]
-            for row, one in reasons.items():
-                line = int(block.row_line[row])
-                block.bad.append(BadLine(line=line, reason=one.reason, text=block.text_at(line), label=one.label))
-            block.bad.sort(key=lambda line: line.line)
+            lines = [(int(block.row_line[row]), one) for row, one in reasons.items()]
+            block.set_aside(
+                BadLine(line=line, reason=one.reason, text=block.text_at(line), label=one.label) for line, one in lines
+            )
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
         return write_rows(path, rows, keys)
