@@ -243,6 +243,7 @@ def go(path: str, tables: EmbeddingTables, good: Lookup, bad: Lookup) -> tuple[T
         overwrite(mine, bad, numpy=True)
         if rows is not None:
             rows.step()
+            rows.zero_grad()
         else:
             out.sum().backward()
         return None, False

@@ -549,6 +549,51 @@ def test_a_step_without_a_gradient_of_the_rows_is_refused_where_pytorch_has_one(
     assert tables.tick == 1
 
 
+@pytest.mark.parametrize("carried", [1.0, 0.5], ids=["as it is", "as a momentum"])
+def test_gradients_that_a_loop_never_clears_are_refused(carried: float) -> None:
+    """PyTorch adds each backward to the gradient of the step before."""
+    tables = made()
+    rows, (first, second) = tables.as_optimizer(), batches(2)
+    for ids in (first, second, first):
+        rows.zero_grad(set_to_none=False)
+        loss_of(tables(ids), 0).backward()
+        rows.step()
+    before = tables.rows("t")
+    tables.handle.grad.mul_(carried)  # type: ignore[union-attr]
+    with pytest.raises(stoker.ConfigError, match=r"earlier step\(\) has used up.*PyTorch would use it again"):
+        loss_of(tables(second), 1).backward()
+    rows.zero_grad()
+    rows.step()
+    assert torch.equal(tables.rows("t"), before)
+
+
+@pytest.mark.parametrize("factor", [None, math.nan])
+def test_a_gradient_of_zeros_that_a_loop_changes_is_refused(factor: float | None) -> None:
+    tables = made()
+    rows, before = tables.as_optimizer(), tables.rows("t")
+    (0 * loss_of(tables(batches(1)[0]), 0)).backward()
+    nn.utils.clip_grad_norm_(tables.parameters(), 1.0)
+    grad = tables.handle.grad
+    assert grad is not None
+    grad.add_(1.0) if factor is None else grad.mul_(factor)
+    with pytest.raises(stoker.ConfigError, match="more than a factor" if factor is None else "became NaN"):
+        rows.step()
+    assert torch.equal(tables.rows("t"), before)
+
+
+@pytest.mark.parametrize("norm", [1, math.inf, "inf"])
+def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    rows = tables.as_optimizer()
+    head(tables(batches(1)[0]).flatten(1)).sum().backward()
+    with pytest.raises(stoker.ConfigError, match=rf"norm of type {norm}, .* rows of t only the 2-norm is known"):
+        nn.utils.clip_grad_norm_([*tables.parameters(), *head.parameters()], 1.0, norm_type=norm)
+    nn.utils.clip_grad_norm_(head.parameters(), 1.0, norm_type=norm)
+    nn.utils.clip_grad_norm_(tables.parameters(), 1.0, norm_type=2)
+    rows.step()
+    assert tables.tick == 1
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     tables = made()
@@ -662,6 +707,7 @@ def test_clipping_a_norm_that_is_not_finite_is_as_for_parameters(bad: float) -> 
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         each.step()
     used = [1, 2, 3, 4]
+    rows.zero_grad()
     tables(torch.tensor([[5, 6]])).sum().mul(bad).backward()
     tables.zero_grad(set_to_none=False)
     rows.step()
@@ -697,6 +743,7 @@ def test_a_norm_that_overflows_is_no_change_of_the_gradient(norm: float) -> None
     (tables(ids) * size).sum().backward()
     nn.utils.clip_grad_norm_(tables.parameters(), 1.0)  # multiplies by 0, as with an infinite norm
     rows.step()
+    rows.zero_grad()
     assert torch.equal(tables.rows("t"), before)
     (tables(ids) * size).sum().backward()
     tables.handle.grad.div_(2.0)  # the quotient of infinities is not known

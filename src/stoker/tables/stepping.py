@@ -18,13 +18,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
@@ -293,8 +294,6 @@ class RowSteps:
                     f"parameters, dropped the gradient of the rows before their step(). Call rows.step() first, or "
                     f"{_OTHERS}."
                 )
-            if not self._pending:
-                self._check_nothing_is_left()
             self._take_changes()
             if self._pending:
                 self.trained.apply_gradients(*self._take_pending())
@@ -305,9 +304,9 @@ class RowSteps:
         grad = self.trained.handle.grad
         if self.checked and grad is not None and grad.tolist() not in ([0.0, 0.0], [_MARK_READ, _MARK_READ]):
             raise ConfigError(
-                f"step() was called for a gradient of {self.name} that an earlier step() has used up, or that "
-                "zero_grad() has dropped before the loop put it back. Call zero_grad() after each step(), and step() "
-                "after a backward."
+                f"step() or backward() found a gradient of {self.name} that an earlier step() has used up, or that "
+                "zero_grad() has dropped before the loop put it back. PyTorch would use it again. Call zero_grad() "
+                "after each step(), and step() after a backward."
             )
 
     def _take_pending(self) -> tuple[list[Any], float]:
@@ -332,6 +331,7 @@ class RowSteps:
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
         if not self._pending:
+            self._check_nothing_is_left()
             return
         handle = self.trained.handle
         grad = handle.grad
@@ -340,10 +340,9 @@ class RowSteps:
             return
         first, second = after = grad.tolist()  # versions are no help: GradScaler changes gradients without counting
         before = (self._direction() * self._norm).tolist()
-        if self._norm == 0.0:
-            return
         if first == second == 0.0:
-            self.discard()
+            if self._norm:
+                self.discard()
             return
         if not math.isfinite(before[1]):  # also a norm that is too large for the handle's type
             if grad._version == self._version or (second == before[1] and not math.isfinite(self._norm)):
@@ -355,8 +354,6 @@ class RowSteps:
             self._norm = math.nan
             self._published, self._version = grad, grad._version
             return
-        large = int(abs(before[1]) > before[0])
-        factor = after[large] / before[large]
         if math.isnan(first) and math.isnan(second):
             self.discard()
             if _enabled_scaler():  # which leaves this step out
@@ -366,7 +363,9 @@ class RowSteps:
                 f"the gradient of {self.name} became NaN after backward, by clip_grad_norm_ where a gradient of "
                 "another parameter is not finite. Skip such a step: zero_grad() and no step()."
             )
-        if not math.isclose(after[1 - large] / before[1 - large], factor, rel_tol=1e-3):
+        large = int(abs(before[1]) > before[0])
+        factor = after[large] / before[large] if self._norm else math.nan
+        if not math.isclose(after[1 - large], factor * before[1 - large], rel_tol=1e-3):
             self._refuse_change(before, after)
         self._pending = [(group, each * factor) for group, each in self._pending]
         self._norm *= factor
@@ -647,6 +646,32 @@ def check_export() -> None:
         )
 
 
+def _refuse_other_norms() -> None:
+    """Let ``clip_grad_norm_`` raise an error for a norm that the handle's gradient does not have.
+
+    Nothing of a norm is seen in a gradient afterwards, and torch has no hook there.
+    """
+    norm_of = clip_grad._get_total_norm
+    if hasattr(norm_of, "checks_rows"):
+        return
+
+    @wraps(norm_of)
+    def checked(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        if float(norm_type) != 2.0 and not torch.compiler.is_compiling():
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
+                if any(steps.trained.handle.grad is each for each in tensors):
+                    raise ConfigError(
+                        f"gradients are clipped by their norm of type {norm_type}, but of the gradient of the rows of "
+                        f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
+                        "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
+                    )
+        return norm_of(tensors, norm_type, *args, **kwargs)
+
+    vars(checked)["checks_rows"] = True
+    vars(clip_grad)["_get_total_norm"] = checked
+
+
 class TableOptimizer(torch.optim.Optimizer):
     """Step the rows of tables in ``step()``, as a torch optimizer steps parameters.
 
@@ -659,6 +684,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, trained: Any, steps: RowSteps, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
+        _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 
     def hand_lr_over(self) -> None:
