@@ -320,6 +320,97 @@ def test_a_learning_rate_that_one_rank_sets_is_refused(divided: bool, ranks: int
         assert said.startswith(f"the learning rates of the rows are 0.1, 0.25{', 0.1' * (ranks - 2)} on ranks 0 to")
 
 
+def _set_alone(tables: EmbeddingTables, what: str) -> None:
+    """Change a setting of one rank."""
+    if what == "gradient_scale":
+        tables.gradient_scale = 2.0
+    elif what == "frozen tables":
+        tables.freeze("a")
+    elif what == "mode":
+        tables.eval()
+    elif what == "row optimizer":
+        tables.optimizer = replace(tables.optimizer, weight_decay=0.1)
+    elif what == "number of shards":
+        tables.shards = 8
+    elif what == "number of row updates done":
+        tables.tick = 7
+    else:
+        tables.as_optimizer()
+
+
+ALONE = {
+    "gradient_scale": "the factors on the gradients of the rows are 1.0, 2.0",
+    "frozen tables": "frozen tables of tables a, b is [] on rank 0, but ['a'] on rank 1; give all ranks the same.",
+    "mode": "the mode of tables a, b is train on rank 0, but eval on rank 1",
+    "row optimizer": "weight_decay=0.1",
+    "number of shards": "the number of shards of tables a, b is 4 on rank 0, but 8 on rank 1",
+    "number of row updates done": "the number of row updates done of tables a, b is ",
+    "way to step": "tables a, b is in each backward on rank 0, but as_optimizer() on rank 1",
+}
+
+
+@pytest.mark.filterwarnings("ignore:backward reached EmbeddingTables in eval mode")
+@pytest.mark.parametrize("how", ["divided", "replicated", "averaged"])
+@pytest.mark.parametrize("what", ALONE)
+def test_a_setting_of_one_rank_alone_is_refused_by_name(what: str, how: str) -> None:
+    """Ranks would train without an error, and no number would be that of one process."""
+
+    def work(group: Ranks) -> str:
+        own = {"divided": {"ranks": group}, "averaged": {"ranks": group.averaging(2)}}.get(how, {})
+        tables = EmbeddingTables(
+            [TableConfig(name=name, num_embeddings=30, embedding_dim=4) for name in "ab"], shards=4,
+            optimizer=optim.Adagrad(lr=0.1), backend="reference", **own,  # type: ignore[arg-type]
+        )  # fmt: skip
+        if how == "replicated":
+            tables.replicate(group)
+
+        def loop() -> None:
+            for step in range(6):
+                if step == 2 and group.rank == 1:
+                    _set_alone(tables, what)
+                tables(_batch(group, step)).sum().backward()
+            group.numbers("end", [])
+
+        with pytest.raises(RanksError) as caught:
+            loop()
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert ALONE[what] in said
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_stage_over_another_placement_is_refused_by_name(divided: bool) -> None:
+    """Ranks ask each other ahead for rows in slots alone."""
+
+    def work(group: Ranks) -> str:
+        own: dict[str, Any] = {"ranks": group} if divided else {}
+        tables = _some(placement=Device() if group.rank else Cached(slots=16), **own)
+        batches = [_batch(group, step) for step in range(3)]
+        if not divided:
+            tables.replicate(group)
+        with pytest.raises(RanksError) as caught:
+            [tables(ids).sum().backward() for ids in stage(batches, tables, lookups=lambda ids: ids)]
+        return str(caught.value)
+
+    said = "the placement of tables t is t in slots and the rest in memory on rank 0, but none in slots and the rest"
+    for each in on_threads(2, work):
+        assert said in each
+
+
+def test_a_last_batch_without_examples_on_some_ranks_is_a_step_of_averaged_copies() -> None:
+    """They have done as many steps as the others."""
+
+    def work(group: Ranks) -> list[int]:
+        tables = _some(group.averaging(2))
+        for count in (8, 1):  # examples of all
+            bounds, own = shard_bounds(count, 4), shards_of(group.rank, 3, 4)
+            tables(torch.ones(bounds[own.stop] - bounds[own.start], 2).long()).sum().backward()
+        return [tables.tick]
+
+    assert on_threads(3, work) == [[2]] * 3
+
+
 def test_a_stage_on_one_rank_alone_is_refused() -> None:
     def work(group: Ranks) -> str:
         tables = _some(group, placement=Cached(slots=16))
@@ -331,6 +422,7 @@ def test_a_stage_on_one_rank_alone_is_refused() -> None:
 
     for said in on_threads(2, work):
         assert "rank 0: ask for rows ahead, table 't' (to each its own); rank 1: ask for rows of table 't'" in said
+        assert "the number of open stages of tables t is 1 on rank 0, but 0 on rank 1; give all ranks the same" in said
 
 
 @pytest.mark.parametrize("dim", [1, 3, 4])

@@ -336,7 +336,7 @@ def test_an_error_of_a_shard_reaches_the_caller_and_threads_are_alone() -> None:
     assert seen == [1] * 8
 
 
-SAME = Alike(0, 0, 0)
+SAME = Alike(0, 0, 0, 0)
 
 
 def _of_a_rank(ranks: Ranks, batch: int) -> Step:
@@ -391,6 +391,7 @@ def test_ranks_with_other_models_are_refused() -> None:
     [
         ("seed", "has other parameters in its dense part"), ("data", "has another batch than rank 0: other"),
         ("order", "has another batch than rank 0, by its step"), ("schedule", "has other parameters"),
+        ("eval", "computes in another way"), ("autocast", "computes in another way"),
     ],
 )  # fmt: skip
 def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -> None:
@@ -409,9 +410,14 @@ def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -
             for step in range(4):
                 if step == 2 and other and what == "schedule":
                     dense.param_groups[0]["lr"] = 0.05
+                if step == 2 and other and what == "eval":
+                    model.top.eval()
                 ids = (torch.arange(8).view(8, 1) + (other and what == "data")) % 9
                 number = step + (other and what == "order")
-                loss_of(Batch(dense=torch.ones(8, 1), ids=ids, labels=torch.ones(8), step=number)).backward()
+                batch = Batch(dense=torch.ones(8, 1), ids=ids, labels=torch.ones(8), step=number)
+                with torch.autocast("cpu", torch.bfloat16, enabled=other and what == "autocast"):
+                    loss = loss_of(batch)
+                loss.backward()
                 dense.step()
                 dense.zero_grad()
 

@@ -34,6 +34,7 @@ from stoker.tables.group import TableGroup, joint_of
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
+from stoker.tables.ranks.alike import meet, said
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.share import Share
@@ -134,6 +135,7 @@ class EmbeddingTables(CopiedTables):
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
         self.divided = asked.ranks is not None  # whether each has some of the rows, though all have cores
+        self.stages = 0  # loops over stages of these tables that have begun
         self.share: Share | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
         self._copied: int | None = None  # of a copy: the steps when it was made
@@ -221,6 +223,16 @@ class EmbeddingTables(CopiedTables):
     @gradient_scale.setter
     def gradient_scale(self, value: float) -> None:
         self._steps.scale = float(value)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The tables that do not train (:meth:`freeze`)."""
+        return self._frozen
+
+    @property
+    def deferred(self) -> bool:
+        """Whether rows wait for the step of :meth:`as_optimizer`."""
+        return self._steps.deferred
 
     @property
     def device(self) -> torch.device:
@@ -508,6 +520,7 @@ class EmbeddingTables(CopiedTables):
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))
         joint, ranks = None if self.ranks else self._joint, self._summed
+        own = said(self, scale) if ranks else []
         rule = joint.rule(shards is not None) if joint and alone.group < 0 and len(gradients) == 1 else None
         if joint and rule:
             self._check_unchanged(alone)
@@ -520,11 +533,11 @@ class EmbeddingTables(CopiedTables):
                 if ranks is None:
                     group.update(lookups, grad, lease or group.acquire(lookups))
                 else:
-                    group.step_together(ranks, lookups, grad, ranks.tree(self.shards), lease)
+                    group.step_together(ranks, lookups, grad, ranks.tree(self.shards), lease, own)
         for group in self.groups:
             group.tick = tick  # also in groups without a gradient: files keep one number
         if self.averages is not None and tick % (self.averages.ranks.average_every or 1) == 0:
-            self.averages.average()
+            self.averages.average(said(self, self.gradient_scale))
 
     @property
     def _summed(self) -> Ranks | None:
@@ -534,16 +547,16 @@ class EmbeddingTables(CopiedTables):
     def average(self) -> None:
         """Average the copies of ranks now (:meth:`stoker.distributed.Ranks.averaging`); all ranks call this."""
         if self.averages is not None and self.averages.pending:
-            self.averages.average()
+            self.averages.average(said(self, self.gradient_scale))
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """Return the Euclidean norm of the gradient of all rows."""
-        total = 0.0
+        total, own = 0.0, said(self, self.gradient_scale) if self._summed else []
         for group, lookups, grad, _ in self._sums(gradients, release=False):
             if (ranks := self._summed) is None:
                 total += group.gradient_norm_squared(lookups, grad)
             else:
-                total += group.norm_squared(group.sums_of(ranks, lookups, grad, ranks.tree(self.shards)))
+                total += group.norm_squared(group.sums_of(ranks, lookups, grad, ranks.tree(self.shards), own))
         return math.sqrt(total)
 
     def _sums(
@@ -664,18 +677,7 @@ class EmbeddingTables(CopiedTables):
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
         if replicas is not None:
-            if 1 < self.shards < replicas.size:
-                raise ConfigError(
-                    f"{replicas.size} ranks need as many logical shards of a batch, but the tables have {self.shards}. "
-                    f"Make them with shards={1 << (replicas.size - 1).bit_length()} or more."
-                )
-            own = self.seed if self.divided else None  # of divided rows each rank makes its own
-            together = [[table.name for table in group.tables] for group in self.groups]
-            replicas.check_alike(self.tables, self.stored, self.features, together, self.optimizer, self.shards, own)
-            for table in () if self.divided else self.tables:
-                _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
-                replicas.check_equal(f"table {table.name!r}", rows.weight)
-            replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
+            meet(replicas, self)
         self.ranks = replicas
 
     def close(self) -> None:

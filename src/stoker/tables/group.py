@@ -179,7 +179,9 @@ class TableGroup:
         else:
             mark(self.marks, changed)
 
-    def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
+    def step_together(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None, said: Sequence[int]
+    ) -> None:  # fmt: skip
         """Do :meth:`update` for the batch of all ranks, of which this one has ``lookups``, with their shards.
 
         Args:
@@ -188,19 +190,22 @@ class TableGroup:
             grad: [B, P, D].
             tree: the shards of all ranks.
             lease: as for :meth:`update`.
+            said: what this rank says of its step (:func:`stoker.tables.ranks.alike.said`).
         """
-        found = self.sums_of(ranks, lookups, grad, tree)
+        found = self.sums_of(ranks, lookups, grad, tree, said)
         self.step(found.sums.rows, found.sums.values, found.counts)
         if lease is not None:  # which a stage made for the rows of all ranks
             lease.release(changed=True)
 
-    def sums_of(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> ShardSums:
-        """Return the sum of the gradient of each row over the examples of all ranks."""
+    def sums_of(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, said: Sequence[int]
+    ) -> ShardSums:  # fmt: skip
+        """Return the sum of the gradient of each row over the examples of all ranks; arguments of step_together."""
         shards = lookups.bags.shards
         assert shards is not None
         with ranks.guard():
             own = shard_sums(self.backend, lookups, grad, shards)
-        return shared_sums(ranks, own, tree, f"table {self.tables[0].name!r}", self.optimizer.lr)
+        return shared_sums(ranks, own, tree, f"table {self.tables[0].name!r}", said)
 
     @spanned("update")
     def step(self, rows: Tensor, grads: Tensor, counts: Tensor) -> None:

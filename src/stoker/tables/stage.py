@@ -173,6 +173,13 @@ class Stage(Generic[Item]):
         return None if given is None else int(given)
 
     def __iter__(self) -> Iterator[Item]:
+        self.tables.stages += 1
+        try:
+            yield from self._loop()
+        finally:
+            self.tables.stages -= 1
+
+    def _loop(self) -> Iterator[Item]:
         raw, ranks = self.tables.raw, self.tables.ranks
         if not (ranks and self.tables.training):
             self._replicated = []

@@ -37,10 +37,13 @@ class Averages:
             if known is group:
                 mark_lookups(touched, *lookups)
 
-    def average(self) -> None:
-        """Replace each row that some rank touched by its mean over ranks; all ranks call this."""
+    def average(self, said: Sequence[int]) -> None:
+        """Replace each row that some rank touched by its mean over ranks, which all ``said`` the same of their steps.
+
+        All ranks call this.
+        """
         for group, touched in self._touched:
-            found = self.ranks.gather("average rows", touched.nonzero().view(-1))
+            found = self.ranks.gather("average rows", touched.nonzero().view(-1), said)
             for rows in torch.unique(torch.cat(found)).split(_CHUNK):
                 if len(rows):
                     group.replace(rows, group.storage.gather(rows.numpy()).map(self._mean))

@@ -31,7 +31,7 @@ from stoker.tables.config import Slotted, Strategy, TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.ranks.sums import packed, sends_names, unpacked
-from stoker.tables.ranks.transport import Ranks, bits_of, check_rates
+from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
@@ -239,43 +239,49 @@ class DividedGroup(TableGroup):
 
     # ---- steps
 
-    def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
+    def step_together(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None, said: Sequence[int]
+    ) -> None:  # fmt: skip
         self.own.tick = self.tick
         if lease is None or lease.over or sends_names(ranks.size, len(tree)):
-            self._step_named(ranks, lookups, grad, tree)
+            self._step_named(ranks, lookups, grad, tree, said)
         else:
-            self._step_asked(ranks, lookups, grad, len(tree) // ranks.size, lease.token)
+            self._step_asked(ranks, lookups, grad, len(tree) // ranks.size, lease.token, said)
         if lease is not None:
             lease.release(changed=True)
         self.version += 1
         self.tick += 1
 
-    def _send(self, work: str, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Do :meth:`Ranks.exchange` for a step, which all ranks take by the same learning rate."""
-        found, said = self.ranks.exchange_noted(f"{work}, {self._name}", parts, [bits_of(self.optimizer.lr)])
-        check_rates(work, said)
+    def _send(self, work: str, parts: Sequence[Tensor], said: Sequence[int]) -> list[Tensor]:
+        """Do :meth:`Ranks.exchange` for a step, of which all ranks say the same."""
+        found, notes = self.ranks.exchange_noted(f"{work}, {self._name}", parts, said)
+        self.ranks.check_step(work, notes)
         return found
 
-    def _step_named(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range) -> None:
+    def _step_named(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, said: Sequence[int]
+    ) -> None:  # fmt: skip
         shards = lookups.bags.shards
         assert shards is not None
         with ranks.guard():
             own = shard_sums(self.backend, lookups, grad, shards)
             order, counts = self._by_owner(own.sums.rows)
             parts = list(packed(own)[order].split(counts))
-        found = torch.cat(self._send("send gradients", parts))
+        found = torch.cat(self._send("send gradients", parts, said))
         with ranks.guard():
             sums, occurs = joined_sums(unpacked(found), tree)
             self.own.step(self._owned(sums.rows), sums.values, occurs)
 
-    def _step_asked(self, ranks: Ranks, lookups: Lookups, grad: Tensor, size: int, asked: Asked) -> None:
+    def _step_asked(
+        self, ranks: Ranks, lookups: Lookups, grad: Tensor, size: int, asked: Asked, said: Sequence[int]
+    ) -> None:  # fmt: skip
         """Step the rows of a lookup, of which each rank has a node of ``size`` shards: their names are not sent."""
         with ranks.guard():
             which, count = asked.bags.ids, sum(asked.counts)
             values = row_gradients(self.backend, count, lookups.space, lookups.bags, which, grad)
             occurs = torch.bincount(which.view(-1), minlength=count)
             sent = torch.cat([occurs.to(torch.int32).view(-1, 1), values.view(torch.int32)], dim=1)
-        found = self._send("send gradients as asked", list(sent.split(asked.counts)))
+        found = self._send("send gradients as asked", list(sent.split(asked.counts)), said)
         with ranks.guard():
             sums, total = dict[Node, Tensor](), torch.zeros(len(asked.rows), dtype=torch.int64)
             for rank, (places, data) in enumerate(zip(asked.places, found, strict=True)):

@@ -5,6 +5,8 @@ Legend: n sums, D columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def unpacked(data: Tensor) -> ShardSums:
     return ShardSums(RowSums(rows, node // _START, node % _START, values), counts)
 
 
-def shared_sums(ranks: Ranks, own: ShardSums, shards: range, name: str, lr: float) -> ShardSums:
-    """Return the sums of rows over the shards of all ranks, on every rank; all have the learning rate ``lr``."""
-    parts = torch.cat(ranks.gather(f"share gradients of {name}", packed(own), lr=lr))
+def shared_sums(ranks: Ranks, own: ShardSums, shards: range, name: str, said: Sequence[int]) -> ShardSums:
+    """Return the sums of rows over the shards of all ranks, on every rank, which ``said`` the same of their step."""
+    parts = torch.cat(ranks.gather(f"share gradients of {name}", packed(own), said))
     return joined_sums(unpacked(parts), shards)

@@ -8,6 +8,7 @@ Legend: R ranks.
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from collections import Counter
@@ -120,6 +121,7 @@ class Ranks:
             group = _Group(group, timeout)
         self.wire: Wire = group
         self.rank, self.size = group.rank, group.size
+        self.settings: list[Callable[[], Mapping[str, str]]] = []  # of tables on these ranks, for messages
         self.sent = Counter[str]()  # bytes sent to other ranks, by work; "headers" come before each message
 
     def __repr__(self) -> str:
@@ -212,7 +214,7 @@ class Ranks:
         Raises:
             ConfigError: the ``settings`` are not the same on every rank.
         """
-        texts = self.numbers("compare settings", [zlib.crc32(_plain(settings).encode())])
+        texts = self.numbers("compare settings", [zlib.crc32(plain(settings).encode())])
         if different := [rank for rank, found in enumerate(texts) if found != texts[0]]:
             raise ConfigError(
                 f"the tables of rank {different[0]} are not made like those of rank 0. Give all ranks the same tables, "
@@ -234,6 +236,40 @@ class Ranks:
                 f"{name} of rank {different[0]} is not that of rank 0: they must start alike. Give all of them the "
                 "same seed, or load the same checkpoint into each."
             )
+
+    def check_step(self, work: str, said: Sequence[Sequence[int]]) -> None:
+        """Check what the ranks ``said`` of their next step (:mod:`stoker.tables.ranks.alike`).
+
+        Raises:
+            RanksError: it differs.
+        """
+        rates, scales, settings = ([each[place] for each in said] for place in range(3))
+        for name, found in (("learning rates", rates), ("factors on the gradients", scales)):
+            if len(set(found)) > 1:
+                values = ", ".join(str(struct.unpack("<d", struct.pack("<q", bits))[0]) for bits in found)
+                raise RanksError(
+                    f"the {name} of the rows are {values} on ranks 0 to {self.size - 1}, which are to {work}. Set "
+                    "rates, gradient_scale and clipping on all ranks, before the same step."
+                )
+        if len(set(settings)) > 1:
+            raise RanksError(f"ranks are to {work}, but {self._differences()}.")
+
+    def _differences(self) -> str:
+        """Return in words which settings of tables differ, with a remedy, or ""; all ranks call this."""
+        own = {name: value for settings in self.settings for name, value in settings().items()}
+        text = json.dumps(own).encode()
+        length = torch.tensor([len(text)])
+        lengths = self._call("compare settings", lambda: self.wire.gather(length.view(torch.uint8)))
+        padded = torch.frombuffer(bytearray(text.ljust(int(lengths.view(torch.int64).max()))), dtype=torch.uint8)
+        texts = self._call("compare settings", lambda: self.wire.gather(padded))
+        first, *others = (json.loads(bytes(each.tolist())) for each in texts)
+        found = [
+            f"{name} is {value} on rank 0, but {other.get(name, 'missing')} on rank {rank}"
+            for rank, other in enumerate(others, 1)
+            for name, value in first.items()
+            if other.get(name) != value
+        ]
+        return "; ".join([*found[:3], "give all ranks the same"]) if found else ""
 
     # ---- collectives
 
@@ -316,16 +352,16 @@ class Ranks:
         found[self.rank] = data[self.rank]
         return found
 
-    def gather(self, work: str, value: Tensor, *, lr: float = 0.0) -> list[Tensor]:
+    def gather(self, work: str, value: Tensor, said: Sequence[int] = ()) -> list[Tensor]:
         """Return the ``value`` of every rank; all have the same shape but for the first.
 
         Raises:
-            RanksError: the learning rates ``lr`` of the ranks differ.
+            RanksError: what the ranks ``said`` of a step differs.
         """
         data = bytes_of(value)
         with self.whole(work):
-            table, said = self._announce(f"{work} (to all)", [len(data)] * self.size, [bits_of(lr)])
-            check_rates(work, said)
+            table, notes = self._announce(f"{work} (to all)", [len(data)] * self.size, said)
+            self.check_step(work, notes)
             sizes = [row[0] for row in table]
             if not (most := max(sizes)):
                 return [value] * self.size
@@ -342,9 +378,10 @@ class Ranks:
         """Return the int64 numbers of every rank, equally many of each."""
         table, found = self._announce(f"{work} (to all)", [len(own)] * self.size, own[:_INLINE])
         if any(row[0] != len(own) for row in table):
+            why = self._differences()
             raise RanksError(
-                f"ranks {work} for {', '.join(str(row[0]) for row in table)} lookups: all must call forward and "
-                "backward equally often."
+                f"ranks {work} for {', '.join(str(row[0]) for row in table)} lookups{why and ': '}{why}. All must call "
+                "forward and backward equally often."
             )
         if len(own) <= _INLINE:
             return [each[: len(own)] for each in found]
@@ -411,9 +448,10 @@ class Ranks:
         if len({row[0] for row in rows}) > 1:
             names = [bytes(row[: len(name)].tolist()).decode(errors="replace").strip() for row in found]
             does = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(names))
+            why = self._differences()
             raise RanksError(
-                f"ranks do different things ({does}). All of them must do the same in the same order: equally many "
-                "batches, lookups, backwards, reads and writes."
+                f"ranks do different things ({does}){why and ': '}{why}. All of them must do the same in the same "
+                "order: equally many batches, lookups, backwards, reads and writes."
             )
         return [row[2 + _INLINE :] for row in rows], [row[2 : 2 + _INLINE] for row in rows]
 
@@ -450,30 +488,16 @@ def bits_of(value: float) -> int:
     return found
 
 
-def check_rates(work: str, said: Sequence[Sequence[int]]) -> None:
-    """Raise an error on all ranks if the learning rates differ whose bits they ``said`` first, for their next step.
-
-    Raises:
-        RanksError: they do.
-    """
-    if len({bits for bits, *_ in said}) > 1:
-        rates = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, *_ in said]
-        raise RanksError(
-            f"the learning rates of the rows are {', '.join(f'{rate:g}' for rate in rates)} on ranks 0 to "
-            f"{len(rates) - 1}, which are to {work}. Set the rate on all ranks, before the same step."
-        )
-
-
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """Return a text that is equal for equal settings: of an object without fields, the name of its type."""
     if isinstance(value, str | None):
         return repr(value)
     if isinstance(value, Number):
         return repr(complex(value))  # type: ignore[call-overload]
     if is_dataclass(value):
-        return f"{type(value).__name__}({', '.join(_plain(getattr(value, each.name)) for each in fields(value))})"
+        return f"{type(value).__name__}({', '.join(plain(getattr(value, each.name)) for each in fields(value))})"
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(plain, value))}]"
     return type(value).__name__
 
 

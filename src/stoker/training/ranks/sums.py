@@ -26,6 +26,7 @@ class Alike(NamedTuple):
     step: int
     batch: int
     parameters: int
+    modes: int
 
 
 _DIFFERENT = {
@@ -35,6 +36,8 @@ _DIFFERENT = {
     "parameters": "has other parameters in its dense part than rank 0. Start all of them with the same ones, "
     "torch.manual_seed(0) before the model is made or the same checkpoint, and let the optimizers of all do the same: "
     "the same settings, schedule and steps.",
+    "modes": "computes in another way than rank 0: model.train() or eval(), torch.autocast, or "
+    "torch.set_float32_matmul_precision. Set them alike on all ranks.",
 }
 
 
