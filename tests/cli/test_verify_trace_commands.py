@@ -103,10 +103,10 @@ def test_slow_work_shows_a_bar(
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
     _, _, err = output(capsys, "verify", run, "--steps", 3)
-    assert "3/3" in err
+    assert "3 of 3" in err
     assert "all rows" in err
     _, _, err = output(capsys, "trace", run, "--steps", 3, "--out", tmp_path / "t.json")
-    assert "3/3" in err
+    assert "3 of 3" in err
     _, _, err = output(capsys, "verify", run, "--steps", 3, "--json")
     assert err == ""
 

@@ -180,7 +180,23 @@ def test_every_piece_of_work_has_its_own_bar_and_unit() -> None:
         _, shards, ids = bar._bar.tasks
         assert (shards.completed, shards.total, shards.visible) == (4, 4, False)
         assert (ids.completed, ids.total, ids.visible) == (2, 5, True)
-        assert (shards.fields["status"], ids.fields["status"]) == ("MiB, 4.0 MiB in all", "batches")
+        assert (shards.fields["status"], ids.fields["status"]) == ("MiB", "batches")
+
+
+def test_bars_show_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("stoker.training.display.time.monotonic", lambda: now[0])
+    with ProgressBar() as bar:
+        bar.start(0, 1000, "")
+        for done in (0, 2**20):
+            bar.work("checking shards", done, 4 * 2**20)
+            now[0] += 2.0
+        steps, shards = bar._bar.tasks
+        assert shards.fields["status"] == "MiB  512.0 KiB/s  6.0 s left"
+        for done in (1, 5):  # before the first record
+            bar.step(done)
+            now[0] += 8.0
+        assert steps.fields["status"] == "0.5/s  33 min 10 s left"
 
 
 def test_the_bar_shows_notes_as_they_are_and_those_of_kernels_too(
@@ -207,7 +223,8 @@ def test_plain_lines_tell_of_long_work_once(
         for done in range(4):
             shown.work("reading ids of the epoch", done, 3, unit="batches")
             now[0] += seconds
-        assert capsys.readouterr().err.count("reading ids of the epoch: 1 of 3 batches so far") == (epoch > 0)
+        said = "reading ids of the epoch: 1 of 3 batches  0.2/s  10.0 s left\n"
+        assert capsys.readouterr().err.count(said) == (epoch > 0)
 
 
 def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -286,7 +287,9 @@ def test_advice_names_the_metric_that_decided() -> None:
     one_class = {"auc": None, "rows": 500, "positives": 0}
     for metric, more in (("auc", one_class), ("log_loss", {"auc": 0.6})):
         for losses, said in (
-            ((0.5, 0.7), "log loss was best at step 10 and worse"),
+            ((0.5, 0.7), "log loss was best at step 10; no later evaluation was better"),
+            ((0.5, 0.5), "log loss was best at step 10; no later evaluation was better"),
+            ((0.5, math.nan), "log loss was best at step 10; no later evaluation was better"),
             ((0.7, 0.5), "improved .* 0.2000"),
         ):
             curve = [{"log_loss": loss, "step": 10 * place, "epoch": place, **more}

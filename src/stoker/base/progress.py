@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stoker.base.units import format_count, format_size
+from stoker.base.units import format_count, format_duration, format_size
 
 QUIET_SECONDS = 2.0  # shorter work shows no progress
 LINE_SECONDS = 30.0  # between two lines where there is no terminal
@@ -65,7 +65,8 @@ class Bars:
     def _start(self) -> bool:
         """Start the bars or the lines; return True for bars."""
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+        from rich.table import Column
         from rich.text import Text
 
         console = Console(stderr=True)
@@ -75,22 +76,26 @@ class Bars:
             return False
 
         class Amount(ProgressColumn):
-            """Done, total and rate in the task's own unit."""
+            """Done, total, rate and time left in the task's own unit."""
 
             def render(self, task: Any) -> Text:
-                given = (task.completed, task.total, task.fields["unit"])
-                return Text(_amount(*given, task.completed - task.fields["first"], task.elapsed or 0.0))
+                seconds = (task.finished_time if task.finished else task.elapsed) or 0.0
+                return Text(_amount(task.completed, task.total, task.fields["unit"], task.fields["first"], seconds))
 
-        columns = (TextColumn("{task.description:>20}"), BarColumn(), Amount(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description:>20}"), BarColumn(None), Amount(Column(no_wrap=True)))
         self._bar = Progress(*columns, console=console, transient=not self._keep)
         self._bar.start()
         return True
 
     def _print_lines(self) -> None:
+        ended = None
         while not self._ended.wait(LINE_SECONDS):
-            what, done, total, unit = self._line
+            line = what, done, total, unit = self._line
+            if line == ended:
+                continue  # the stage after it has reported nothing yet
+            ended = line if done >= total else None
             began, first = self._begun[what]
-            amount = _amount(done, total, unit, done - first, time.monotonic() - began)
+            amount = _amount(done, total, unit, first, time.monotonic() - began)
             print(f"{time.strftime('%H:%M:%S')} {what}: {amount} ({done / total:.0%})", file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:
@@ -101,14 +106,31 @@ class Bars:
             self._lines.join()
 
 
-def _amount(done: float, total: float, unit: str, gained: float, seconds: float) -> str:
-    """Return how much of a stage is done, and its mean speed: the speed of the moment jumps."""
-    if not unit:
-        return f"{done:.0f}/{total:.0f}"
-    speed = gained / seconds if seconds > 0.5 else 0.0
-    if unit == "bytes":
-        return f"{format_size(done)} of {format_size(total)}" + (f"  {format_size(speed)}/s" if speed else "")
-    return f"{format_count(done)} of {format_count(total)} {unit}" + (f"  {format_count(speed)}/s" if speed else "")
+def _amount(done: float, total: float, unit: str, first: float, seconds: float) -> str:
+    """Return how much of a stage is done, and its :func:`pace`."""
+    shown = format_size if unit == "bytes" else format_count
+    units = f" {unit}" if unit not in ("", "bytes") else ""
+    return f"{shown(done)} of {shown(total)}{units}{pace(done, total, unit, first, seconds)}"
+
+
+def pace(done: float, total: float, unit: str, first: float, seconds: float) -> str:
+    """Return the mean speed of work and the time that is left: the speed of the moment jumps.
+
+    Args:
+        done: how much is done.
+        total: how much there is.
+        unit: "bytes" or any other.
+        first: how much was done ``seconds`` ago.
+        seconds: time for the rest.
+
+    >>> pace(3000, 4000, "rows", 1000, 4.0)
+    '  500/s  2.0 s left'
+    """
+    if seconds < 0.5 or done <= first:
+        return ""
+    speed = (done - first) / seconds
+    shown = format_size(speed) if unit == "bytes" else f"{speed:.2g}" if speed < 10 else format_count(speed)
+    return f"  {shown}/s" + (f"  {format_duration((total - done) / speed)} left" if done < total else "")
 
 
 _SOON, _AGAIN = 1.0, 3.0  # seconds of compiling before the first line, and between lines

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,6 +208,12 @@ def _line(name: str, value: object) -> None:
     say(f"{name:<16} {value}")
 
 
+def _wrapped(first: str, text: str, indent: int, style: str = "") -> None:
+    """Print a text behind ``first`` in lines of at most 100 columns; those after the first are indented."""
+    width = min(100, shutil.get_terminal_size().columns)
+    say(textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False), style)
+
+
 def _verified(found: dict[str, Any]) -> None:
     if "verified_files" in found:
         say(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", "green")
@@ -376,7 +384,7 @@ def _show_machine(found: dict[str, Any]) -> None:
     if not found["gpus"]:
         _line("GPU", "none")
     versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
-    _line("packages", ", ".join(versions))
+    _wrapped(f"{'packages':<17}", ", ".join(versions), 17)
     for use, command in found["extras"].items():
         _line("optional", f"{use}: {command}")
     for kind, backend in found["backends"].items():
@@ -393,4 +401,5 @@ def _show_machine(found: dict[str, Any]) -> None:
         say(f"could be better: {text}", "yellow")
     for text in found["problems"]:
         say(f"problem: {text}", "red")
-    say(found["verdict"], "green" if found["ok"] else "")
+    for sentence in found["verdict"].split("; "):
+        _wrapped("", sentence, 2, "green" if found["ok"] else "")

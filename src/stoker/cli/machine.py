@@ -52,8 +52,8 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         measure: spend about a second on memory bandwidth.
 
     Returns:
-        ``verdict`` (one sentence), ``ok`` (training can run), ``problems`` (what prevents it) and ``advice``
-        (what would help), each with its remedy, and the findings by topic.
+        ``verdict`` (sentences with "; " between them), ``ok`` (training can run), ``problems`` (what prevents it) and
+        ``advice`` (what would help), each with its remedy, and the findings by topic.
     """
     packages = {name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}
     gpus, compiler, folder = _gpus(), _compiler(), _folder()

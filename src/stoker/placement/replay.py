@@ -568,6 +568,7 @@ def _replayed(
 
     for first, last in trace.chunks():
         for step in range(first, last):
+            report(strategy.name, step, trace.steps)
             while known < trace.steps and known - step <= ahead.batches:
                 if adapts and known - step > in_flight and size >= strategy.memory:
                     break
@@ -584,7 +585,7 @@ def _replayed(
             missed += int(counts[np.searchsorted(rows, plan.fetch_rows)].sum())
             ahead.judge(residency.guesses, known - step - 1)
             size -= own
-        report(strategy.name, last, trace.steps)
+    report(strategy.name, trace.steps, trace.steps)
     # Each row is fetched for its first use, whatever the strategy.
     counted = Counts(trace.places - misses, trace.lookups - missed, misses, trace.num_rows, written)
     return _Run(counted, widest, int(largest))

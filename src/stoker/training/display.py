@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from typing import Any, Literal, TextIO
 
-from stoker.base.progress import listening
+from stoker.base.progress import listening, pace
 from stoker.base.units import format_count, format_duration, format_size, plural
 
 _REFRESH = 0.1  # seconds between updates of the bar
@@ -122,14 +122,15 @@ class PlainLines(_Lines):
         self._seconds = seconds
         self._last = time.monotonic()
         self._what, self._begun, self._said = "", 0.0, False  # the current work, its start, and whether it was shown
+        self._first = 0  # what was done then
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         now = time.monotonic()
         if what != self._what:
-            self._what, self._begun, self._said = what, now, False
+            self._what, self._begun, self._said, self._first = what, now, False, done
         if not self._said and done < total and now - self._begun > _LONG:
             self._said = True
-            self.note(f"{what}: {_amount(done, total, unit)} so far")
+            self.note(f"{what}: {_amount(done, total, unit)}{pace(done, total, unit, self._first, now - self._begun)}")
         if done >= total:
             self._what = ""
 
@@ -150,11 +151,13 @@ class ProgressBar(_Lines):
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
         super().__init__()
         self._console = Console(stderr=True)
         status = TextColumn("{task.fields[status]}")
-        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), status)
+        amount = MofNCompleteColumn(table_column=Column(no_wrap=True))
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), amount, status)
         self._bar = Progress(*columns, console=self._console, transient=True)
         self._task: Any = None
         self._works: dict[str, Any] = {}
@@ -162,6 +165,7 @@ class ProgressBar(_Lines):
         self._auc = ""
         self._status = ""
         self._seconds_per_step = 0.0
+        self._begun = (0.0, -1)  # time of the first step that was shown, and its number
         self._kernels = ExitStack()
 
     def __exit__(self, *error: object) -> None:
@@ -176,21 +180,26 @@ class ProgressBar(_Lines):
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         if what not in self._works:
-            self._works[what] = self._bar.add_task(what, status="")
-        one, words = (_MIB, f"MiB, {format_size(total)} in all") if unit == "bytes" else (1, unit)
-        self._bar.update(
-            self._works[what], completed=done // one, total=total // one, visible=done < total, status=words
-        )
+            self._works[what] = self._bar.add_task(what, status=""), time.monotonic(), done
+        task, begun, first = self._works[what]
+        one, words = (_MIB, "MiB") if unit == "bytes" else (1, unit)
+        words += pace(done, total, unit, first, time.monotonic() - begun)
+        self._bar.update(task, completed=done // one, total=total // one, visible=done < total, status=words)
 
     def step(self, done: int) -> None:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _REFRESH
+            if self._begun[1] < 0:
+                self._begun = now, done
             self._move(done)
 
     def _move(self, done: int) -> None:
-        left = (self._total - done) * self._seconds_per_step
-        status = f"{self._status}  {format_duration(left)} left" if self._status else ""
+        if self._status:
+            status = f"{self._status}  {format_duration((self._total - done) * self._seconds_per_step)} left"
+        else:  # before the first record
+            begun, first = self._begun
+            status = pace(done, self._total, "steps", first, time.monotonic() - begun).lstrip()
         self._bar.update(self._task, completed=done, status=status)
 
     def record(self, values: dict[str, Any]) -> None:

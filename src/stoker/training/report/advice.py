@@ -105,7 +105,7 @@ def _epochs(run: Record) -> Iterator[Advice]:
             more = f"; {1 - curve[first]['step'] / last:.0%} with --patience 1"
         yield Advice(
             f"Stop after epoch {epoch:.3g} ({option})",
-            f"{words} was best at step {step:,} and worse afterwards",
+            f"{words} was best at step {step:,}; no later evaluation was better",
             f"{1 - step / last:.0%} of the training time, the same model{more}",
         )
     elif math.isfinite(before := values[best - 1]) and values[best] > before:
