@@ -21,9 +21,9 @@ from stoker.prep.parse.layout import COMPARE
 from stoker.prep.parse.notation import with_point
 from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Label, Schema, SplitRule
+from stoker.prep.settings import DRAFT_ROWS
 from stoker.prep.source_format import SourceFormat
 
-ROWS = 100_000  # that a draft reads by default
 AUTO = "auto"  # instead of a recipe: prepare with the draft as it is
 _UNNAMED = re.compile(r"c\d+").fullmatch  # the names that a log without a header gets
 _GROUP_NAME = re.compile(
@@ -100,7 +100,7 @@ class Draft:
         return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
 
 
-def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> str:
+def draft_schema(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> str:
     """Draft a schema for your log from its first rows, as TOML text with comments.
 
     Comments that begin with ``unsure:`` are questions to you. If no label was found, ``[label]`` is a comment for you
@@ -128,7 +128,7 @@ def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str
     return draft_log(log, rows=rows, command=command).text
 
 
-def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
+def draft_log(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> Draft:
     """Draft a schema as :func:`draft_schema` does; return it with a guess for each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
@@ -136,7 +136,7 @@ def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | 
         return draft_inputs(inputs, log, rows=rows, command=command)
 
 
-def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | None = None) -> Draft:
+def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: str | None = None) -> Draft:
     """Draft a schema for local files; ``log`` is what the user named."""
     tables = [name for path, name in inputs.names.items() if path.suffix == FRAME]
     files, _ = expand(inputs.files)
