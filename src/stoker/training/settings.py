@@ -16,6 +16,7 @@ from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
 from stoker.placement.budget import MemoryBudget
 
 SMALLEST, LARGEST = 64, 2048  # examples of a batch; a step is not faster below; above, the learning rates do not fit
+BATCHES = f"{SMALLEST} to {LARGEST}, by the training rows"
 EPOCHS = 10  # most passes, over a small log
 TEST_ROWS = 256, 8192  # on which the hot-cold schedule measures the loss, at least and at most
 REPLAYED, RECORDED = 50, 30  # steps of stoker.verify and of stoker.trace
@@ -85,9 +86,7 @@ class OrderConfig(Settings, panel="Optimization"):
     """
 
     # Batch size and epochs are None only until ``stoker.training.defaults.complete`` replaces them.
-    batch_size: int = setting(
-        None, "Examples per batch.", unset=f"{SMALLEST} to {LARGEST}, by the training rows", least=1
-    )
+    batch_size: int = setting(None, "Examples per batch.", unset=BATCHES, least=1)
     epochs: int = setting(
         None, "Passes over the training rows.", unset=f"1 to {EPOCHS}, by the training rows", least=1, resumable=True
     )
