@@ -333,7 +333,7 @@ class Negatives:
         Raises:
             SchemaError: a feature reads the label, or both the item and its row, and so has no value for a sampled row.
         """
-        from stoker.prep.features.learned import MeanTargetEncoding
+        from stoker.prep.features.fitted import MeanTargetEncoding
         from stoker.prep.features.past import Difference, Past, Rank
 
         items = set(self.columns)
@@ -602,7 +602,7 @@ class Schema:
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
         """Load a schema from a TOML or YAML file. Files of ``merge`` features may be next to it."""
-        from stoker.prep.features.learned import Merge
+        from stoker.prep.features.fitted import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
         folder = Path(path).parent

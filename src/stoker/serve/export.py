@@ -44,7 +44,7 @@ from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like, notation_by_column
 from stoker.prep.parse.notation import notation_of
-from stoker.prep.requests import Fitted, Ids, RowEncoder, write_mapped
+from stoker.prep.requests import FittedSchema, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
 from stoker.serve.settings import ExportSettings
@@ -140,7 +140,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         )  # fmt: skip
     like = Like(Path(newest_rows(path, _REMEDY, data)))
     check_dataset(like.data, spec, manifest["extra"].get("dataset"))
-    fitted = Fitted.of(like)
+    fitted = FittedSchema.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
     with _written(target) as made:
         with reading(path, manifest) as links:
@@ -279,7 +279,7 @@ def is_export(path: str | Path) -> bool:
         return False
 
 
-def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fitted, dict[str, Any]]:
+def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, FittedSchema, dict[str, Any]]:
     """Return the model, what its rows are encoded by, and the manifest.
 
     Args:
@@ -310,18 +310,18 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
     schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
-    learned = load_features(path / FEATURES)[1] if schema.feature else {}
+    fitted_tables = load_features(path / FEATURES)[1] if schema.feature else {}
     ids = {file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))}
     notation = manifest.get("notation")
     if notation is None:  # of an earlier version
         tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
-        notation = notation_by_column(schema, tables, learned, as_typed=True)
+        notation = notation_by_column(schema, tables, fitted_tables, as_typed=True)
     schema = replace(schema, notation=notation)
-    state = {one.name: learned[one.name].table for one in schema.feature
+    state = {one.name: fitted_tables[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
-    fitted = Fitted(
+    fitted = FittedSchema(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids=ids, learned=learned, state=state, times=manifest.get("times", ()), source=path,
+        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest.get("times", ()), source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

@@ -18,7 +18,7 @@ from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST, SPLITS
 from stoker.dataset.memory import home_of
-from stoker.prep.features.learned import Merge
+from stoker.prep.features.fitted import Merge
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import BadLineLimit
