@@ -48,7 +48,7 @@ def stream(run: str | Path, url: str, *, poll: float = POLL, **settings: Any) ->
         settings: as for :func:`stoker.update`.
 
     Raises:
-        ConfigError: the URL is no topic's, or the logs of the run are not JSON.
+        ConfigError: the URL is not that of a topic, or the logs of the run are not JSON.
         DataError: Kafka does not answer, or deleted messages that were not read; or as :func:`stoker.update`.
         DependencyError: confluent-kafka is not installed.
     """

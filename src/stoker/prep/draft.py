@@ -33,7 +33,7 @@ _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
 _ITEM_NAME = re.compile(r"item|product|article|sku|song|track|movie|film|video|book|game|hotel|(^|_)ad($|_)", re.I)
 _STRONG = 3  # candidates for the label up to this order have the name of an outcome
 _MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
-_CLASS_ROWS = 10  # rows of each class from which a value that only one class has is no chance
+_CLASS_ROWS = 10  # rows of each class from which a value that only one class has does not come by chance
 _VALUE_ROWS = 3  # rows of each class for each value from which values of one class each are no chance
 
 

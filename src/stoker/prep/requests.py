@@ -349,7 +349,7 @@ def as_frame(table: Any) -> pl.DataFrame:
     """Return a table in memory as a Polars frame, whose columns have one type each.
 
     Raises:
-        DataError: it is no table, or its columns cannot be read.
+        DataError: it is not a table, or its columns cannot be read.
     """
     try:
         if isinstance(table, pl.LazyFrame):
@@ -357,7 +357,7 @@ def as_frame(table: Any) -> pl.DataFrame:
         table = arrow_of(table)
         if not isinstance(table, pl.DataFrame) and not hasattr(table, "__arrow_c_stream__"):
             raise DataError(
-                f"a {type(table).__name__} is no table. Pass Polars, pandas, PyArrow, or anything with "
+                f"a {type(table).__name__} is not a table. Pass Polars, pandas, PyArrow, or anything with "
                 "__arrow_c_stream__."
             )
         if isinstance(table, pa.Table):
@@ -374,7 +374,7 @@ def as_arrow(table: Any) -> pa.Table:
     """Return a table in memory as one of Arrow, which has no integers of 128 bits: they become texts.
 
     Raises:
-        DataError: it is no table, or a column cannot be sent to a server.
+        DataError: it is not a table, or a column cannot be sent to a server.
     """
     frame = as_frame(table)
     wide = [name for name, kind in frame.schema.items() if str(kind) in ("Int128", "UInt128")]

@@ -123,7 +123,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     target = Path(out)
     check_target(target)
     if target.exists() and not (asked.overwrite and is_export(target)):
-        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is no export."
+        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is not an export."
         raise ConfigError(f"{target} exists. {more}", settings=("out", "overwrite"))
     path = find_checkpoint(run)
     manifest = read_manifest(path)

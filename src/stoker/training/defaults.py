@@ -25,7 +25,7 @@ ROWS_A_WEIGHT = 3  # least training rows of such a log for each id and each dens
 OPTIONS = ("model_options", "row_options")  # they get values only where they are empty
 WHY = {
     "model_options": f"a small log of {WIDE} columns or more, with few ids: linear terms, from the share of label 1",
-    "row_options": f"a small log with a rare label: {EPS:g} / batch size; a first gradient near zero is no full step",
+    "row_options": f"a small log with a rare label: {EPS:g} / batch size; else a tiny first gradient is a full step",
 }
 TESTS = 4  # test losses of an epoch at the first rate, 50
 
