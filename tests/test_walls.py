@@ -21,7 +21,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_250,
+    "base": 2_295,
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
