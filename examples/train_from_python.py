@@ -24,7 +24,7 @@ def main() -> None:
     else:
         data = make_dataset(folder / "data", rows=200_000, num_embeddings=(10_000, 500, 20))
 
-    # The whole job in one call: checkpoints, evaluation, TensorBoard and metrics.jsonl lie under `out`.
+    # The whole job in one call: checkpoints, evaluation, TensorBoard and metrics.jsonl are in `out`.
     settings = {"embedding_dim": 16, "model_options": {"bottom": (64,), "top": (64, 32)}, "batch_size": 1024}
     stoker.train(data, out=folder / "run", epochs=1, **settings)
     result = stoker.train(resume=folder / "run", epochs=2)
@@ -44,7 +44,7 @@ def main() -> None:
     stoker.save(folder / "by_hand", model, optimizer)
     again = stoker.load(folder / "by_hand").model
     assert stoker.evaluate(again, data.test) == stoker.evaluate(model, data.test)
-    print("everything lies in", folder)
+    print("everything is in", folder)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from command_reference import markdown
 
 from stoker.base.settings import Settings, options_of
 from stoker.cli import COMMANDS
+from stoker.models import DLRM, MODELS, TBSM
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -31,6 +33,21 @@ def test_settings_have_one_name_in_python_and_in_commands() -> None:
             plain = f"--{item.name.replace('_', '-')}"
             one = plain.removesuffix("s")  # of an option that may be given several times
             assert not item.metadata or {plain, one} & set(options_of(item)), f"{kind.__name__}.{item.name}"
+
+
+def test_help_names_every_model_and_the_layers_it_has_by_default() -> None:
+    """The help is read without torch, so these are written once more there."""
+
+    def layers(model: type, name: str) -> str:
+        return "-".join(map(str, inspect.signature(model).parameters[name].default))
+
+    text = markdown()
+    assert f"{', '.join(MODELS)}, or the name of a model of your own." in text
+    assert f"Bottom layers of DLRM (default: {layers(DLRM, 'bottom')})" in text
+    assert (
+        f"Top layers of DLRM (default: {layers(DLRM, 'top')}), or last layers of TBSM (default: {layers(TBSM, 'top')})."
+        in text
+    )
 
 
 def test_every_command_shows_examples() -> None:

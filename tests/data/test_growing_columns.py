@@ -12,7 +12,7 @@ import torch
 import stoker
 from stoker.base.errors import DataError, SchemaError
 from stoker.prep.like import Like
-from stoker.prep.requests import Fitted, RowEncoder
+from stoker.prep.requests import FittedSchema, RowEncoder
 from stoker.training.files.rundir import RunDirectory
 
 SMALL = {
@@ -73,7 +73,7 @@ def test_rows_in_memory_have_the_raw_ids_of_prepared_ones(data: stoker.Dataset, 
     """Also where the field is empty, which is a category of column user."""
     path = log(tmp_path / "b.csv", 100)
     more = stoker.prepare(like=data, files=path, out=tmp_path / "more").test
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     found, [expected] = encoder.encode(pl.read_csv(path).select(encoder.columns)), more.batches(len(more))
     assert torch.equal(found.ids, expected.ids)
     assert found.offsets is not None

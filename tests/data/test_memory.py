@@ -31,7 +31,7 @@ import stoker
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import passes
 from stoker.dataset import memory
-from stoker.dataset.memory import Home, home_of
+from stoker.dataset.memory import TemporaryFolder, temporary_folder_of
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
@@ -155,8 +155,8 @@ def test_however_parts_and_shards_are_cut(
             run_prepare(schema(**KINDS[kind]), source, out=folder / "lying", threads=threads)
         except DataError:  # no training row
             return
-        home = Home()
-        report = run_prepare(schema(**KINDS[kind]), source, out=home.path, threads=threads)
+        folder = TemporaryFolder()
+        report = run_prepare(schema(**KINDS[kind]), source, out=folder.path, threads=threads)
         stoker.Dataset(report.path).save(folder / "saved")
     assert digests(folder / "saved") == digests(folder / "lying")
 
@@ -181,11 +181,11 @@ def test_it_goes_with_what_refers_to_it(tmp_path: Path) -> None:
     del held
     gc.collect()
     assert split.groups is not None  # its file is still there
-    assert home_of(place) is not None
+    assert temporary_folder_of(place) is not None
     del split
     gc.collect()
     assert not place.exists()
-    assert home_of(place) is None
+    assert temporary_folder_of(place) is None
     with pytest.raises(DataError, match="no dataset"):
         stoker.Dataset(place)
 
@@ -277,15 +277,15 @@ def test_it_is_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         memory.shutil, "disk_usage", lambda path: usage(path)._replace(free=10**7 if Path(path) == small else 2 * 10**7)
     )
-    assert Home().path.parent == small.resolve()
-    assert Home(10**7).path.parent == small.resolve()
-    assert Home(10**7 + 1).path.parent == large.resolve()
-    assert Home(3 * 10**7).path.parent == large.resolve()
+    assert TemporaryFolder().path.parent == small.resolve()
+    assert TemporaryFolder(10**7).path.parent == small.resolve()
+    assert TemporaryFolder(10**7 + 1).path.parent == large.resolve()
+    assert TemporaryFolder(3 * 10**7).path.parent == large.resolve()
     source = table(tmp_path / "rows.parquet", 100)
     monkeypatch.setattr("stoker.prep.prepare._ROOM", 10**7 // source.stat().st_size + 1)
     assert stoker.prepare(schema(), source).path.parent == large.resolve()
     monkeypatch.setattr("stoker.dataset.memory._SHARED", tmp_path / "absent")
-    assert Home(3 * 10**7).path.parent == small.resolve()
+    assert TemporaryFolder(3 * 10**7).path.parent == small.resolve()
 
 
 def test_rows_like_it(tmp_path: Path) -> None:
@@ -323,12 +323,12 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
 
     class Coming(Path(".").__class__):  # type: ignore[misc]
         def is_relative_to(self, *other: Any) -> bool:
-            homes.append(Home())
+            folders.append(TemporaryFolder())
             return False
 
-    homes = [Home(), Home()]
+    folders = [TemporaryFolder(), TemporaryFolder()]
     assert not passes(Coming("file"))
-    assert passes(homes[0].path / "file")
+    assert passes(folders[0].path / "file")
 
 
 @pytest.mark.parametrize("kind", ["one-hot", "bags"])
@@ -390,15 +390,16 @@ def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypat
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file locks, which Windows lacks")
 def test_what_a_killed_process_left_goes_with_the_next_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    alive = Home()
+    alive = TemporaryFolder()
     (alive.path / "kept").touch()
     code = (
-        f"import os, signal, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from stoker.dataset.memory import Home; "
-        "home = Home(); (home.path / 'large').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+        f"import os, signal, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from stoker.dataset "
+        "import memory; "
+        "folder = memory.TemporaryFolder(); (folder.path / 'large').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
-    new = Home()
+    new = TemporaryFolder()
     assert {path for path in tmp_path.iterdir() if path.is_dir()} == {alive.path, new.path}
     assert (alive.path / "kept").exists()
     del alive, new

@@ -19,7 +19,7 @@ from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, agreed, notation_of, text_of_floats, written
-from stoker.prep.requests import Fitted, RowEncoder
+from stoker.prep.requests import FittedSchema, RowEncoder
 
 SCHEMA = {
     "label": "label",
@@ -51,7 +51,7 @@ def prepared(tmp_path: Path, file: Path, **more: Any) -> stoker.Dataset:
 
 
 def encoded(data: stoker.Dataset, rows: Any) -> list[list[Any]]:
-    batch = RowEncoder(Fitted.of(Like(data.path))).encode(rows)
+    batch = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows)
     assert batch.offsets is not None
     return [batch.dense.tolist(), batch.ids.tolist(), batch.offsets.tolist()]
 
@@ -159,7 +159,7 @@ def test_requests_of_numbers_are_written_as_the_dataset_is(tmp_path: Path) -> No
     values = {"label": "label", "derive": ["cross columns=user,size buckets=20"],
               "categorical": [{"name": "size"}, {"name": "hashed", "hash_buckets": 9}]}  # fmt: skip
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     asked = rows.drop("label")
     wanted = encoder.encode(asked).ids.tolist()
     text = "\n".join(json.dumps(row) for row in asked.to_dicts())
@@ -244,7 +244,7 @@ LIKE = {"label": "label", "categorical": [{"name": "flag"}]}
 def ids_like(data: stoker.Dataset, values: Any, out: Path) -> list[list[Any]]:
     """Return the ids of values of the column flag by a request, and by a preparation like the dataset."""
     rows = pl.DataFrame({"flag": values, "label": [0] * len(values)})
-    asked = RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label")).ids.tolist()
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label")).ids.tolist()
     again = stoker.prepare(None, rows, out=out, like=data, overwrite=True).test
     assert [asked] == [batch.ids.tolist() for batch in again.batches(len(rows))]
     return asked
@@ -309,10 +309,10 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts, "bucket": texts})
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
     asked = rows.drop("label")
-    wanted = RowEncoder(Fitted.of(Like(data.path))).encode(asked).ids.tolist()
+    wanted = RowEncoder(FittedSchema.of(Like(data.path))).encode(asked).ids.tolist()
     for scale in (2, 4):
         decimals = rows.with_columns(pl.col("flag", "bucket").cast(pl.Decimal(12, scale)))
-        assert RowEncoder(Fitted.of(Like(data.path))).encode(decimals.drop("label")).ids.tolist() == wanted
+        assert RowEncoder(FittedSchema.of(Like(data.path))).encode(decimals.drop("label")).ids.tolist() == wanted
         again = stoker.prepare(None, decimals, out=tmp_path / "again", like=data, overwrite=True)
         assert [batch.ids.tolist() for batch in again.test.batches(60)] == [wanted]
         both = stoker.prepare(stoker.Schema.from_dict(values), decimals, out=tmp_path / "both", overwrite=True)
@@ -324,7 +324,7 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     assert manifest["notation"].pop("") == "plain"
     (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
     zeros = rows.with_columns(bucket=pl.col("bucket").cast(pl.Decimal(12, 2)).cast(pl.String)).drop("label")
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     typed = rows.drop("label").with_columns(pl.col("bucket").cast(pl.Decimal(12, 2)))
     assert encoder.encode(typed).ids.tolist() == encoder.encode(zeros).ids.tolist() != wanted
 
@@ -348,7 +348,7 @@ def test_whole_numbers_that_a_missing_value_made_floats_fit_an_int_column(tmp_pa
         file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     found = stoker.prepare(None, file, out=tmp_path / "new", like=data, max_bad=0.5)
     assert found.manifest["quarantined"] == 2
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     wanted = encoder.encode(rows.select("user").head(97)).ids.tolist()
     assert [batch.ids.tolist() for batch in found.test.batches(98)] == [[*wanted, [0]]]
     asked = [
@@ -378,7 +378,7 @@ def test_times_are_the_texts_of_the_log_whatever_their_unit(tmp_path: Path, shap
         typed = typed.dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
     frame: Any = rows.with_columns(typed)
     frame = frame.to_pandas() if unit == "pandas" else frame
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     wanted = encoder.encode(rows.drop("label"))
     assert (wanted.ids > 0).all()
     found = encoder.encode(frame[["when"]])
@@ -400,7 +400,7 @@ def test_times_without_a_notation_are_refused(tmp_path: Path) -> None:
     schema = stoker.Schema.from_dict(values)
     data = stoker.prepare(schema, texts, out=tmp_path / "data")
     with pytest.raises(stoker.DataError, match=r"column when holds Datetime.*Convert it to texts as in the log"):
-        RowEncoder(Fitted.of(Like(data.path))).encode(rows.drop("label"))
+        RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label"))
     with pytest.raises(stoker.DataError, match=r"column when holds Datetime"):
         stoker.prepare(None, rows, out=tmp_path / "again", like=data)
     with pytest.raises(stoker.DataError, match=r"column bucket holds Datetime"):
@@ -408,7 +408,7 @@ def test_times_without_a_notation_are_refused(tmp_path: Path) -> None:
     days = texts.with_columns(bucket=pl.col("when").str.head(10).str.to_date("%d.%m.%Y"))
     data = stoker.prepare(schema, days, out=tmp_path / "days", split="random:1,0")
     plain = days.with_columns(pl.col("bucket").cast(pl.String)).drop("label")
-    asked = RowEncoder(Fitted.of(Like(data.path))).encode(plain)
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(plain)
     assert [batch.ids.tolist() for batch in data.train.batches(60)] == [asked.ids.tolist()], "a date has one text"
 
 
@@ -416,7 +416,7 @@ def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
     rows = pl.DataFrame({"label": [0, 1] * 30, "when": MOMENTS})
     schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "when"}]})
     data = stoker.prepare(schema, rows.cast({"when": pl.Datetime("ms")}), out=tmp_path / "data", split="random:1,0")
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     wanted = [batch.ids.tolist() for batch in data.train.batches(60)]
     for unit in ("ms", "us", "ns"):
         assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
@@ -448,7 +448,7 @@ def test_clocks_and_durations_have_one_iso_form(tmp_path: Path, dtype: Any) -> N
     for more in ({}, {"hash_buckets": 50}):
         schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "at", **more}]})
         data = stoker.prepare(schema, rows, out=tmp_path / f"data{len(more)}", split="random:1,0")
-        encoder = RowEncoder(Fitted.of(Like(data.path)))
+        encoder = RowEncoder(FittedSchema.of(Like(data.path)))
         texts = rows.select(pl.col("at").dt.to_string("iso"))
         found = encoder.encode(rows.select("at")).ids
         assert (found == encoder.encode(texts).ids).all()
@@ -463,7 +463,7 @@ def test_decimal_numbers_in_a_hexadecimal_column_are_refused(tmp_path: Path, kin
     schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "code", "type": "hex"}]})
     data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
     typed = rows.with_columns(pl.col("code").cast(kind))
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
         encoder.encode(typed.select("code"))
     with pytest.raises(stoker.DataError, match=r"column code holds .* hexadecimal texts, where 10 is 16"):
@@ -528,7 +528,7 @@ def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(
     assert bad.count("\n") == 1
     assert "column x: '1.5' is not a number" in bad
     assert [float(data.train[row]["dense"][0]) for row in range(3)] == [1.5, 1500.0, -2.25]
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     assert encoder.encode(pl.DataFrame({"u": ["a"], "x": ["1,5"]})).dense.tolist() == [[1.5]]
     for number, value in ((b"1.234", 1.234), (b"1e-05", 1e-05), (b'"1.234"', 1234.0), (b"-7", -7.0), (b'"1,5"', 1.5)):
         line = b'{"y": 1, "u": "a", "x": ' + number + b"}\n"

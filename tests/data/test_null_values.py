@@ -15,7 +15,7 @@ import stoker
 from stoker.prep.like import Like
 from stoker.prep.parse.frames import Field, frame_block
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.requests import Fitted, RowEncoder
+from stoker.prep.requests import FittedSchema, RowEncoder
 
 
 def read(values: Any, kind: str, nulls: list[str], **more: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def test_logs_frames_and_requests_agree(tmp_path: Path) -> None:
     assert wanted.offsets is not None
     assert any(price == 0.25 for price in wanted.dense[:, 0].tolist())
     batches = [next(iter(each.batches(200))) for each in found[1:]]
-    encoder = RowEncoder(Fitted.of(Like(data.path)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     given = rows.drop("label")
     batches += [encoder.encode(given), encoder.from_objects(parsed(json.dumps(given.to_dicts()).encode()))]
     for batch in batches:

@@ -68,7 +68,7 @@ def test_long_groups_out_of_order() -> None:
 
 
 def test_groups_of_new_rows_that_training_does_not_know() -> None:
-    """Keys that a learned feature has no code for are different groups all the same."""
+    """Keys that a fitted feature has no code for are different groups all the same."""
     known = pl.DataFrame({"u": ["a", "b"], "t": [0, 1]})
     new = pl.DataFrame({"u": ["x", "y", "x", "a", "y"], "t": [1, 2, 3, 4, 5]})
     features: list[f.Derivation] = [

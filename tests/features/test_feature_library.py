@@ -146,7 +146,7 @@ def test_learned_features(
     assert fitted.apply_to_training(frame(train).lazy()).collect().equals(whole)
     assert at_once.apply(frame(new)).collect().equals(other.collect())
     for one in (at_once, lazy):
-        assert all(one.learned[name].table.equals(table.table) for name, table in fitted.learned.items())
+        assert all(one.fitted_tables[name].table.equals(table.table) for name, table in fitted.fitted_tables.items())
     for rows, made in ((train, own), (new, other)):
         assert made.select(*SCHEMA).collect().equals(frame(rows))  # rows, order and types as they were
         counts = [sum(all(r[c] == row[c] for c in by) for r in train) for row in rows]
@@ -268,7 +268,7 @@ def test_keys_of_many_types_are_grouped() -> None:
 def test_a_table_with_a_key_twice_is_refused() -> None:
     table = pl.DataFrame({"u": ["a", "b", "a"], "count": [1, 2, 3]})
     with pytest.raises(DataError, match="2 of 3 rows of its table have a key that another row has"):
-        f.Fitted(features=(f.CountEncoding(name="n", by="u"),), learned={"n": f.LearnedTable(table=table)})
+        f.Fitted(features=(f.CountEncoding(name="n", by="u"),), fitted_tables={"n": f.FittedTable(table=table)})
 
 
 def auc(scores: list[float], labels: list[int]) -> float:

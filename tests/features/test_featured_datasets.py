@@ -158,8 +158,8 @@ def test_the_same_bytes_for_any_threads_and_file_format(tmp_path: Path) -> None:
     (frame.with_columns(pl.col("tags").str.split("|"))).drop("tags").with_columns(frame["tags"]).write_parquet(
         tmp_path / "log.parquet"
     )
-    learned = (DenseColumn(name="since", fill="mean", transforms=("log1p", "zscore")), DenseColumn(name="rank_mean"))
-    schema = replace(SCHEMA, dense=(*(c for c in SCHEMA.dense if c.name not in ("since", "rank_mean")), *learned))
+    made = (DenseColumn(name="since", fill="mean", transforms=("log1p", "zscore")), DenseColumn(name="rank_mean"))
+    schema = replace(SCHEMA, dense=(*(c for c in SCHEMA.dense if c.name not in ("since", "rank_mean")), *made))
     made = []
     for name, file, threads in (("a", "log.csv", 1), ("b", "log.csv", 4), ("c", "log.parquet", 2)):
         run_prepare(schema, tmp_path / file, out=tmp_path / name, threads=threads, block_bytes=4_000)
@@ -271,7 +271,7 @@ def test_values_that_training_does_not_know(prepared: Path, tmp_path: Path) -> N
     assert labels.tolist() == [1, 0]
     assert [row[:2] for row in ids] == [[0, 0], [ids[1][0], 0]]
     assert ids[1][0] > 0
-    facts = f.Fitted.load(prepared / "made" / "features").learned["item_mean"].facts
+    facts = f.Fitted.load(prepared / "made" / "features").fitted_tables["item_mean"].facts
     assert dense[0][1] == np.float32(facts["mean"])  # an unknown item has the mean of all
 
 

@@ -48,7 +48,7 @@ def test_what_rows_in_memory_teach_is_what_lazy_ones_do(tmp_path: Path) -> None:
     only_fitted = f.fit(features, rows, label="y")
     assert only_fitted.apply_to_training(rows).collect().equals(expected)
     for feature in features:
-        one, other = fitted.learned[feature.name], lazy.learned[feature.name]
+        one, other = fitted.fitted_tables[feature.name], lazy.fitted_tables[feature.name]
         assert one.table.equals(other.table)
         assert one.facts == other.facts
     fitted.save(tmp_path / "memory")
@@ -71,9 +71,9 @@ def test_rows_in_memory_by_partitions(monkeypatch: pytest.MonkeyPatch, few: int)
     monkeypatch.setattr(execute, "_FEW_KEYS", few)
     fitted, made = f.fit_apply(features, pl.concat([rows[:700], rows[700:]]), label="y")
     assert made.equals(expected)
-    for name, one in whole.learned.items():
-        assert fitted.learned[name].table.equals(one.table)
-        assert fitted.learned[name].facts == one.facts
+    for name, one in whole.fitted_tables.items():
+        assert fitted.fitted_tables[name].table.equals(one.table)
+        assert fitted.fitted_tables[name].facts == one.facts
 
 
 def test_tables_of_many_blocks_come_in_one_piece(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MORE = (
     f.MeanTargetEncoding(name="both_mean", by=("user", "item"), folds=3),
     f.MeanTargetEncoding(name="three_mean", by=("user", "item", "at_hour"), folds=300, smoothing=0),
     f.CountEncoding(name="both", by=("user", "item")),
-    f.Divide(name="share", left="both", right="both_mean"),  # of the row itself, between learned ones
+    f.Divide(name="share", left="both", right="both_mean"),  # of the row itself, between fitted ones
     f.CountEncoding(name="tags_count", by=("tags",)),
     f.MeanTargetEncoding(name="of_counts", by=("both", "share"), folds=2),
 )

@@ -165,7 +165,7 @@ def test_rankmixer_equals_the_formula_token_by_token() -> None:
 
 def test_rankmixer_says_which_tokens_fit() -> None:
     assert [RankMixer(FeatureSpec.from_sizes(0, [5] * n)).tokens for n in (1, 3, 4, 26)] == [1, 2, 4, 16]
-    with pytest.raises(ConfigError, match="width 64 is no multiple of its 3 tokens"):
+    with pytest.raises(ConfigError, match="width 64 is not a multiple of its 3 tokens"):
         RankMixer(KAGGLE, tokens=3)
     with pytest.raises(ConfigError, match="cannot cut 4 inputs into 3 slices of 2: the last would be empty"):
         RankMixer(FeatureSpec.from_sizes(0, [5]), embedding_dim=4, tokens=3, width=6)

@@ -156,7 +156,7 @@ def test_rows_that_do_not_fit_are_refused_by_name(truth: tuple[stoker.Scorer, pl
         (some.with_columns(price=pl.Series(["1", "two", "3"])), "row 1: column price: 'two' is not a number"),
         (some.with_columns(price=pl.Series([1.0, 2.0, float("inf")])), "row 2: column price: 'inf'"),
         (some.with_columns(item=1.5), "row 0: column item: '1.5' is not a whole number"),
-        ({"price": [1]}, "a dict is no table"),
+        ({"price": [1]}, "a dict is not a table"),
     ]:
         with pytest.raises(stoker.DataError, match="(?s)" + words.replace("(", r"\(")):
             scorer.score(table)

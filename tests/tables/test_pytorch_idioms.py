@@ -430,7 +430,7 @@ def test_what_a_subclass_adds_is_saved(tmp_path: Path) -> None:
 
 
 def test_an_unknown_table_is_named() -> None:
-    with pytest.raises(stoker.ConfigError, match="'u' is no table; there are t"):
+    with pytest.raises(stoker.ConfigError, match="'u' is not a table; there are t"):
         made().rows("u")
     with pytest.raises(stoker.ConfigError, match="whole numbers of at least 1"):
         TableConfig(name="t", num_embeddings=3.5, embedding_dim=4)  # type: ignore[arg-type]
@@ -799,6 +799,7 @@ def test_settings_in_param_groups_that_rows_do_not_read_are_refused(key: str) ->
     rows.param_groups[0] |= {"initial_lr": 0.1, "name": "rows", key: 0}  # as schedulers and loops add
     loss_of(tables(batches(1)[0]), 0).backward()
     rows.step()
+    rows.zero_grad()
     rows.param_groups[0][key] = 0.5
     loss_of(tables(batches(1)[0]), 0).backward()
     with pytest.raises(stoker.ConfigError, match=f"has {key}, which rows do not read: only lr counts there"):

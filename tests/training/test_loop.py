@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import random
 import shutil
 import signal
+import sys
 import threading
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
-from stoker.training.display import Display, make_display
+from stoker.training.display import Display, PlainLines, ProgressBar, make_display
 from stoker.training.files.checkpoint import read_manifest
 from stoker.training.files.logs import RunLog
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
@@ -561,6 +565,19 @@ def test_every_display_shows_a_run(data: Dataset, tmp_path: Path, mode: Any, cap
         assert "log_loss" in err
     if mode == "plain":
         assert "step 40 of 50  loss" in err
+
+
+def test_a_notebook_gets_a_bar_if_rich_can_draw_one_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    for name in ("ipykernel", "ipywidgets"):
+        assert isinstance(make_display("auto"), PlainLines)
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert isinstance(make_display("auto"), ProgressBar)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: False)
+    assert isinstance(make_display("auto"), PlainLines)
 
 
 def test_config_round_trip_and_unknown_settings() -> None:

@@ -179,7 +179,7 @@ def unseal(text: str | bytes) -> Any:
     """Return the values of a file of JSON without their checksum, which files of earlier versions lack.
 
     Raises:
-        ValueError: the text is no JSON, or was altered.
+        ValueError: the text is not JSON, or was altered.
     """
     values = json.loads(text)
     if isinstance(values, dict) and SEAL in values and values.pop(SEAL) != hash_json(values):

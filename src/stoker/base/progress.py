@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from stoker.base.units import format_count, format_duration, format_size
@@ -24,6 +25,15 @@ Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 
 def quiet(what: str, done: int, total: int) -> None:
     """Show no progress."""
+
+
+def in_notebook() -> bool:
+    """Return True in a notebook where Rich can draw bars, for which it needs ipywidgets."""
+    if "ipykernel" not in sys.modules or find_spec("ipywidgets") is None or find_spec("rich") is None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 class Bars:
@@ -70,7 +80,7 @@ class Bars:
         from rich.text import Text
 
         console = Console(stderr=True)
-        if not console.is_terminal:
+        if not (console.is_terminal or in_notebook()):
             self._lines = threading.Thread(target=self._print_lines, name="stoker-progress", daemon=True)
             self._lines.start()
             return False

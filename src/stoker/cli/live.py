@@ -11,7 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.units import format_size, plural
 from stoker.cli.options import Data, Json, OneObject, printed, say, show_grids, takes
-from stoker.live.settings import UpdateSettings
+from stoker.live.settings import POLL, UpdateSettings
 from stoker.placement.budget import MemoryBudget
 from stoker.training.settings import MachineConfig
 
@@ -27,7 +27,7 @@ def update(
     logs: Annotated[list[str] | None, typer.Argument(help="New rows, in order of time: files or patterns.")] = None,
     watch: Path | None = typer.Option(None, help="Take each new file of this directory, until Ctrl-C."),
     stream: str | None = typer.Option(None, help="Take the messages of a topic: kafka://HOST:PORT/TOPIC."),
-    poll: float = typer.Option(10.0, help="Seconds between two checks of that directory, or of messages of an update."),
+    poll: float = typer.Option(POLL, help="Seconds between two checks of that directory, or of messages of an update."),
     data: Data = None,
     *,
     settings: dict[str, Any],

@@ -23,7 +23,7 @@ from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.options import printed, say, show_rows, show_table, takes, with_options
 from stoker.dataset.manifest import MANIFEST
-from stoker.prep.settings import LOG_SUFFIXES, PrepareSettings
+from stoker.prep.settings import DRAFT_ROWS, LOG_SUFFIXES, PrepareSettings
 from stoker.synthetic.settings import TextSettings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _STAGES = {
 def init(
     log: Annotated[list[str], typer.Argument(help="Raw files or patterns of your log.")],
     out: Path = typer.Option(Path("schema.toml"), "--out", "-o", help="Schema file to write, .toml."),
-    rows: int = typer.Option(100_000, help="Rows to read, in all files together.", min=1),
+    rows: int = typer.Option(DRAFT_ROWS, help="Rows to read, in all files together.", min=1),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing file."),
 ) -> None:
     """Draft a schema for your own log.

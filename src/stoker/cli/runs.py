@@ -30,8 +30,8 @@ from stoker.cli.options import (
     takes,
 )
 from stoker.cli.prepare import is_log, prepared_like
-from stoker.placement.budget import MemoryBudget
-from stoker.training.settings import MachineConfig
+from stoker.placement.budget import LOOKAHEAD, MemoryBudget
+from stoker.training.settings import BASELINE_ROWS, RECORDED, REPLAYED, MachineConfig
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from stoker.training.tools.trace import Trace
     from stoker.training.tools.verify import Verification
 
-_LOOKAHEAD = 64  # batches
 _PLACED = ("device_memory", "host_memory", "home_path")
 
 Run = Annotated[Path, typer.Argument(help="Run directory (the best checkpoint), checkpoint, or URL.")]
@@ -83,7 +82,7 @@ def evaluate(
     split, rows = wanted.split, wanted.rows
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(
-        loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places,
+        loaded.model, chosen, rows=rows, batch_size=size, lookahead=LOOKAHEAD, k=places,
         catalogue=catalogue_of(loaded.model, dataset, loaded.path),
     ))  # fmt: skip
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
@@ -127,7 +126,7 @@ def predict(
     with _data_to_score(run, data, keep or (), quiet=as_json) as (data, bad):
         wanted = _Scored.taken_from(settings)
         loaded, _, chosen, size = _open(run, data, wanted, settings)
-        count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=_LOOKAHEAD)
+        count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD)
     found = {"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count, "bad_lines": bad}
     if not printed(found, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
@@ -173,7 +172,7 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
     given = {name: settings.get(name, own.get(name)) for name in _PLACED}
-    budget = MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given})
+    budget = MemoryBudget.from_dict({"lookahead": LOOKAHEAD, **given})
     placement, size = place_scoring(manifest, dataset, budget, batch_size=wanted.batch_size, device=on)
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
     return loaded, dataset, chosen, size
@@ -197,7 +196,7 @@ def _with_rows(dataset: Dataset, name: str) -> Split:
 @takes(of_run=(MemoryBudget, MachineConfig))
 def verify(
     run: RunArgument,
-    steps: int = typer.Option(50, help="Steps to replay."),
+    steps: int = typer.Option(REPLAYED, help="Steps to replay."),
     start: Start = None,
     data: Data = None,
     *,
@@ -245,7 +244,7 @@ def _show_verification(found: Verification) -> None:
 @takes(of_run=(MemoryBudget, MachineConfig))
 def trace(
     run: RunArgument,
-    steps: int = typer.Option(30, help="Steps to record."),
+    steps: int = typer.Option(RECORDED, help="Steps to record."),
     out: Path = typer.Option(Path("trace.json"), help="File for the timeline. An existing file is replaced."),
     start: Start = None,
     data: Data = None,
@@ -372,7 +371,7 @@ def _show_curves(found: Comparison) -> None:
 
 def baseline(
     dataset: DataArgument,
-    rows: str = option("Fit", "Largest number of training rows to fit on.", default="500k"),
+    rows: str = option("Fit", "Largest number of training rows to fit on.", default=f"{BASELINE_ROWS // 1000}k"),
     as_json: OneObject = False,
 ) -> None:
     """Fit simple models that your model should beat.

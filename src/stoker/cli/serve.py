@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import install, require
-from stoker.cli.options import OneObject, printed, say, takes
-from stoker.serve.settings import ServeSettings
+from stoker.cli.options import MovedData, OneObject, printed, say, takes
+from stoker.serve.settings import ExportSettings, ServeSettings
 
 if TYPE_CHECKING:
     from stoker.serve.server import Server
 
 
+@takes(ExportSettings)
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
-    rows: str = typer.Option("fp32", help="Format of the rows: fp32, bf16, int8 or int4."),
-    data: Path | None = typer.Option(None, help="Dataset of the run, if it was moved."),
-    pt2: bool = typer.Option(False, "--pt2", help="Write the dense part as a torch.export program, too."),
-    onnx: bool = typer.Option(False, "--onnx", help="Write the dense part as an ONNX model, too."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export."),
+    data: MovedData = None,
+    *,
+    settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
     """Write a model that serves without its run and its dataset.
@@ -43,8 +42,8 @@ def export(
     """
     from stoker.serve.export import export as run_export
 
-    found = run_export(run, out, rows=rows, data=data, pt2=pt2, onnx=onnx, overwrite=overwrite)
-    if not printed({"path": str(found.path), "rows": rows, "row_bytes": found.row_bytes}, as_json):
+    found = run_export(run, out, data=data, **settings)
+    if not printed({"path": str(found.path), "rows": found.rows, "row_bytes": found.row_bytes}, as_json):
         say(found.summary())
 
 
@@ -62,7 +61,7 @@ def _no_collections() -> Iterator[None]:
 @takes(ServeSettings)
 def serve(
     source: Annotated[Path, typer.Argument(help="Run directory or export.")],
-    data: Path | None = typer.Option(None, help="Dataset of the run, if it was moved."),
+    data: MovedData = None,
     *,
     settings: dict[str, Any],
 ) -> None:

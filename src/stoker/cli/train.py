@@ -26,7 +26,7 @@ from stoker.cli.options import (
 from stoker.cli.prepare import is_log, prepare_log
 from stoker.cli.ranks import is_started, joined, launch, speaks
 from stoker.placement.budget import MemoryBudget
-from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RangeTest, RowConfig
+from stoker.training.settings import BATCHES, PARTS, DenseConfig, MachineConfig, ModelConfig, RangeTest, RowConfig
 
 if TYPE_CHECKING:
     from stoker.training import TrainResult
@@ -42,7 +42,7 @@ def train(
     resume: Path | None = option("Run", "Run directory or URL to continue, to the bit."),
     batch_size: str | None = option(
         "Optimization",
-        "Examples, or auto: doubled from the base batch size while that is faster. (default: 64 to 2048, by the rows)",
+        f"Examples per batch, or auto: doubled from the base batch size while that is faster. (default: {BATCHES})",
     ),
     ranks: int | None = option(
         "Run",

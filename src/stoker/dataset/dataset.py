@@ -23,7 +23,7 @@ from stoker.base.errors import DataError, SchemaError, errors_as
 from stoker.base.files import hash_file
 from stoker.base.units import quoted
 from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
-from stoker.dataset.memory import home_of
+from stoker.dataset.memory import temporary_folder_of
 from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.rows import made_by
 from stoker.dataset.spec import FeatureSpec
@@ -55,7 +55,7 @@ class Dataset:
     def __init__(self, path: str | Path) -> None:
         self.url = remote.url_of(path)  # its source, if it was downloaded
         self.path = Path(path) if self.url is None else remote.fetch_sealed(self.url)
-        self._home = home_of(self.path)  # of a dataset in memory, which lasts until its last reference dies
+        self._folder = temporary_folder_of(self.path)  # of a dataset in memory; this keeps it
         self.manifest = read_manifest(self.path)
         kinds = (KeyError, TypeError, AttributeError, SchemaError)
         with errors_as(DataError, f"{self.path / MANIFEST} is garbled", "Prepare the dataset again.", kinds):
@@ -71,7 +71,7 @@ class Dataset:
     @property
     def in_memory(self) -> bool:
         """Whether it is in temporary files, which are deleted with the last reference to it. :meth:`save` keeps it."""
-        return self._home is not None
+        return self._folder is not None
 
     def check_labelled(self, done: str) -> None:
         """Raise an error for a dataset that has rows without labels.

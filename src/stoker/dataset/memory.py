@@ -21,10 +21,10 @@ from stoker.base.files import PASSING, lock_file
 
 _PREFIX, _LOCK = "stoker-dataset-", ".lock"
 _SHARED = Path("/dev/shm")
-_homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
+_folders: weakref.WeakValueDictionary[Path, TemporaryFolder] = weakref.WeakValueDictionary()
 
 
-class Home:
+class TemporaryFolder:
     """A temporary directory for a dataset, deleted with the last reference to this object.
 
     Args:
@@ -39,7 +39,7 @@ class Home:
         with errors_as(DataError, "a dataset in memory needs a temporary directory, and none can be made", remedy):
             _sweep()
             self.path, self._lock = _make(room)
-        _homes[self.path] = self
+        _folders[self.path] = self
         PASSING.add(self.path)
         weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
@@ -78,6 +78,6 @@ def _remove(path: Path, lock: IO[bytes], process: int) -> None:
         path.with_name(path.name + _LOCK).unlink(missing_ok=True)
 
 
-def home_of(path: str | Path) -> Home | None:
+def temporary_folder_of(path: str | Path) -> TemporaryFolder | None:
     """Return the temporary directory of the dataset at a path, if it is in memory."""
-    return _homes.get(Path(path).resolve()) if _homes else None
+    return _folders.get(Path(path).resolve()) if _folders else None

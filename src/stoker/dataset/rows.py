@@ -27,7 +27,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import file_identity
 from stoker.base.ordered import ordered_map
 from stoker.dataset.gather import NumpyGather, new_tensor, sound_bags
-from stoker.dataset.memory import home_of
+from stoker.dataset.memory import temporary_folder_of
 from stoker.dataset.row_files import KeptColumns, map_groups
 from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
@@ -58,7 +58,7 @@ class SplitRows:
         self.schema_hash = str(manifest["schema_hash"])
         self._made_by = made_by(manifest)
         self._path = path
-        self._home = home_of(path)  # keeps temporary files until the last reader is gone
+        self._folder = temporary_folder_of(path)  # keeps temporary files until the last reader is gone
         self._files = dict(manifest.get("files", {}))  # by name
         # First row of each shard, then the number of rows.
         self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
@@ -78,7 +78,7 @@ class SplitRows:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the maps, which a worker process opens itself, and the lock of a temporary directory."""
         maps = ("shards", "groups", "kept")
-        return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
+        return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_folder": None}
 
     @property
     def positives(self) -> int:
@@ -98,7 +98,7 @@ class SplitRows:
     @property
     def in_memory(self) -> bool:
         """Whether the rows are in temporary files, which are deleted with the last reference to the dataset."""
-        return self._home is not None
+        return self._folder is not None
 
     @property
     def data_hash(self) -> str:

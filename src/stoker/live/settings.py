@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from stoker.base.settings import Settings, setting
 
+POLL = 10.0  # seconds between two checks for new logs
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings(Settings, panel="Update"):

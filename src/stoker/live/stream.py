@@ -25,6 +25,7 @@ from stoker.base.files import atomic_file
 from stoker.base.remote import url_of
 from stoker.dataset.dataset import Dataset
 from stoker.live.journal import opened
+from stoker.live.settings import POLL
 from stoker.live.update import UpdateResult
 from stoker.live.watch import watch
 from stoker.prep.schema import Schema
@@ -33,7 +34,7 @@ _MOST = 100_000  # messages of a batch
 _WAIT = 30.0  # seconds for an answer about a topic
 
 
-def stream(run: str | Path, url: str, *, poll: float = 10.0, **settings: Any) -> Iterator[UpdateResult]:
+def stream(run: str | Path, url: str, *, poll: float = POLL, **settings: Any) -> Iterator[UpdateResult]:
     """Update a run with the messages of a topic of Kafka, and yield each result, without end.
 
     A message is a row, as a JSON object in UTF-8. Each is trained on once, whenever the process is killed. The messages
@@ -47,7 +48,7 @@ def stream(run: str | Path, url: str, *, poll: float = 10.0, **settings: Any) ->
         settings: as for :func:`stoker.update`.
 
     Raises:
-        ConfigError: the URL is no topic's, or the logs of the run are not JSON.
+        ConfigError: the URL is not that of a topic, or the logs of the run are not JSON.
         DataError: Kafka does not answer, or deleted messages that were not read; or as :func:`stoker.update`.
         DependencyError: confluent-kafka is not installed.
     """

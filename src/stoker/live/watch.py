@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from stoker.base.errors import DataError, StokerError
 from stoker.base.units import listed
 from stoker.live.journal import opened
+from stoker.live.settings import POLL
 from stoker.live.update import UpdateResult, update
 from stoker.prep.parse.sources import count_rows, number_order, source_kind
 from stoker.prep.schema import Schema
@@ -25,7 +26,7 @@ _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
 
 def watch(
-    run: str | Path, folder: str | Path, *, poll: float = 10.0, sleep: Callable[[float], None] = time.sleep,
+    run: str | Path, folder: str | Path, *, poll: float = POLL, sleep: Callable[[float], None] = time.sleep,
     **settings: Any,
 ) -> Iterator[UpdateResult]:  # fmt: skip
     """Update a run with each new file of a directory, and yield each result, without end.

@@ -178,7 +178,7 @@ class RecModel(nn.Module, ABC):
             ranks=given.ranks,
         )
         #: The loss, one of :attr:`objectives`: "bce", or over the lists of batches that hold whole ones, "softmax" or
-        #: "bpr", or one that the model alone has. It is no part of the model.
+        #: "bpr", or one that the model alone has. It is not part of the model.
         self.objective = "bce"
         self._compiled: Callable[..., Tensor] | None = None
         self.by_shards: Callable[[Batch], Tensor] | None = None  # logits, in a run with logical shards

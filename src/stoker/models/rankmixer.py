@@ -98,7 +98,7 @@ class RankMixer(RecModel):
             )
         if width % self.tokens:
             raise ConfigError(
-                f"RankMixer width {width} is no multiple of its {self.tokens} tokens. Give a width such as "
+                f"RankMixer width {width} is not a multiple of its {self.tokens} tokens. Give a width such as "
                 f"{self.tokens * math.ceil(width / self.tokens)}, or other tokens."
             )
         self.slice = math.ceil(inputs / self.tokens)

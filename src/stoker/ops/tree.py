@@ -157,7 +157,7 @@ def sum_counted(parts: RowSums, counts: Tensor, shards: range) -> tuple[RowSums,
             second = torch.zeros_like(inside)
             second[1:] = inside[1:] & inside[:-1] & (rows[1:] == rows[:-1]) & (parent[1:] == parent[:-1])
             at = second.nonzero().flatten()
-            values.index_add_(0, at - 1, values[at])  # one addend each, so the order is no question
+            values.index_add_(0, at - 1, values[at])  # one addend each, so the order does not matter
             counts.index_add_(0, at - 1, counts[at])
             start, size = torch.where(inside, parent * (2 * level), start), torch.where(inside, 2 * level, size)
             rows, start, size, values, counts = (each[~second] for each in (rows, start, size, values, counts))

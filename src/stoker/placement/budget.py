@@ -16,6 +16,7 @@ from stoker.base.settings import Settings, Useless, setting
 from stoker.base.units import parse_count, parse_share, parse_size
 from stoker.optim import ROW_OPTIMIZERS
 
+LOOKAHEAD = 64  # batches whose ids are known where too few come for it to adapt
 Choice = Literal["auto", "cached", "hot-cold", "host-pipelined", "mapped"]
 
 _SLOTS = "Fast memory (one of three)"
@@ -75,8 +76,8 @@ class MemoryBudget(Settings, panel="Memory"):
 
     @property
     def some_lookahead(self) -> int:
-        """``lookahead``, or 64 where too few batches come for it to adapt."""
-        return 64 if self.lookahead is None else self.lookahead
+        """``lookahead``, or that of a few batches."""
+        return LOOKAHEAD if self.lookahead is None else self.lookahead
 
     def useless(self) -> Useless:
         yield from super().useless()

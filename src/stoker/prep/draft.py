@@ -21,9 +21,9 @@ from stoker.prep.parse.layout import COMPARE
 from stoker.prep.parse.notation import with_point
 from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Label, Schema, SplitRule
+from stoker.prep.settings import DRAFT_ROWS
 from stoker.prep.source_format import SourceFormat
 
-ROWS = 100_000  # that a draft reads by default
 AUTO = "auto"  # instead of a recipe: prepare with the draft as it is
 _UNNAMED = re.compile(r"c\d+").fullmatch  # the names that a log without a header gets
 _GROUP_NAME = re.compile(
@@ -33,7 +33,7 @@ _TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
 _ITEM_NAME = re.compile(r"item|product|article|sku|song|track|movie|film|video|book|game|hotel|(^|_)ad($|_)", re.I)
 _STRONG = 3  # candidates for the label up to this order have the name of an outcome
 _MOST_MISSING = 0.2  # a column that this share of rows lacks is not used as [timestamp]
-_CLASS_ROWS = 10  # rows of each class from which a value that only one class has is no chance
+_CLASS_ROWS = 10  # rows of each class from which a value that only one class has does not come by chance
 _VALUE_ROWS = 3  # rows of each class for each value from which values of one class each are no chance
 
 
@@ -100,7 +100,7 @@ class Draft:
         return Schema.from_dict(tomllib.loads(self.text), where="the drafted schema")
 
 
-def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> str:
+def draft_schema(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> str:
     """Draft a schema for your log from its first rows, as TOML text with comments.
 
     Comments that begin with ``unsure:`` are questions to you. If no label was found, ``[label]`` is a comment for you
@@ -128,7 +128,7 @@ def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str
     return draft_log(log, rows=rows, command=command).text
 
 
-def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
+def draft_log(log: Input | Sequence[Input], *, rows: int = DRAFT_ROWS, command: str | None = None) -> Draft:
     """Draft a schema as :func:`draft_schema` does; return it with a guess for each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
@@ -136,7 +136,7 @@ def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | 
         return draft_inputs(inputs, log, rows=rows, command=command)
 
 
-def draft_inputs(inputs: Inputs, log: Any, *, rows: int = ROWS, command: str | None = None) -> Draft:
+def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: str | None = None) -> Draft:
     """Draft a schema for local files; ``log`` is what the user named."""
     tables = [name for path, name in inputs.names.items() if path.suffix == FRAME]
     files, _ = expand(inputs.files)

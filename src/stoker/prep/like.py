@@ -16,7 +16,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import Derivation
-from stoker.prep.features.learned import LearnedTable
+from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
@@ -48,14 +48,14 @@ def check_unit(known: Sequence[Any], new: Sequence[Any]) -> None:
 
 
 def notation_by_column(
-    schema: Schema, tables: Mapping[str, str], learned: Mapping[str, LearnedTable], *, as_typed: bool
+    schema: Schema, tables: Mapping[str, str], fitted_tables: Mapping[str, FittedTable], *, as_typed: bool
 ) -> dict[str, str]:
     """Return raw column -> how the texts that a dataset knows of it are written.
 
     Args:
         schema: of the dataset.
         tables: table -> how its texts are written; "": of texts of which the dataset keeps no list.
-        learned: fitted features, whose tables may have texts of raw columns.
+        fitted_tables: fitted features, whose tables may have texts of raw columns.
         as_typed: whether an earlier version made the dataset, whose floats and times became texts in their own way.
     """
     found: dict[str, set[str]] = {}
@@ -63,7 +63,7 @@ def notation_by_column(
         if column.table_name in tables:
             found.setdefault(column.raw, set()).add(tables[column.table_name])
     for feature in schema.feature:
-        table = learned[feature.name].table if feature.name in learned else pl.DataFrame()
+        table = fitted_tables[feature.name].table if feature.name in fitted_tables else pl.DataFrame()
         for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
             found.setdefault(name, set()).add(notation_of(table.get_column(name)))
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
@@ -104,23 +104,25 @@ class Like:
                 "prepared like it. Take a dataset that stoker prepare made."
             ) from error
         self.recipe = recipe if recipe is not None else self._found(named, preset)
-        self.learned: dict[str, LearnedTable] = {}
+        self.fitted_tables: dict[str, FittedTable] = {}
         for name in manifest.get("files", {}):
             if name.startswith(("vocab/", f"{FEATURES}/features.json")):
                 self.check(name)
         if self.schema.feature:
-            features, self.learned = load_features(path / FEATURES)
+            features, self.fitted_tables = load_features(path / FEATURES)
             if features != self.schema.feature:
                 raise DataError(f"{path / FEATURES} holds other features than the manifest. Restore it from a copy.")
         windows = [one for one in self.schema.feature if isinstance(one, Past) and one.has_table]
-        stored = {one.name: self.learned[one.name].table for one in windows if one.name in self.learned}
+        stored = {one.name: self.fitted_tables[one.name].table for one in windows if one.name in self.fitted_tables}
         #: state of the window features that the new rows continue
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
         #: table -> how its texts are written
         self.notations = self._notations(manifest.get(NOTATION))
-        notation = notation_by_column(self.schema, self.notations, self.learned, as_typed=NOTATION not in manifest)
+        notation = notation_by_column(
+            self.schema, self.notations, self.fitted_tables, as_typed=NOTATION not in manifest
+        )
         self.schema = replace(self.schema, notation=notation)
 
     @property
@@ -166,9 +168,9 @@ class Like:
     def identity(self) -> dict[str, Any]:
         """All that decides the result of a preparation like this dataset."""
         files = self.data.manifest.get("files", {})
-        learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
+        kept = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
         dense = [vars(item) for item in self.dense]
-        found = {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
+        found = {"schema_hash": self.data.schema_hash, "files": kept, "dense": dense, "history": self.history}
         return found | {name: True for name in ("grow", "negatives") if getattr(self, name)}
 
     def check(self, file: str) -> Path:

@@ -26,7 +26,7 @@ from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import REQUEST, SPLITS, note_request
-from stoker.dataset.memory import Home
+from stoker.dataset.memory import TemporaryFolder
 from stoker.dataset.rebuild import (
     UnusableInput,
     absent_folders,
@@ -247,14 +247,14 @@ def prepare(
             output directory that is in use.
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
-    home = None
+    temporary = None  # this reference keeps it
     if out is None and settings.get("reorder", False) is not False:
         raise ConfigError("reorder needs a dataset in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
     with files_of(files) as inputs:
         if out is None:
-            home = Home(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
+            temporary = TemporaryFolder(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
         with remote.published(
-            str(out) if home is None else home.path, overwrite=settings.get("overwrite", False)
+            str(out) if temporary is None else temporary.path, overwrite=settings.get("overwrite", False)
         ) as folder:
             report = run_prepare(recipe, inputs, out=folder, **settings)
     for text in report.warnings:

@@ -26,7 +26,7 @@ from stoker.base.units import listed
 from stoker.dataset.batch import Batch
 from stoker.prep.features.base import ROW, RowSteps, leading
 from stoker.prep.features.execute import Executor, derive, runs_of
-from stoker.prep.features.learned import LearnedTable
+from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.pipeline import FrameBlocks
 from stoker.prep.fit.dense import DenseFit, dense_values
@@ -139,19 +139,19 @@ def nulls(column: pl.Series) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FittedSchema:
     """What preparing rows like those of a dataset takes, in memory or in mapped files."""
 
     schema: Schema
     dense: Sequence[DenseFit]
     ids: Mapping[str, Ids]  # table -> its vocabulary, where it has one
-    learned: Mapping[str, LearnedTable] = field(default_factory=dict)
+    fitted_tables: Mapping[str, FittedTable] = field(default_factory=dict)
     state: Mapping[str, pl.DataFrame] = field(default_factory=dict)  # of window features
     times: Sequence[Any] = ()  # first and last, of the dataset's rows
     source: object = None  # the dataset, for errors
 
     @classmethod
-    def of(cls, like: Like) -> Fitted:
+    def of(cls, like: Like) -> FittedSchema:
         """Read it from a dataset.
 
         Raises:
@@ -165,7 +165,7 @@ class Fitted:
         named = {one.table_name for one in like.schema.features if one.hash_buckets is None and one.oov != "grow"}
         ids = {name: Ids.of(like.vocabulary(name)) for name in sorted(named)}
         return cls(
-            schema=like.schema, dense=like.dense, ids=ids, learned=like.learned, state=like.state,
+            schema=like.schema, dense=like.dense, ids=ids, fitted_tables=like.fitted_tables, state=like.state,
             times=like.times, source=like.data.path,
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ class RowEncoder:
         ConfigError: a feature changes the number of rows.
     """
 
-    def __init__(self, fitted: Fitted) -> None:
+    def __init__(self, fitted: FittedSchema) -> None:
         self.fitted = fitted
         known = Layout(fitted.schema)
         schema = replace(all_test(fitted.schema), keep=(), group=None)
@@ -302,7 +302,7 @@ class RowEncoder:
         for run in runs_of(schema.feature):
             more = {one.name: fitted.state[one.name] for one in run if one.name in fitted.state}
             executor = Executor(
-                rows=FrameBlocks(frame), threads=1, given=fitted.learned, states={**more, **states},
+                rows=FrameBlocks(frame), threads=1, given=fitted.fitted_tables, states={**more, **states},
                 source=fitted.source,
             )  # fmt: skip
             [made] = executor.run(run)
@@ -349,7 +349,7 @@ def as_frame(table: Any) -> pl.DataFrame:
     """Return a table in memory as a Polars frame, whose columns have one type each.
 
     Raises:
-        DataError: it is no table, or its columns cannot be read.
+        DataError: it is not a table, or its columns cannot be read.
     """
     try:
         if isinstance(table, pl.LazyFrame):
@@ -357,7 +357,7 @@ def as_frame(table: Any) -> pl.DataFrame:
         table = arrow_of(table)
         if not isinstance(table, pl.DataFrame) and not hasattr(table, "__arrow_c_stream__"):
             raise DataError(
-                f"a {type(table).__name__} is no table. Pass Polars, pandas, PyArrow, or anything with "
+                f"a {type(table).__name__} is not a table. Pass Polars, pandas, PyArrow, or anything with "
                 "__arrow_c_stream__."
             )
         if isinstance(table, pa.Table):
@@ -374,7 +374,7 @@ def as_arrow(table: Any) -> pa.Table:
     """Return a table in memory as one of Arrow, which has no integers of 128 bits: they become texts.
 
     Raises:
-        DataError: it is no table, or a column cannot be sent to a server.
+        DataError: it is not a table, or a column cannot be sent to a server.
     """
     frame = as_frame(table)
     wide = [name for name, kind in frame.schema.items() if str(kind) in ("Int128", "UInt128")]

@@ -148,7 +148,7 @@ class DenseColumn(_Column):
         if any(transform in FITTED_TRANSFORMS for transform in self.transforms[:-1]):
             fail(where, "transforms", f"{list(self.transforms)}: zscore or minmax must be the last one")
         if self.clip_min is not None and self.clip_max is not None and self.clip_min > self.clip_max:
-            fail(where, "clip_min", f"{self.clip_min} lies above clip_max {self.clip_max}")
+            fail(where, "clip_min", f"{self.clip_min} is above clip_max {self.clip_max}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ class Negatives:
         Raises:
             SchemaError: a feature reads the label, or both the item and its row, and so has no value for a sampled row.
         """
-        from stoker.prep.features.learned import MeanTargetEncoding
+        from stoker.prep.features.fitted import MeanTargetEncoding
         from stoker.prep.features.past import Difference, Past, Rank
 
         items = set(self.columns)
@@ -602,7 +602,7 @@ class Schema:
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
         """Load a schema from a TOML or YAML file. Files of ``merge`` features may be next to it."""
-        from stoker.prep.features.learned import Merge
+        from stoker.prep.features.fitted import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
         folder = Path(path).parent

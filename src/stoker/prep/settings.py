@@ -11,6 +11,7 @@ from stoker.base.settings import Settings, setting
 LOG_SUFFIXES = (
     ".csv", ".tsv", ".txt", ".dat", ".log", ".gz", ".zst", ".zstd", ".parquet", ".pq", ".json", ".jsonl", ".ndjson",
 )  # fmt: skip
+DRAFT_ROWS = 100_000  # that a draft reads by default
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def arrow_rows(body: bytes, limit: int) -> pa.Table:
         limit: bytes that its values may take, each written out. A few bytes can stand for any number of equal values.
 
     Raises:
-        RequestError: it is no stream, is compressed, takes too many bytes, or has values that are no columns' of a log.
+        RequestError: it is not a stream, is compressed, takes too many bytes, or has values that no column has.
     """
     try:
         if any(_is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):

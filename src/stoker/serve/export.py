@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from stoker.base.errors import CheckpointError, ConfigError, DependencyError, errors_as
 from stoker.base.files import atomic_file, canonical_json, check_target, exchange, seal, sync_folder, unseal
 from stoker.base.picture import Shown
+from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, listed
 from stoker.base.version import __version__
 from stoker.dataset.batch import Batch
@@ -43,10 +44,11 @@ from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like, notation_by_column
 from stoker.prep.parse.notation import notation_of
-from stoker.prep.requests import Fitted, Ids, RowEncoder, write_mapped
+from stoker.prep.requests import FittedSchema, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
-from stoker.tables.exported import FORMATS, Exported, quantize, width_of
+from stoker.serve.settings import ExportSettings
+from stoker.tables.exported import Exported, quantize, width_of
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
 from stoker.training.files.loading import saved_model
@@ -75,16 +77,18 @@ class Export(Shown):
         return f"{self.path}: rows as {self.rows}, {format_size(self.row_bytes)}{share}"
 
 
-def export(
-    run: str | Path,
-    out: str | Path,
-    *,
-    rows: str = "fp32",
-    data: str | Path | None = None,
-    pt2: bool = False,
-    onnx: bool = False,
-    overwrite: bool = False,
-) -> Export:
+@dataclass(frozen=True)
+class ExportArguments(ExportSettings):
+    """The arguments of :func:`export`."""
+
+    run: str | Path
+    out: str | Path
+    _: KW_ONLY
+    data: str | Path | None = None
+
+
+@with_arguments_of(ExportArguments)
+def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     """Write the model of a run to a directory that serves without the run and its dataset.
 
     Rows are mapped when they are needed, so a process starts quickly and takes the memory of the rows that it touches.
@@ -112,14 +116,14 @@ def export(
     >>> stoker.Scorer("served").score(log.select("user", "item")).shape
     (300,)
     """
-    if rows not in FORMATS:
-        raise ConfigError(f"rows is {rows!r}. Choose one of: {listed(FORMATS)}.", settings=("rows",))
-    if onnx and find_spec("onnxscript") is None:
+    asked = ExportArguments(run, out, **given)
+    rows, data = asked.rows, asked.data
+    if asked.onnx and find_spec("onnxscript") is None:
         raise DependencyError("ONNX needs onnx and onnxscript. Run: pip install 'stoker[onnx]'")
     target = Path(out)
     check_target(target)
-    if target.exists() and not (overwrite and is_export(target)):
-        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is no export."
+    if target.exists() and not (asked.overwrite and is_export(target)):
+        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is not an export."
         raise ConfigError(f"{target} exists. {more}", settings=("out", "overwrite"))
     path = find_checkpoint(run)
     manifest = read_manifest(path)
@@ -136,7 +140,7 @@ def export(
         )  # fmt: skip
     like = Like(Path(newest_rows(path, _REMEDY, data)))
     check_dataset(like.data, spec, manifest["extra"].get("dataset"))
-    fitted = Fitted.of(like)
+    fitted = FittedSchema.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
     with _written(target) as made:
         with reading(path, manifest) as links:
@@ -158,9 +162,9 @@ def export(
         two_tower = issubclass(MODELS[config["model"]], TwoTower)
         if two_tower:
             _write_items(made, path, None if data is None else Dataset(data))
-        if pt2 or onnx:
-            _write_programs(made, pt2=pt2, onnx=onnx)
-        if two_tower or pt2 or onnx:
+        if asked.pt2 or asked.onnx:
+            _write_programs(made, pt2=asked.pt2, onnx=asked.onnx)
+        if two_tower or asked.pt2 or asked.onnx:
             _write_manifest(made, {**description, "files": _files(made)})
     return Export(path=target, rows=rows, row_bytes=sizes[0], fp32_bytes=sizes[1])
 
@@ -275,7 +279,7 @@ def is_export(path: str | Path) -> bool:
         return False
 
 
-def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fitted, dict[str, Any]]:
+def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, FittedSchema, dict[str, Any]]:
     """Return the model, what its rows are encoded by, and the manifest.
 
     Args:
@@ -306,18 +310,18 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
     schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
-    learned = load_features(path / FEATURES)[1] if schema.feature else {}
+    fitted_tables = load_features(path / FEATURES)[1] if schema.feature else {}
     ids = {file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))}
     notation = manifest.get("notation")
     if notation is None:  # of an earlier version
         tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
-        notation = notation_by_column(schema, tables, learned, as_typed=True)
+        notation = notation_by_column(schema, tables, fitted_tables, as_typed=True)
     schema = replace(schema, notation=notation)
-    state = {one.name: learned[one.name].table for one in schema.feature
+    state = {one.name: fitted_tables[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
-    fitted = Fitted(
+    fitted = FittedSchema(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids=ids, learned=learned, state=state, times=manifest.get("times", ()), source=path,
+        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest.get("times", ()), source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from stoker.base.errors import ConfigError
 from stoker.models import TwoTower
-from stoker.prep.requests import Fitted
+from stoker.prep.requests import FittedSchema
 from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import scoring
 
@@ -27,7 +27,7 @@ class Items:
         ConfigError: the ids of the items are hashes, or there are none.
     """
 
-    def __init__(self, model: TwoTower, fitted: Fitted, catalogue: Catalogue) -> None:
+    def __init__(self, model: TwoTower, fitted: FittedSchema, catalogue: Catalogue) -> None:
         feature = model.spec.features[model.identity]
         if feature.table not in fitted.ids:
             raise ConfigError(f"ids of column {feature.name!r} are hashes of its values, so the values of items are "

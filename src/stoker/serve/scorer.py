@@ -20,7 +20,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.live.follow import Follower
 from stoker.models import RecModel
 from stoker.prep.like import Like
-from stoker.prep.requests import Fitted, RowEncoder
+from stoker.prep.requests import FittedSchema, RowEncoder
 from stoker.serve.export import is_export, open_export, version_of
 from stoker.training.files.checkpoint import hash_manifest, read_manifest
 from stoker.training.files.loading import load
@@ -35,7 +35,7 @@ Scores = npt.NDArray[np.float32]
 def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
     dataset = data if isinstance(data, Dataset) else Dataset(data)
     check_dataset(dataset, spec, known)
-    return RowEncoder(Fitted.of(Like(dataset.path)))
+    return RowEncoder(FittedSchema.of(Like(dataset.path)))
 
 
 def filled(encoder: RowEncoder) -> dict[str, str | None]:

@@ -278,7 +278,7 @@ class Server:
             known = [each for each in batch if not each.scores.cancelled()]  # whose client has not gone
             try:
                 found = self._scored([each.rows for each in known])
-            except BaseException as error:  # a panic of Polars is no Exception
+            except BaseException as error:  # a panic of Polars is not an Exception
                 found = [_failed(error)] * len(known)
             loop.call_soon_threadsafe(self._deliver, known, found)
 
@@ -384,7 +384,7 @@ def _count(found: Any) -> int:
 def _search(retriever: Retriever, users: list[dict[str, Any]], k: int) -> Retrieved:
     try:
         return retriever.topk(users, k)
-    except BaseException as error:  # a panic of Polars is no Exception
+    except BaseException as error:  # a panic of Polars is not an Exception
         raise _failed(error) from None
 
 

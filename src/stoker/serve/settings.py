@@ -1,4 +1,4 @@
-"""The settings of the server. The help of the command line reads them, so none of this needs torch."""
+"""The settings of exports and of the server. The help of the command line reads them, so none of this needs torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Literal
 
 from stoker.base.settings import Settings, setting
 from stoker.base.units import parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Settings):
+    """What an export has; :func:`stoker.export` describes each setting."""
+
+    rows: Literal["fp32", "bf16", "int8", "int4"] = setting("fp32", "Format of the rows.")
+    pt2: bool = setting(False, "Write the dense part as a torch.export program, too.", options=("--pt2",))
+    onnx: bool = setting(False, "Write the dense part as an ONNX model, too.", options=("--onnx",))
+    overwrite: bool = setting(False, "Replace an earlier export.", options=("--overwrite",))
 
 
 @dataclass(frozen=True, kw_only=True)

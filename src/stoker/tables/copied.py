@@ -31,7 +31,7 @@ class Groups(dict[str, TableGroup]):
     """The group of each table, by its name."""
 
     def __missing__(self, name: str) -> TableGroup:
-        raise ConfigError(f"{name!r} is no table; there are {', '.join(sorted(self))}.")
+        raise ConfigError(f"{name!r} is not a table; there are {', '.join(sorted(self))}.")
 
 
 class CopiedTables(nn.Module):

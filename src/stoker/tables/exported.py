@@ -22,7 +22,6 @@ from stoker.ops.space import slot_space
 from stoker.tables.config import Strategy, TableConfig
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
-FORMATS = ("fp32", "bf16", "int8", "int4")
 _HEAD = 3  # bytes of scale and zero
 Bytes = npt.NDArray[np.uint8]
 

@@ -32,7 +32,7 @@ from stoker.base.errors import ConfigError
 
 #: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
 #: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
-#: by norm. Each backward takes the next vector, so that a sum with a gradient of another backward is no multiple.
+#: by norm. Each backward takes the next vector, so that a sum with a gradient of another backward is not a multiple.
 _DIRECTIONS = (0.6, 0.8), (0.8, 0.6), (0.6, -0.8), (0.8, -0.6)
 _MARK = 1e-30  # replaces that norm if rows have stepped already: too small to count in any norm
 _OTHERS = (
@@ -274,7 +274,7 @@ class RowSteps:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
         self.since_optimizer += 1
-        if self.since_optimizer > 1 and self.checked:  # what changes gradients from here on is no backward
+        if self.since_optimizer > 1 and self.checked:  # what changes gradients from here on is not a backward
             self._ended = {p: grad._version for p, grad in _gradients()}
         self._mark()
 

@@ -12,10 +12,9 @@ from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
 from stoker.training.scheduled import TRAINED_PER_TESTED
+from stoker.training.settings import EPOCHS, LARGEST, SMALLEST, TEST_ROWS
 
-SMALLEST, LARGEST = 64, 2048  # examples; a step is not faster below 64; above 2048 the learning rates do not fit
 BATCHES = 80  # least batches of an epoch, if there are rows enough
-EPOCHS = 10  # most passes, over a small log
 EXAMPLES = 4_000_000  # most examples of a run by default, unless one epoch has more
 PATIENCE = 2  # epochs without a better metric
 BY_ROWS = ("batch_size", "epochs", "patience", "schedule_rows")  # settings that depend on the rows
@@ -26,7 +25,7 @@ ROWS_A_WEIGHT = 3  # least training rows of such a log for each id and each dens
 OPTIONS = ("model_options", "row_options")  # they get values only where they are empty
 WHY = {
     "model_options": f"a small log of {WIDE} columns or more, with few ids: linear terms, from the share of label 1",
-    "row_options": f"a small log with a rare label: {EPS:g} / batch size; a first gradient near zero is no full step",
+    "row_options": f"a small log with a rare label: {EPS:g} / batch size; else a tiny first gradient is a full step",
 }
 TESTS = 4  # test losses of an epoch at the first rate, 50
 
@@ -109,7 +108,7 @@ def complete(config: TrainConfig, data: Dataset) -> TrainConfig:
             epoch = -(-rows // found.get("batch_size", config.batch_size))
             found["patience"] = PATIENCE * max(1, epoch // (config.eval_every or epoch))
     if "schedule_rows" in missing and data.hot_cold is not None and config.batch_order != "shuffled":
-        found["schedule_rows"] = min(8192, max(256, rows // (TESTS * TRAINED_PER_TESTED)))
+        found["schedule_rows"] = min(TEST_ROWS[1], max(TEST_ROWS[0], rows // (TESTS * TRAINED_PER_TESTED)))
     found |= for_small_log(config, data)
     if config.model == "two-tower" and "item" not in config.model_options and (item := _item_columns(data)):
         found["model_options"] = {**config.model_options, "item": item}

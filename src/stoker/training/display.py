@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from typing import Any, Literal, TextIO
 
-from stoker.base.progress import listening, pace
+from stoker.base.progress import in_notebook, listening, pace
 from stoker.base.units import format_count, format_duration, format_size, plural
 
 _REFRESH = 0.1  # seconds between updates of the bar
@@ -218,9 +218,9 @@ class ProgressBar(_Lines):
 
 
 def make_display(mode: Mode) -> Display:
-    """Return the display of this name; "auto" takes the bar on a terminal and plain lines elsewhere."""
+    """Return the display of this name; "auto" takes the bar in a terminal or notebook, and plain lines elsewhere."""
     if mode == "auto":
-        mode = "rich" if sys.stderr.isatty() else "plain"
+        mode = "rich" if sys.stderr.isatty() or in_notebook() else "plain"
     if mode == "rich":
         try:
             return ProgressBar()

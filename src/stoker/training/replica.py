@@ -35,7 +35,7 @@ from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.ranks.sharded import ShardedLoss, own_threads
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
-from stoker.training.settings import MACHINE, MachineConfig
+from stoker.training.settings import MACHINE, REPLAYED, MachineConfig
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ class SectionArguments(MachineConfig, MemoryBudget):
 
     run: str | Path
     _: KW_ONLY
-    steps: int = 50
+    steps: int = REPLAYED
     begin: int | Literal["start"] | None = None
     data: Dataset | str | Path | None = None
     progress: Progress | None = None

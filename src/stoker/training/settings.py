@@ -15,6 +15,12 @@ from stoker.base.units import parse_size
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
 from stoker.placement.budget import MemoryBudget
 
+SMALLEST, LARGEST = 64, 2048  # examples of a batch; a step is not faster below; above, the learning rates do not fit
+BATCHES = f"{SMALLEST} to {LARGEST}, by the training rows"
+EPOCHS = 10  # most passes, over a small log
+TEST_ROWS = 256, 8192  # on which the hot-cold schedule measures the loss, at least and at most
+REPLAYED, RECORDED = 50, 30  # steps of stoker.verify and of stoker.trace
+BASELINE_ROWS = 500_000  # most training rows to fit on; more change the weights of a convex model little
 #: optimizer -> default learning rate
 DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
 
@@ -80,9 +86,9 @@ class OrderConfig(Settings, panel="Optimization"):
     """
 
     # Batch size and epochs are None only until ``stoker.training.defaults.complete`` replaces them.
-    batch_size: int = setting(None, "Examples per batch.", unset="64 to 2048, by the training rows", least=1)
+    batch_size: int = setting(None, "Examples per batch.", unset=BATCHES, least=1)
     epochs: int = setting(
-        None, "Passes over the training rows.", unset="1 to 10, by the training rows", least=1, resumable=True
+        None, "Passes over the training rows.", unset=f"1 to {EPOCHS}, by the training rows", least=1, resumable=True
     )
     loss: Literal["bce", "softmax", "bpr", "in-batch"] = setting(
         "bce", "Loss. bce is binary cross entropy of each row; softmax and bpr are over the lists of a dataset with "
@@ -107,7 +113,7 @@ class OrderConfig(Settings, panel="Optimization"):
     )
     schedule_rows: int = setting(
         None, "Validation rows on which the hot-cold schedule measures the loss: at most 1 for each 50 trained rows.",
-        unset="256 to 8192, by the training rows", least=1,
+        unset=f"{TEST_ROWS[0]} to {TEST_ROWS[1]}, by the training rows", least=1,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ is a ``[[feature]]`` with ``kind = "..."``. docs/features.md has a table of them
 from __future__ import annotations
 
 from stoker.prep.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
-from stoker.prep.features.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding, Merge, Properties
+from stoker.prep.features.fitted import CountEncoding, Fittable, FittedTable, MeanTargetEncoding, Merge, Properties
 from stoker.prep.features.past import Difference, History, Past, PastCount, Previous, Rank, SinceLast
 from stoker.prep.features.pipeline import Fitted, fit, fit_apply
 from stoker.prep.features.rows import (
@@ -33,8 +33,8 @@ from stoker.prep.features.rows import (
 )
 
 __all__ = [
-    "KINDS", "Constrain", "CountEncoding", "Cross", "Derivation", "Difference", "Divide", "Equal", "Fitted",
-    "History", "Keep", "Learned", "LearnedTable", "Mask", "Match", "MeanTargetEncoding", "Merge", "Pairs", "Past",
+    "KINDS", "Constrain", "CountEncoding", "Cross", "Derivation", "Difference", "Divide", "Equal", "Fittable",
+    "Fitted", "FittedTable", "History", "Keep", "Mask", "Match", "MeanTargetEncoding", "Merge", "Pairs", "Past",
     "PastCount", "Previous", "Properties", "Rank", "RowLocal", "RowSteps", "SinceLast", "Split", "Subtract",
     "TimeParts", "check_features", "feature_from_dict", "fit", "fit_apply",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What every derived feature has: a kind, a name, the columns that it reads and those that it makes.
 
 There are four families. :class:`RowSteps` change the number of rows and come first. :class:`RowLocal` features need
-their own row. Fitted ones (:mod:`stoker.prep.features.learned`) need all training rows. Window features
+their own row. Fitted ones (:mod:`stoker.prep.features.fitted`) need all training rows. Window features
 (:mod:`stoker.prep.features.past`) need the rows of their group in order.
 """
 

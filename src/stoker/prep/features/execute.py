@@ -31,7 +31,7 @@ from stoker.prep.features.base import (
     pa,
     pl,
 )
-from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTable
+from stoker.prep.features.fitted import FIRST, LABEL, Fittable, FittedTable, Keyed
 from stoker.prep.features.past import WEIGHT, Past, compute_all
 
 PARTITION_ROWS = 2**20  # rows of a partition, roughly
@@ -52,21 +52,21 @@ def check_present(feature: Derivation, columns: Sequence[str], who: str = "the r
 
 
 def apply_feature(
-    frame: pl.LazyFrame, feature: Derivation, learned: LearnedTable | None = None, train: pl.Expr | None = None
+    frame: pl.LazyFrame, feature: Derivation, fitted: FittedTable | None = None, train: pl.Expr | None = None
 ) -> pl.LazyFrame:
     """Return the frame with the outputs of one more feature.
 
-    ``learned`` is its fitted table; ``train`` selects the training rows, if any. Window features load the frame into
+    ``fitted`` is its fitted table; ``train`` selects the training rows, if any. Window features load the frame into
     memory when it is collected.
     """
     if isinstance(feature, RowSteps):
         return feature.rows(frame)
     if isinstance(feature, RowLocal):
         return frame.with_columns(*feature.expressions())
-    if isinstance(feature, Learned):
-        if learned is None:
+    if isinstance(feature, Fittable):
+        if fitted is None:
             raise ConfigError(f"{feature.where} was not fitted. Use what stoker.features.fit returns.")
-        return feature.attach(frame, learned, train)
+        return feature.attach(frame, fitted, train)
     assert isinstance(feature, Past)
     before = frame.collect_schema()
     probe = compute_all(before.to_frame(), [feature]).schema  # no rows: the types of the outputs
@@ -78,7 +78,7 @@ def apply_feature(
 def derive(
     frame: pl.DataFrame,
     features: Sequence[Derivation],
-    tables: Mapping[str, LearnedTable] | None = None,
+    tables: Mapping[str, FittedTable] | None = None,
     train: pl.Expr | None = None,
     file: str = "",
 ) -> pl.DataFrame:
@@ -110,7 +110,7 @@ def derive(
 def add_helpers(frame: pl.LazyFrame, features: Sequence[Derivation]) -> pl.LazyFrame:
     """Return the frame with the helper columns of fitted features that it lacks."""
     there = set(frame.collect_schema().names())
-    helpers = {one.meta.output_name(): one for some in features if isinstance(some, Learned) for one in some.helpers()}
+    helpers = {one.meta.output_name(): one for some in features if isinstance(some, Fittable) for one in some.helpers()}
     return frame.with_columns(one for name, one in helpers.items() if name not in there)
 
 
@@ -124,7 +124,7 @@ def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
     runs: list[list[Derivation]] = []
     for feature in features[leading(features) :]:
         made = {output for other in (runs[-1] if runs else []) for output in other.outputs}
-        fitted_on = isinstance(feature, Past | Learned) and made & set(feature.inputs)
+        fitted_on = isinstance(feature, Past | Fittable) and made & set(feature.inputs)
         if not runs or fitted_on or _has_key(runs[-1][0]) != _has_key(feature):
             runs.append([])
         runs[-1].append(feature)
@@ -160,14 +160,14 @@ class Executor:
 
     rows: Blocks
     threads: int
-    given: Mapping[str, LearnedTable] | None = None
+    given: Mapping[str, FittedTable] | None = None
     train: pl.Expr | None = None
     folder: Path | None = None
     keep_states: Collection[str] = ()
     states: Mapping[str, pl.DataFrame] = field(default_factory=dict)
     source: object = None
     #: fitted tables and states, by feature
-    learned: dict[str, LearnedTable] = field(default_factory=dict)
+    fitted_tables: dict[str, FittedTable] = field(default_factory=dict)
 
     def run(self, features: Sequence[Derivation]) -> Iterator[pl.DataFrame]:
         """Yield the outputs of a run of features, block by block."""
@@ -184,7 +184,7 @@ class Executor:
         """Columns with a row's number and whether it is a training row."""
         return [ROW, *([] if self.train is None else self.train.meta.root_names())]
 
-    def _training(self, feature: Learned) -> pl.LazyFrame:
+    def _training(self, feature: Fittable) -> pl.LazyFrame:
         """Return the training rows with the columns that a feature is fitted on."""
         assert self.train is not None
         rows = self.rows.whole().filter(self.train).select(*dict.fromkeys([ROW, LABEL, *feature.inputs]))
@@ -194,10 +194,10 @@ class Executor:
         """Yield the outputs of features that need one block at a time, after fitting them."""
         if self.given is None:
             for one in features:
-                if isinstance(one, Learned):
+                if isinstance(one, Fittable):
                     with explained(one):
-                        self.learned[one.name] = one.learn(self._training(one))
-        tables = self.learned if self.given is None else self.given
+                        self.fitted_tables[one.name] = one.fit(self._training(one))
+        tables = self.fitted_tables if self.given is None else self.given
         there = self.rows.whole().collect_schema().names()
         inputs = dict.fromkeys([*self._row_columns, *(name for feature in features for name in feature.inputs)])
         columns = [name for name in inputs if name in there]
@@ -265,7 +265,7 @@ class Executor:
                 made += found[known.height :].get_columns()
             if self.given is not None:
                 of = {one.name: self.given[one.name] for one in keyed}
-                some = {name: LearnedTable(table=mine(one.table), facts=one.facts) for name, one in of.items()}
+                some = {name: FittedTable(table=mine(one.table), facts=one.facts) for name, one in of.items()}
                 return pl.DataFrame([*made, *derive(rows, keyed, some).select(*some)])
             rows = add_helpers(rows.lazy(), fitted).collect()
             train = np.broadcast_to(rows.select(self.train).to_series().to_numpy(), rows.height)
@@ -303,9 +303,9 @@ class Executor:
             table = partial(
                 _assembled, tables[one.name], FIRST, partial(one.table_of, whole) if whole is not None else None
             )
-            self.learned[one.name] = LearnedTable(table=table, facts=facts[one.name], distinct=True)
+            self.fitted_tables[one.name] = FittedTable(table=table, facts=facts[one.name], distinct=True)
         for other in lasting:
-            self.learned[other.name] = LearnedTable(table=partial(_assembled, tables[other.name], ROW))
+            self.fitted_tables[other.name] = FittedTable(table=partial(_assembled, tables[other.name], ROW))
 
 
 def _assembled(

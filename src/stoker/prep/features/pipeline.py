@@ -15,7 +15,7 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
 from stoker.prep.features.base import ROW, Derivation, RowSteps, check_features, explained, leading, pl
 from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, derive, runs_of
-from stoker.prep.features.learned import LABEL, Learned, LearnedTable
+from stoker.prep.features.fitted import LABEL, Fittable, FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.tables import joined
 
@@ -29,12 +29,12 @@ class Fitted:
     """Features with their fitted tables. :func:`fit` makes it."""
 
     features: tuple[Derivation, ...]
-    learned: dict[str, LearnedTable]
+    fitted_tables: dict[str, FittedTable]
 
     def __post_init__(self) -> None:
         for feature in self.features:
-            if isinstance(feature, Learned) and feature.keys and not self.learned[feature.name].distinct:
-                table = self.learned[feature.name].table
+            if isinstance(feature, Fittable) and feature.keys and not self.fitted_tables[feature.name].distinct:
+                table = self.fitted_tables[feature.name].table
                 twice = int(table.select(feature.keys).is_duplicated().sum())
                 if twice:
                     raise DataError(
@@ -62,7 +62,7 @@ class Fitted:
             ConfigError: the sums of the folds are missing: :meth:`load` and :func:`fit_apply` do not keep them.
         """
         for feature in self.features:
-            if isinstance(feature, Learned) and feature.out_of_fold and self.learned[feature.name].folds is None:
+            if isinstance(feature, Fittable) and feature.out_of_fold and self.fitted_tables[feature.name].folds is None:
                 raise ConfigError(
                     f"{feature.where}: its table has the sums of all training rows, not those of the folds, so "
                     "training rows would be encoded with their own labels. Fit again on them."
@@ -75,27 +75,27 @@ class Fitted:
         if isinstance(rows, pl.DataFrame):
             made = _with_leading(rows, self.features[:own])
             made = made if train is None else made.with_columns(_row_numbers())
-            return _without_helpers(derive(made, self.features[own:], self.learned, train).lazy())
+            return _without_helpers(derive(made, self.features[own:], self.fitted_tables, train).lazy())
         for place, feature in enumerate(self.features):
             if train is not None:
                 rows = add_helpers(rows.with_columns(_row_numbers()) if place == own else rows, [feature])
             with explained(feature):
-                rows = apply_feature(rows, feature, self.learned.get(feature.name), train)
+                rows = apply_feature(rows, feature, self.fitted_tables.get(feature.name), train)
         return _without_helpers(rows)
 
     def save(self, directory: str | Path) -> None:
         """Write the features and their tables to a directory, with checksums."""
         from stoker.prep.features.store import save_features
 
-        save_features(Path(directory), self.features, self.learned)
+        save_features(Path(directory), self.features, self.fitted_tables)
 
     @classmethod
     def load(cls, directory: str | Path) -> Fitted:
         """Load what :meth:`save` wrote. Raise :class:`DataError` if a file is missing or damaged."""
         from stoker.prep.features.store import load_features
 
-        features, learned = load_features(Path(directory))
-        return cls(features=features, learned=learned)
+        features, fitted_tables = load_features(Path(directory))
+        return cls(features=features, fitted_tables=fitted_tables)
 
 
 def fit(
@@ -120,8 +120,8 @@ def fit(
     check_engine(engine)
     check_features(features)
     _check_names(features, rows.collect_schema().names(), label)
-    wanted = _read_by_learned(features)
-    frame, learned = rows.lazy(), dict[str, LearnedTable]()
+    wanted = _read_by_fitted(features)
+    frame, fitted_tables = rows.lazy(), dict[str, FittedTable]()
     waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
     for place, feature in enumerate(features):
         if place == leading(features):
@@ -129,15 +129,15 @@ def fit(
             waiting.append((f"label column {label!r}", frame.select(LABEL)))
         frame = add_helpers(frame, [feature])
         with explained(feature), _blamed_on_first(waiting):
-            if isinstance(feature, Learned):
-                learned[feature.name] = feature.learn(frame, engine=engine)
+            if isinstance(feature, Fittable):
+                fitted_tables[feature.name] = feature.fit(frame, engine=engine)
             if feature.name not in wanted and not isinstance(feature, RowSteps):
                 continue
-            frame = apply_feature(frame, feature, learned.get(feature.name), pl.lit(True))
+            frame = apply_feature(frame, feature, fitted_tables.get(feature.name), pl.lit(True))
             if isinstance(feature, Past):  # compute it once, not once for every fitted feature
                 frame, waiting = collect(frame, engine).lazy(), []
         waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
-    return Fitted(features=tuple(features), learned=learned)
+    return Fitted(features=tuple(features), fitted_tables=fitted_tables)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def fit_apply(
     check_features(features)
     _check_names(features, rows.columns, label)
     frame = _with_leading(rows, features[: leading(features)], threads)
-    runs, learned = runs_of(features), dict[str, LearnedTable]()
+    runs, fitted_tables = runs_of(features), dict[str, FittedTable]()
     if runs:
         with explained(f"label column {label!r}"):
             frame = frame.with_columns(_row_numbers(), _labels(label))
@@ -183,9 +183,9 @@ def fit_apply(
         executor = Executor(rows=FrameBlocks(frame), threads=threads, train=pl.lit(True))
         [made] = executor.run(run)
         frame = frame.hstack(made)
-        learned |= executor.learned
+        fitted_tables |= executor.fitted_tables
         give_back_memory()
-    return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
+    return Fitted(features=tuple(features), fitted_tables=fitted_tables), _without_helpers(frame)
 
 
 def _with_leading(frame: pl.DataFrame, features: Sequence[Derivation], threads: int = _THREADS) -> pl.DataFrame:
@@ -238,12 +238,12 @@ def _without_helpers(frame: _Rows) -> _Rows:
     return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith("__fold:")])
 
 
-def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
+def _read_by_fitted(features: Sequence[Derivation]) -> set[str]:
     """Return the names of the features that fitted features read, directly or through others."""
     columns: set[str] = set()
     found: set[str] = set()
     for feature in reversed(features):
-        if isinstance(feature, Learned) or columns & set(feature.outputs):
+        if isinstance(feature, Fittable) or columns & set(feature.outputs):
             if columns & set(feature.outputs):
                 found.add(feature.name)
             columns |= set(feature.inputs)

@@ -13,7 +13,7 @@ from stoker.base.errors import DataError, errors_as
 from stoker.base.files import atomic_file, link_or_copy
 from stoker.dataset.manifest import describe_file
 from stoker.prep.features.base import Derivation, feature_from_dict, pl
-from stoker.prep.features.learned import Learned, LearnedTable
+from stoker.prep.features.fitted import Fittable, FittedTable
 
 _INDEX = "features.json"
 
@@ -35,10 +35,10 @@ def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
     return describe_file(path)
 
 
-def save_features(directory: Path, features: Sequence[Derivation], learned: Mapping[str, LearnedTable]) -> None:
+def save_features(directory: Path, features: Sequence[Derivation], fitted_tables: Mapping[str, FittedTable]) -> None:
     """Write all tables, then the index."""
     tables = {}
-    for name, one in learned.items():
+    for name, one in fitted_tables.items():
         path = directory / f"{name}.parquet"
         tables[name] = StoredTable(path=path, entry=write_table(path, one.table), facts=one.facts)
     store_features(directory, features, tables)
@@ -69,7 +69,7 @@ def store_features(
     return {**files, _INDEX: describe_file(directory / _INDEX)}
 
 
-def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, LearnedTable]]:
+def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, FittedTable]]:
     """Load features, their fitted tables and the stored states of window features.
 
     Raises:
@@ -83,13 +83,13 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
         index = json.loads(path.read_text(encoding="utf-8"))
         features = tuple(feature_from_dict(item, f"{path}: features[{i}]") for i, item in enumerate(index["features"]))
         files, facts = dict(index["files"]), dict(index["facts"])
-    learned = {}
+    fitted_tables = {}
     for feature in features:
         file = f"{feature.name}.parquet"
-        if isinstance(feature, Learned) or (feature.has_table and file in files):
+        if isinstance(feature, Fittable) or (feature.has_table and file in files):
             table = _read_table(directory / file, files.get(file, {}))
-            learned[feature.name] = LearnedTable(table=table, facts=facts.get(feature.name, {}))
-    return features, learned
+            fitted_tables[feature.name] = FittedTable(table=table, facts=facts.get(feature.name, {}))
+    return features, fitted_tables
 
 
 def _read_table(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:

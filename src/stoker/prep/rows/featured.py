@@ -29,7 +29,7 @@ from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW, Derivation, leading
 from stoker.prep.features.execute import Executor, check_present, derive, runs_of
-from stoker.prep.features.learned import LABEL, LearnedTable
+from stoker.prep.features.fitted import LABEL, FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
 from stoker.prep.fit.split_rules import Splitter, no_training_row
@@ -61,7 +61,7 @@ _PREFERRED = ("string", "int", "hex", "float")  # if a raw column is read as sev
 
 
 def featured_rows(task: Task) -> Rows:
-    """Read the rows of a schema with features into parts; ``Rows.learned`` has the fitted tables."""
+    """Read the rows of a schema with features into parts; ``Rows.fitted_tables`` has the fitted tables."""
     raw: list[Part] = []
     parts = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
     if not any(part.rows for part in parts):
@@ -71,7 +71,7 @@ def featured_rows(task: Task) -> Rows:
     passes = FeaturePasses(task, filled, keys)
     passes.run()
     give_back_memory()
-    return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
+    return Rows(blocks=_parts(task, filled, passes), raw=raw, fitted_tables=passes.stored)
 
 
 def _lines(task: Task, raw: list[Part]) -> list[Part]:
@@ -217,7 +217,7 @@ class FeaturePasses:
                 executor = self._executor()
                 with atomic_path(path) as temporary:
                     _write_blocks(temporary, executor.run(features))
-                stored = self._store(executor.learned)
+                stored = self._store(executor.fitted_tables)
                 tables = {name: {"entry": one.entry, "facts": one.facts} for name, one in stored.items()}
                 self.task.journal.add(f"pass {number}", {**checksum(path), "tables": tables})
             else:
@@ -234,7 +234,7 @@ class FeaturePasses:
             keep = [one.name for one in window]
             return Executor(rows=self, threads=threads, train=train, folder=self._folder, keep_states=keep)
         return Executor(
-            rows=self, threads=threads, given=like.learned, folder=self._folder, states=like.state,
+            rows=self, threads=threads, given=like.fitted_tables, folder=self._folder, states=like.state,
             keep_states=[one.name for one in window if like.stores_state(one)], source=like.data.path,
         )  # fmt: skip
 
@@ -250,14 +250,14 @@ class FeaturePasses:
     def _table(self, name: str) -> Path:
         return self.task.work / "features" / f"{name}.parquet"
 
-    def _store(self, learned: Mapping[str, LearnedTable]) -> dict[str, StoredTable]:
+    def _store(self, fitted_tables: Mapping[str, FittedTable]) -> dict[str, StoredTable]:
         """Write fitted tables to files for the dataset."""
 
         def work(name: str) -> StoredTable:
-            entry = write_table(self._table(name), learned[name].table)
-            return StoredTable(path=self._table(name), entry=entry, facts=learned[name].facts)
+            entry = write_table(self._table(name), fitted_tables[name].table)
+            return StoredTable(path=self._table(name), entry=entry, facts=fitted_tables[name].facts)
 
-        return dict(zip(learned, ordered_map(work, learned, self.task.threads), strict=True))
+        return dict(zip(fitted_tables, ordered_map(work, fitted_tables, self.task.threads), strict=True))
 
     def whole(self) -> pl.LazyFrame:
         """Return all rows with the columns computed so far."""

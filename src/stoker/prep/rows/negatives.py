@@ -10,7 +10,7 @@ import polars as pl
 from stoker.dataset.manifest import SPLITS
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW
-from stoker.prep.features.learned import LABEL
+from stoker.prep.features.fitted import LABEL
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.recipes.draw import bits, key_of
 from stoker.prep.recipes.rows import Ints, negatives

@@ -39,7 +39,7 @@ class Rows:
 
     blocks: list[Part]
     raw: list[Part] = field(default_factory=list)
-    learned: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
+    fitted_tables: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
 
 
 def read_rows(task: Task) -> Rows:

@@ -17,8 +17,8 @@ from stoker.base.files import NO_ROOM, hash_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST, SPLITS
-from stoker.dataset.memory import home_of
-from stoker.prep.features.learned import Merge
+from stoker.dataset.memory import temporary_folder_of
+from stoker.prep.features.fitted import Merge
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import BadLineLimit
@@ -106,7 +106,7 @@ class Task:
             self.splitting = replace(self.splitting, label=self.schema.label)  # each row has label 1
         self.inner = schema_after_features(self.splitting) if self.in_passes else self.splitting
         self.layout = Layout(self.inner)
-        self.temporary = home_of(self.out) is not None
+        self.temporary = temporary_folder_of(self.out) is not None
 
     @property
     def negatives(self) -> Negatives | None:

@@ -370,8 +370,8 @@ def _finish(
     if like is not None:
         own = [f"vocab/{name}.parquet" for name, record in fitting.tables.items() if "vocab" in record]
         files |= like.copy("vocab/", out, without=own) | like.copy(f"{FEATURES}/", out)
-    if schema.feature and (like is None or rows.learned):
-        folder, tables = out / FEATURES, rows.learned
+    if schema.feature and (like is None or rows.fitted_tables):
+        folder, tables = out / FEATURES, rows.fitted_tables
         made = store_features(folder, schema.feature, tables, extend=like is not None)
         files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
     for name, record in fitting.tables.items():

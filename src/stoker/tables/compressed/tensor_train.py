@@ -254,7 +254,7 @@ class CompressedGroup(TableGroup):
 
 
 def check_cores(optimizer: RowOptimizer, what: str) -> None:
-    """Raise ConfigError for what is no row optimizer, or cannot work on slices of cores."""
+    """Raise ConfigError for what is not a row optimizer, or cannot work on slices of cores."""
     if not isinstance(optimizer, RowOptimizer):
         raise ConfigError(
             f"the optimizer of {what} is a {type(optimizer).__name__}; cores that step inside backward need one such "

@@ -160,7 +160,7 @@ def moves_of_ranks(ranks: Ranks, buffers: Sequence[Tensor], own: Sequence[Moved]
     for average, value, weight in own:
         if id(average) not in places:
             raise ConfigError(
-                "a running average of the dense part is no buffer of the model, so other ranks cannot move it. Make "
+                "a running average of the dense part is not a buffer of the model, so other ranks cannot move it. Make "
                 "it one (register_buffer), or train in one process.", settings=("model",),
             )  # fmt: skip
         # Each value is a float32 or a small count: float64 has both.

@@ -151,7 +151,7 @@ def _tables(analysis: Record) -> Iterator[Advice]:
 
 
 def _unknown(analysis: Record) -> Iterator[Advice]:
-    # Id 0 is also a missing or rare value: what the training rows have of it is no news.
+    # Id 0 is also a missing or rare value: what the training rows have of it tells nothing new.
     new = {each["name"]: (each["unknown"] or 0) - (each.get("unknown_train") or 0) for each in analysis["tables"]}
     if many := [name for name in new if new[name] > 0.2]:
         worst = max(many, key=lambda name: new[name])

@@ -246,7 +246,7 @@ class RankingMetrics:
         Rows of a group may come in any order and in several calls.
 
         Raises:
-            ValueError: shapes differ, a label is neither 0 nor 1, or a group is no such number.
+            ValueError: shapes differ, a label is neither 0 nor 1, or a group is not such a number.
         """
         if not logits.shape == labels.shape == groups.shape or logits.dim() != 1:
             raise ValueError(

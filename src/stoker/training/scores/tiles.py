@@ -72,7 +72,7 @@ class _Blocks:
         if not _can_be_drawn(inputs):
             return 1
         if (key := _kind(model, inputs)) not in self._spread:
-            found = 1  # also if it is no matter of places in a vector
+            found = 1  # also if places in a vector are not the reason
             for spread in _SPREADS:
                 if (alike := _moved_alike(model, inputs, spread)) is None:
                     return 1  # scores that are not finite tell nothing of later models

@@ -27,9 +27,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 from stoker.training.scores.metrics import StreamingMetrics
+from stoker.training.settings import BASELINE_ROWS
 
 FILE = "baselines.json"
-ROWS = 500_000  # most training rows to fit on; more change the weights of a convex model little
 BATCH = 8192  # rows
 L2 = 1.0  # the default of scikit-learn, C = 1
 STEPS = 200  # most steps of L-BFGS
@@ -81,7 +81,7 @@ def saved_baselines(dataset: Dataset) -> Baselines | None:
         return None
 
 
-def baseline(dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Progress = quiet) -> Baselines:
+def baseline(dataset: Dataset | str | Path, *, rows: int = BASELINE_ROWS, progress: Progress = quiet) -> Baselines:
     """Fit simple models on the training rows, evaluate them on the other splits, and store the metrics with the data.
 
     The logistic regression has a weight for each id of each feature (a sequence counts as the mean over its ids) and
@@ -233,7 +233,7 @@ def _trees(data: Dataset, batches: Sequence[Batch], labels: npt.NDArray[np.float
     train = lightgbm.Dataset(np.concatenate([table(batch) for batch in batches]), labels, **settings)
     watched, stopping = [], []
     if data.valid.labelled:
-        valid = list(_drawn(data.valid, ROWS))
+        valid = list(_drawn(data.valid, BASELINE_ROWS))
         known = np.concatenate([_labels(batch) for batch in valid])
         rows = np.concatenate([table(batch) for batch in valid])[~np.isnan(known)]
         watched = [lightgbm.Dataset(rows, known[~np.isnan(known)], reference=train)]

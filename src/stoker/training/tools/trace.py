@@ -25,6 +25,7 @@ from stoker.dataset.batch import Batch
 from stoker.optim import Constant
 from stoker.training.placing import STAGES, iterate, place_run, slotted
 from stoker.training.replica import Rerun, SectionArguments, find_section, process_settings
+from stoker.training.settings import RECORDED
 
 _WARM = 5  # steps before the recording, in which kernels compile and batches are staged
 _STAGING = "stoker-stage"  # name of the thread for which training waits
@@ -89,7 +90,7 @@ class TraceArguments(SectionArguments):
     """The arguments of :func:`trace`."""
 
     _: KW_ONLY
-    steps: int = 30
+    steps: int = RECORDED
     out: str | Path | None = None
 
 

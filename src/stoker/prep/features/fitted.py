@@ -1,6 +1,6 @@
 """Features that are fitted on training rows: mean target and count encoding, properties, and columns of other files.
 
-Fitting gives a :class:`LearnedTable`: one row per distinct key. Keys are compared exactly; a missing key is a key of
+Fitting gives a :class:`FittedTable`: one row per distinct key. Keys are compared exactly; a missing key is a key of
 its own. Smoothed means: Micci-Barreca 2001, "A preprocessing scheme for high-cardinality categorical attributes".
 Out-of-fold means: Rabhi et al., "Accelerating Recommender System Training 15x with RAPIDS", section 2 (RecSys
 Challenge 2019).
@@ -27,7 +27,7 @@ _SUM, _COUNT = "sum", "count"
 _FOREIGN = "__foreign"
 
 
-class LearnedTable:
+class FittedTable:
     """What a feature was fitted to. The dataset stores it, and new rows use it unchanged.
 
     Args:
@@ -59,10 +59,10 @@ class LearnedTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned(Derivation):
-    """A feature that is fitted on training rows. For your own, write :meth:`learn` and :meth:`attach`."""
+class Fittable(Derivation):
+    """A feature that is fitted on training rows. For your own, write :meth:`fit` and :meth:`attach`."""
 
-    out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
+    out_of_fold: ClassVar[bool] = False  # whether training rows need ``FittedTable.folds``
 
     @property
     def has_table(self) -> bool:
@@ -74,21 +74,21 @@ class Learned(Derivation):
         return ()
 
     def helpers(self) -> list[pl.Expr]:
-        """Return more columns that :meth:`learn` needs; :meth:`attach` needs them for training rows, too."""
+        """Return more columns that :meth:`fit` needs; :meth:`attach` needs them for training rows, too."""
         return []
 
     @abstractmethod
-    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+    def fit(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> FittedTable:
         """Fit on training rows, which have the inputs, the helpers, ``__row`` and ``__label``."""
 
     @abstractmethod
-    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+    def attach(self, frame: pl.LazyFrame, fitted: FittedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
         """Return the frame with the outputs, its rows and their order unchanged.
 
         Args:
             frame: rows with the inputs and, where ``train`` is given, the helpers.
-            learned: from :meth:`learn`.
-            train: selects the training rows, which ``learned.folds`` covers; None: there are none.
+            fitted: from :meth:`fit`.
+            train: selects the training rows, which ``fitted.folds`` covers; None: there are none.
         """
 
 
@@ -128,7 +128,7 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keyed(Learned):
+class Keyed(Fittable):
     """A fitted feature whose table is made key by key, so that partitions of the keys can be processed apart."""
 
     reads = "by"
@@ -183,12 +183,12 @@ class CountEncoding(Keyed):
     kind: ClassVar[str] = "count"
     read_as = COUNT
 
-    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+    def fit(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> FittedTable:
         counted = rows.group_by(self._keys(rows)).agg(pl.len().cast(pl.Int64).alias(_COUNT), pl.col(ROW).min())
-        return LearnedTable(table=collect(counted, engine).sort(ROW).drop(ROW), distinct=True)
+        return FittedTable(table=collect(counted, engine).sort(ROW).drop(ROW), distinct=True)
 
-    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        found = look_up(frame, {name: name for name in self.by}, learned.table, {self.name: _COUNT})
+    def attach(self, frame: pl.LazyFrame, fitted: FittedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        found = look_up(frame, {name: name for name in self.by}, fitted.table, {self.name: _COUNT})
         return found.with_columns(pl.col(self.name).fill_null(0))
 
     def fit_and_encode(
@@ -277,7 +277,7 @@ class MeanTargetEncoding(Keyed):
         others = [(total - s) / (count - n) if count > n else mean for s, n in sides]
         return {"mean": mean, "other_folds_mean": others}
 
-    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+    def fit(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> FittedTable:
         facts = self.facts(rows, engine=engine)
         of_fold = rows.group_by(*self._keys(rows), self.fold_column).agg(
             pl.col(LABEL).sum().alias(_SUM), pl.len().cast(pl.Int64).alias(_COUNT), pl.col(ROW).min()
@@ -285,20 +285,20 @@ class MeanTargetEncoding(Keyed):
         folds = collect(of_fold, engine).sort(ROW)
         totals = folds.group_by(self.by).agg(pl.col(_SUM, _COUNT).sum(), pl.col(ROW).min())
         table = totals.sort(ROW).drop(ROW)
-        return LearnedTable(table=table, facts=facts, folds=folds.drop(ROW), distinct=True)
+        return FittedTable(table=table, facts=facts, folds=folds.drop(ROW), distinct=True)
 
-    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+    def attach(self, frame: pl.LazyFrame, fitted: FittedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
         of_key = {"__sum": _SUM, "__count": _COUNT}
-        made = look_up(frame, {name: name for name in self.by}, learned.table, of_key)
+        made = look_up(frame, {name: name for name in self.by}, fitted.table, of_key)
         total, count = (pl.col(name).cast(pl.Float64).fill_null(0.0) for name in of_key)
-        prior: Any = pl.lit(learned.facts["mean"], pl.Float64)
+        prior: Any = pl.lit(fitted.facts["mean"], pl.Float64)
         mine: dict[str, str] = {}
-        if train is not None and learned.folds is not None:
+        if train is not None and fitted.folds is not None:
             mine = {"__fold_sum": _SUM, "__fold_count": _COUNT}
-            made = look_up(made, {name: name for name in (*self.by, self.fold_column)}, learned.folds, mine)
+            made = look_up(made, {name: name for name in (*self.by, self.fold_column)}, fitted.folds, mine)
             own = [pl.when(train).then(pl.col(name).cast(pl.Float64)).otherwise(0.0).fill_null(0.0) for name in mine]
             total, count = total - own[0], count - own[1]
-            others = pl.lit(pl.Series(learned.facts["other_folds_mean"], dtype=pl.Float64))
+            others = pl.lit(pl.Series(fitted.facts["other_folds_mean"], dtype=pl.Float64))
             prior = pl.when(train).then(others.gather(pl.col(self.fold_column))).otherwise(prior)
         weight = count + self.smoothing
         mean = pl.when(weight > 0).then((total + self.smoothing * prior) / weight).otherwise(prior)
@@ -342,7 +342,7 @@ class MeanTargetEncoding(Keyed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge(Learned):
+class Merge(Fittable):
     """Columns of ``file``, joined where its ``key`` equals ``on``; missing for keys that the file lacks.
 
     The file is read once, when a dataset is prepared. The dataset stores its columns, and new rows use these.
@@ -409,7 +409,7 @@ class Merge(Learned):
         many = len(self.columns)
         return {name: TEXT if place < many else MAYBE_MISSING for place, name in enumerate(self.outputs)}
 
-    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+    def fit(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> FittedTable:
         from stoker.prep.features.tables import read_table
 
         key = self.key or self.on
@@ -429,14 +429,14 @@ class Merge(Learned):
                 f"{self.where}: {self.file} has {twice.height:,} lines whose {key} another line has, too, for example "
                 f"{twice[self.on][0]!r}. Keep one line for each."
             )
-        return LearnedTable(table=table, distinct=True)
+        return FittedTable(table=table, distinct=True)
 
-    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        return look_up(frame, {self.on: self.on}, learned.table, {name: name for name in self.outputs})
+    def attach(self, frame: pl.LazyFrame, fitted: FittedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        return look_up(frame, {self.on: self.on}, fitted.table, {name: name for name in self.outputs})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Properties(Learned):
+class Properties(Fittable):
     """Columns ``name_1`` ... ``name_<most>``: 1 if the list in ``column`` contains the column's value, else 0.
 
     Args:
@@ -466,18 +466,18 @@ class Properties(Learned):
     def outputs(self) -> tuple[str, ...]:
         return tuple(f"{self.name}_{number}" for number in range(1, (self.most or len(self.values)) + 1))
 
-    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+    def fit(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> FittedTable:
         if self.values:
-            return LearnedTable(table=pl.DataFrame({"value": list(self.values)}))
+            return FittedTable(table=pl.DataFrame({"value": list(self.values)}))
         # Distinct texts first: a list that many rows share is split once.
         lists = rows.group_by(pl.col(self.column).cast(pl.String).alias("value")).agg(pl.len().alias("count"))
         pieces = lists.with_columns(pl.col("value").str.split(self.separator).list.unique()).explode("value")
         counted = pieces.filter(pl.col("value").str.len_bytes() > 0).group_by("value").agg(pl.col("count").sum())
         found = collect(counted, engine).sort("count", "value", descending=[True, False])
-        return LearnedTable(table=found.head(self.most or 0).cast({"count": pl.Int64}))
+        return FittedTable(table=found.head(self.most or 0).cast({"count": pl.Int64}))
 
-    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        known = learned.table.select("value").with_row_index("column")
+    def attach(self, frame: pl.LazyFrame, fitted: FittedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        known = fitted.table.select("value").with_row_index("column")
 
         def marked(series: pl.Series) -> pl.Series:
             """Split each distinct text once."""
