@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +115,18 @@ def load(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise missing_package(error, what) from error
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package whose names load when first used; ``homes``: module -> its names."""
+    home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+
+    def named(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return vars(sys.modules[package]).setdefault(name, getattr(load(home[name], f"{package}.{name}"), name))
+
+    return named
 
 
 def missing_package(error: Exception, what: str) -> Exception:

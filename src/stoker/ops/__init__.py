@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, DependencyError, lazily
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +16,8 @@ if TYPE_CHECKING:
     from stoker.ops.rule import RowRule
     from stoker.ops.space import AddressSpace, Bags, Part, Parts, Rounding
 else:
-
-    def __getattr__(name: str) -> Any:
-        home = {"Backend": "backend", "RowRule": "rule"}.get(name, "space")
-        if name not in __all__:
-            raise AttributeError(f"module 'stoker.ops' has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(f"stoker.ops.{home}"), name)
-        return value
-
+    _HOMES = {"backend": "Backend", "rule": "RowRule", "space": "AddressSpace Bags Part Parts Rounding"}
+    __getattr__ = lazily(__name__, _HOMES)
 
 __all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "Part", "Parts", "Rounding", "RowRule", "get_backend"]
 

@@ -41,9 +41,8 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
     interaction_kernel(dim).run(
-        flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
-        threads=threads,
-    )  # fmt: skip
+        flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns, threads=threads
+    )
     return out
 
 

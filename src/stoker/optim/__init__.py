@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from stoker.base.errors import lazily
 from stoker.optim.rows import (
     FTRL,
     LAMB,
@@ -23,14 +24,7 @@ from stoker.optim.schedules import Constant, CosineDecay, OneCycle, PolynomialDe
 if TYPE_CHECKING:
     from stoker.optim.dense_lamb import DenseLAMB
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name != "DenseLAMB":
-            raise AttributeError(f"module 'stoker.optim' has no attribute {name!r}")
-        from stoker.optim.dense_lamb import DenseLAMB
-
-        return DenseLAMB
-
+    __getattr__ = lazily(__name__, {"dense_lamb": "DenseLAMB"})
 
 __all__ = [
     "FTRL", "LAMB", "ROW_OPTIMIZERS", "SGD", "Adagrad", "Adam", "AdamW", "Constant", "CosineDecay", "DenseLAMB",

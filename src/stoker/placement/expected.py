@@ -330,9 +330,8 @@ def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequen
     order = np.argsort(-np.concatenate(rank), kind="stable")
     owners, ends, widths = (np.concatenate(each)[order] for each in (owner, reach, width))
     away = np.concatenate(transit)[order]
-    left = np.maximum(
-        away.sum() - np.concatenate([[0.0], np.cumsum(away)]), 0.0
-    )  # in flight and not hot, after each bucket
+    # in flight and not hot, after each bucket
+    left = np.maximum(away.sum() - np.concatenate([[0.0], np.cumsum(away)]), 0.0)
     taken = sum(hot) + np.concatenate([[0.0], np.cumsum(widths)])
     needed = taken + (1 + _MARGIN) * left + _DEVIATIONS * np.sqrt(left)
     enough = np.flatnonzero(needed <= slots)

@@ -707,9 +707,8 @@ def _pinned(cached: Division, work: Workload, share: float) -> Division | None:
 
 
 def _classified(
-    cached: Division, batches: HotBatches, work: Workload, budget: int,
-    largest: Callable[[Sequence[TableConfig]], int],
-) -> tuple[Division | None, str]:  # fmt: skip
+    cached: Division, batches: HotBatches, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int]
+) -> tuple[Division | None, str]:
     """Pin all hot rows of the profile, keep slots for rows in flight, and pin more rows if memory is left."""
     tables = [*cached.resident, *cached.rest]
     hot = {table.name: batches.rows.get(table.name, 0) for table in tables}

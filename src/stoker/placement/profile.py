@@ -123,9 +123,8 @@ def _measure(
             _fill(storage, rows)
             cold, warm, written = _reading(storage, rows)
     return Profile(
-        row_bytes=row_bytes, fetch=fetch, store=store, **planning,
-        file_cold=cold, file_warm=warm, file_store=written,
-    )  # fmt: skip
+        row_bytes=row_bytes, fetch=fetch, store=store, **planning, file_cold=cold, file_warm=warm, file_store=written
+    )
 
 
 def _storage(rows: int, dim: int, dtype: str, state: dict[str, str], device: str, strategy: Cached) -> SlottedRows:
@@ -169,9 +168,8 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
     _steps(storage, uniform(2, 256))
     hot = _steps(storage, uniform(_BATCHES, 256))
     plan_lookup = hot.planning / lookups
-    _steps(
-        storage, uniform(5 * slots // (4 * lookups) + LANDED + 2)
-    )  # all slots are taken, and rows are being written back
+    # all slots are taken, and rows are being written back
+    _steps(storage, uniform(5 * slots // (4 * lookups) + LANDED + 2))
     cold = _steps(storage, uniform(_BATCHES))
     _steps(storage, zipf(LANDED))
     real = _steps(storage, zipf(_BATCHES))

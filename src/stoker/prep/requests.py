@@ -215,8 +215,7 @@ class RowEncoder:
     def columns_of(self, names: Collection[str]) -> set[str]:
         """Return the raw columns that only these columns of the model read, themselves or by derived features."""
         own, others = set[str](), set[str]()
-        pairs = [*self._items(),
-                 *zip(self._layout.columns, self._layout.dense, strict=True)]  # fmt: skip
+        pairs = [*self._items(), *zip(self._layout.columns, self._layout.dense, strict=True)]
         for column, item in pairs:
             (own if column.name in names else others).add(item.column)
         for one in reversed(self.fitted.schema.feature):  # none reads a later one

@@ -9,9 +9,9 @@ Say that a figure is synthetic where you publish one from such a log.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stoker.base.errors import load
+from stoker.base.errors import lazily
 
 if TYPE_CHECKING:
     from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Sampler, measure_curve, zipf
@@ -19,15 +19,10 @@ if TYPE_CHECKING:
     from stoker.synthetic.shards import dataset
     from stoker.synthetic.writer import SyntheticTruth, TruthMeter, write
 else:  # names load at first use, for the command line reads only stoker.synthetic.settings
-
-    def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'stoker.synthetic' has no attribute {name!r}")
-        modules = {"KAGGLE_SIZES": "logs", "RECIPES": "logs", "dataset": "shards"}
-        modules |= dict.fromkeys(("SyntheticTruth", "TruthMeter", "write"), "writer")
-        module = load(f"stoker.synthetic.{modules.get(name, 'clicks')}", f"stoker.synthetic.{name}")
-        return globals().setdefault(name, getattr(module, name))
-
+    __getattr__ = lazily(__name__, {
+        "clicks": "ClickLog Curve IdColumn NumberColumn Sampler measure_curve zipf", "logs": "KAGGLE_SIZES RECIPES",
+        "shards": "dataset", "writer": "SyntheticTruth TruthMeter write",
+    })  # fmt: skip
 
 __all__ = [
     "KAGGLE_SIZES", "RECIPES", "ClickLog", "Curve", "IdColumn", "NumberColumn", "Sampler", "SyntheticTruth",

@@ -22,21 +22,6 @@ from stoker.tables.stage import Stage, stage
 from stoker.tables.stores.registry import register_store
 
 __all__ = [
-    "Cached",
-    "Device",
-    "EmbeddingTables",
-    "HostPipelined",
-    "HotCold",
-    "Mapped",
-    "Ranks",
-    "RanksError",
-    "Replicas",
-    "Stage",
-    "Strategy",
-    "TTEmbeddingBag",
-    "TableConfig",
-    "TensorTrain",
-    "register_store",
-    "stage",
-    "tables_for",
-]
+    "Cached", "Device", "EmbeddingTables", "HostPipelined", "HotCold", "Mapped", "Ranks", "RanksError", "Replicas",
+    "Stage", "Strategy", "TTEmbeddingBag", "TableConfig", "TensorTrain", "register_store", "stage", "tables_for",
+]  # fmt: skip

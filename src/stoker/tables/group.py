@@ -179,9 +179,7 @@ class TableGroup:
         else:
             mark(self.marks, changed)
 
-    def step_together(
-        self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None
-    ) -> None:  # fmt: skip
+    def step_together(self, ranks: Ranks, lookups: Lookups, grad: Tensor, tree: range, lease: Lease | None) -> None:
         """Do :meth:`update` for the batch of all ranks, of which this one has ``lookups``, with their shards.
 
         Args:
@@ -342,9 +340,7 @@ class TableGroup:
             summed = row_gradients(backend, len(found.rows), lease.space, lease.bags, found.which.to(torch.int32), grad)
             directions, lengths = backend.lamb_direct(storage.weight, storage.state, found, summed, rule)
             ratios, rounding = trust_ratios(squares_of, lengths, rule), lease.rounding(keys)
-            _add(squares_of, backend.lamb_move(
-                storage.weight, found, directions, ratios, rule, rounding, lease.space
-            ))  # fmt: skip
+            _add(squares_of, backend.lamb_move(storage.weight, found, directions, ratios, rule, rounding, lease.space))
         except BaseException:
             self._squares = None
             raise

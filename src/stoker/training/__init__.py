@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stoker.base.errors import lazily
 
 if TYPE_CHECKING:
     from stoker.training.config import TrainConfig
@@ -16,23 +17,15 @@ if TYPE_CHECKING:
     from stoker.training.scores.catalogue import Catalogue
     from stoker.training.scores.evaluation import Scores, evaluate, predict
     from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
-
-_MODULES = {
-    "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save track_changes",
-    "files.loading": "load", "files.logs": "Logger", "loop": "train", "progress": "Interrupted",
-    "scores.catalogue": "Catalogue", "scores.evaluation": "Scores evaluate predict",
-    "scores.metrics": "RankingMetrics StreamingMetrics",
-}  # fmt: skip
-_HOME = {name: f"stoker.training.{module}" for module, names in _MODULES.items() for name in names.split()}
+else:
+    __getattr__ = lazily(__name__, {
+        "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save track_changes",
+        "files.loading": "load", "files.logs": "Logger", "loop": "train", "progress": "Interrupted",
+        "scores.catalogue": "Catalogue", "scores.evaluation": "Scores evaluate predict",
+        "scores.metrics": "RankingMetrics StreamingMetrics",
+    })  # fmt: skip
 
 __all__ = [
     "Catalogue", "Checkpoint", "Interrupted", "Logger", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig",
     "TrainResult", "evaluate", "load", "predict", "save", "track_changes", "train",
 ]  # fmt: skip
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'stoker.training' has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOME[name]), name)

@@ -320,7 +320,6 @@ class Rerun(Replica):
         self._swap()
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch of :attr:`feed`; return its loss."""
         torch.set_rng_state(self._drawn[0])
         if self._drawn[1] is not None:
             torch.cuda.set_rng_state(self._drawn[1], self.model.device)

@@ -106,9 +106,7 @@ class HotColdStream:
         tested: rows of a test loss, which is left out where these would be more than 2 % of the rows trained so far.
     """
 
-    def __init__(
-        self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler, *, tested: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler, *, tested: int = 0) -> None:
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
         self.scheduler, self.tested = scheduler, tested
         self.step = 0  # number of the first batch of the next loop
@@ -204,9 +202,7 @@ class HotColdStream:
             kind: {**stream.state_dict(), "epoch": self.scheduler.epoch, "position": places[kind]}
             for kind, stream in self.streams.items()
         }
-        return {
-            "kind": _KIND, "step": step, "first": self.first, "scheduler": self.scheduler.state_dict(), **streams,
-        }  # fmt: skip
+        return {"kind": _KIND, "step": step, "first": self.first, "scheduler": self.scheduler.state_dict(), **streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``.

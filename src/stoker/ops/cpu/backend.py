@@ -251,7 +251,6 @@ class CpuBackend(Backend):
         return self.lookup_parts(alone, space, bags, (bags.batch_size(count), count, dim))
 
     def lookup_parts(self, parts: Parts, space: AddressSpace, bags: Bags, shape: tuple[int, ...]) -> Tensor:
-        """Return the pooled rows [B, ...] of all parts; ``space`` has the features of ``bags``."""
         out = self._arena.empty(*shape)
         batch, count = shape[0], len(space.features)
         if batch == 0:
@@ -291,7 +290,6 @@ class CpuBackend(Backend):
     def update_parts(
         self, parts: Parts, space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule, rounding: Rounding
     ) -> None:
-        """Update the rows of all parts, given the gradient of what :meth:`lookup_parts` returned."""
         if bags.ids.numel():
             if grad.dtype == torch.float32 and grad.is_contiguous():  # the other way takes four calls of torch
                 memory, example_stride = flat(grad), grad.numel() // len(grad)

@@ -89,11 +89,6 @@ class TritonBackend(Backend):
         self._constants: dict[tuple[torch.device, Sequence[int]], Tensor] = {}
 
     def synchronize(self) -> None:
-        """Wait for the device and raise the errors that are not reported yet.
-
-        Raises:
-            IndexError: an id of an earlier call lay outside its table.
-        """
         for watch in self._watches.values():
             watch.poll(wait=True)
 

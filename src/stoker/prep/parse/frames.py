@@ -462,9 +462,7 @@ def parquet_types(path: Path) -> pl.Schema:
         return pl.scan_parquet(path).collect_schema()
 
 
-def parquet_block(
-    path: Path, fields: Sequence[Field], start: int, rows: int, nulls: Sequence[str] = ()
-) -> Block:  # fmt: skip
+def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int, nulls: Sequence[str] = ()) -> Block:
     """Return rows [start, start + rows) of a Parquet file; ``nulls`` are texts that mean missing."""
     names = list(dict.fromkeys(item.column for item in fields))
     with reading_parquet(path):

@@ -13,15 +13,7 @@ from typing import Any
 from stoker.base.errors import DataError
 from stoker.prep.features.base import Derivation, column_taken
 from stoker.prep.parse.delimited import TextParser
-from stoker.prep.parse.frames import (
-    BadLine,
-    Block,
-    Field,
-    check_columns,
-    parquet_block,
-    parquet_cuts,
-    parquet_types,
-)  # fmt: skip
+from stoker.prep.parse.frames import BadLine, Block, Field, check_columns, parquet_block, parquet_cuts, parquet_types
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.sources import LineBlock, check_text, first_line, line_blocks, plain_name, source_kind
 from stoker.prep.source_format import SourceFormat

@@ -182,9 +182,7 @@ def parsed(text: bytes) -> Any:
     )  # fmt: skip
 
 
-def json_frame(
-    rows: Sequence[Mapping[str, Any]], fields: Sequence[Field], nulls: Sequence[str] = ()
-) -> pl.DataFrame:  # fmt: skip
+def json_frame(rows: Sequence[Mapping[str, Any]], fields: Sequence[Field], nulls: Sequence[str] = ()) -> pl.DataFrame:
     """Return objects of :func:`parsed` as a frame, as :func:`json_block` reads them from lines.
 
     Raises:

@@ -44,9 +44,7 @@ _OTHER_KINDS = {  # first bytes -> what the file is, and the remedy
     b"PK\x03\x04": ("a zip archive or a spreadsheet", "Unpack it, or export it as CSV."),
     b"BZh": ("compressed with bzip2", _UNPACK), b"\xfd7zXZ": ("compressed with xz", _UNPACK),
 }  # fmt: skip
-_SUFFIXES = {
-    ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-}  # fmt: skip
+_SUFFIXES = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 
 
 @dataclass(frozen=True, kw_only=True)

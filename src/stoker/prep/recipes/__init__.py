@@ -38,9 +38,7 @@ if not TYPE_CHECKING:  # type checkers know those that are imported above
         return build
 
 
-__all__ = [
-    "avazu", "criteo", "ebnerd", "get", "globo", "movielens", "names", "online_retail", "taobao", "trivago",
-]  # fmt: skip
+__all__ = ["avazu", "criteo", "ebnerd", "get", "globo", "movielens", "names", "online_retail", "taobao", "trivago"]
 
 
 def lookups(manifest: Mapping[str, Any], files: Iterable[str]) -> set[str]:

@@ -19,9 +19,7 @@ from stoker.prep.recipes.rows import LOGGED, Histories, Ints, PastCounts, catego
 from stoker.prep.schema import Label, Schema, SequenceColumn
 from stoker.prep.source_format import SourceFormat
 
-_RAW = (
-    "InvoiceNo", "StockCode", "Description", "Quantity", "InvoiceDate", "UnitPrice", "CustomerID", "Country",
-)  # fmt: skip
+_RAW = ("InvoiceNo", "StockCode", "Description", "Quantity", "InvoiceDate", "UnitPrice", "CustomerID", "Country")
 _DAY = 1_440  # minutes
 
 

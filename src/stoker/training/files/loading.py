@@ -261,9 +261,8 @@ class _Saved:
     ) -> None:  # fmt: skip
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
         self.chain = links  # the checkpoints that it consists of; only the first of several ranks has them
-        self.raw_ids: dict[
-            str, Mapping[tuple[str, bool], Iterable[Tensor]]
-        ] = {}  # of tables that grow, where they were read before
+        # of tables that grow, where they were read before
+        self.raw_ids: dict[str, Mapping[tuple[str, bool], Iterable[Tensor]]] = {}
         self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
         self.first = "trained" not in manifest
         self.entries = manifest["tables"]  # as they were saved
@@ -469,17 +468,14 @@ class _Saved:
                 state = {each: torch.zeros_like(value) for each, value in row.state.items()}
                 tables.write(name, start, Rows(row.weight, state))
             return
-        chunks: Iterator[tuple[int, Rows]] | None = None
-        kept: list[Rows] = []
+        kept: list[Rows] = []  # of the first rank
 
-        def take() -> int | None:
-            nonlocal chunks
-            chunks = chunks or SavedTable(self.chain, entry).chunks()
-            start, rows = next(chunks, (None, None))
-            kept[:] = [] if rows is None else [rows]
-            return start
+        def starts() -> Iterator[int]:
+            for start, rows in SavedTable(self.chain, entry).chunks():
+                kept.append(rows)
+                yield start
 
-        while (begin := on_first(tables.ranks, f"read table {name!r}", take)) is not None:
+        for begin in each_on_first(tables.ranks, f"read table {name!r}", starts):
             group.spread(name, begin, kept.pop() if kept else None)
 
     def _new_rows(self, entry: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

@@ -219,8 +219,5 @@ def _tile(values: Tensor, start: int, size: int, spread: int = 1) -> Tensor:
         filled = values.new_zeros((size, *values.shape[1:]))
         filled[: len(part) * spread : spread] = part
         return filled
-    return (
-        part
-        if part.data_ptr() % _ALIGNED == 0 and part.is_contiguous()
-        else part.clone(memory_format=torch.contiguous_format)
-    )
+    aligned = part.data_ptr() % _ALIGNED == 0 and part.is_contiguous()
+    return part if aligned else part.clone(memory_format=torch.contiguous_format)

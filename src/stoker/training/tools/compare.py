@@ -53,9 +53,8 @@ class RunFacts(Shown):
 
     path: Path
     name: str  # shortest unique name
-    settings: Mapping[
-        str, Any
-    ]  # all settings, with defaults for those an older version did not have; model options as "model_options.x"
+    #: all settings, with defaults for those an older version did not have; model options as "model_options.x"
+    settings: Mapping[str, Any]
     metric: str  # that chooses the best checkpoint
     finished: bool
     step: int  # last recorded step
