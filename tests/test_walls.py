@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_250,
-    "ops": 7_220,
-    "dataset": 3_120,
-    "optim": 610,
-    "tables": 13_080,
-    "models": 2_025,
-    "placement": 2_890,
-    "training": 11_070,
-    "rewrite": 1_940,
-    "prep": 13_160,
-    "synthetic": 1_670,
-    "cli": 3_425,
+    "base": 2_265,
+    "ops": 7_180,
+    "dataset": 3_095,
+    "optim": 600,
+    "tables": 13_035,
+    "models": 2_010,
+    "placement": 2_885,
+    "training": 11_010,
+    "rewrite": 1_900,
+    "prep": 13_070,
+    "synthetic": 1_660,
+    "cli": 3_390,
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_700
+ALL_LINES = 65_345
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
