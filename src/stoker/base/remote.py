@@ -471,9 +471,8 @@ def failure_at(url: str, error: Exception) -> Exception:
 
 def _status(error: Exception) -> int | None:
     """Return the status of an answer over HTTP."""
-    status: int | None = getattr(error, "status", None) or getattr(
-        getattr(error, "response", None), "status_code", None
-    )
+    answer = getattr(error, "response", None)
+    status: int | None = getattr(error, "status", None) or getattr(answer, "status_code", None)
     return status
 
 

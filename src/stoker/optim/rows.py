@@ -326,13 +326,9 @@ class LAMB(RowOptimizer):
         check_trust("LAMB", self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
-        most = math.inf if self.max_trust is None else self.max_trust
+        rule, most = super().rule(tick), math.inf if self.max_trust is None else self.max_trust
         # The l2 term goes through the moments, so it is added to the gradient.
-        return (
-            super()
-            .rule(tick)
-            ._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
-        )
+        return rule._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
 
 
 #: by kind; :func:`register_row_optimizer` adds others
@@ -394,9 +390,8 @@ def check_betas(owner: str, betas: tuple[float, ...]) -> None:
 
 def check_trust(name: str, min_trust: float, max_trust: float | None) -> None:
     """Raise ConfigError for bounds of LAMB's trust ratio out of their range."""
-    if not (
-        0.0 <= min_trust < math.inf and (max_trust is None or (0.0 < max_trust < math.inf and min_trust <= max_trust))
-    ):
+    fits = max_trust is None or (0.0 < max_trust < math.inf and min_trust <= max_trust)
+    if not (fits and 0.0 <= min_trust < math.inf):
         raise ConfigError(
             f"{name}(min_trust={min_trust}, max_trust={max_trust}): they bound the trust ratio, so "
             "0 <= min_trust <= max_trust, and max_trust > 0 (None: no bound)."

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
-from itertools import accumulate
 from numbers import Number
 from typing import Any, Protocol
 
@@ -348,7 +347,7 @@ class Ranks:
         def swap() -> Tensor:
             return self.wire.swap(others[0] if len(others) == 1 else torch.cat([data[0][:0], *others]), sizes, wanted)
 
-        found = list(_split(self._call(work, swap), wanted))
+        found = list(self._call(work, swap).split(wanted))
         found[self.rank] = data[self.rank]
         return found
 
@@ -514,8 +513,3 @@ def _like(first: Tensor, found: Sequence[Tensor]) -> list[Tensor]:
 
 def _aligned(data: Tensor) -> Tensor:
     return data if data.storage_offset() % 8 == 0 else data.clone()
-
-
-def _split(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    for end, size in zip(accumulate(sizes), sizes, strict=True):
-        yield data[end - size : end]
