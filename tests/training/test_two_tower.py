@@ -64,9 +64,14 @@ def test_frequencies_are_counted_in_training_alone() -> None:
     model.loss(batch).backward()
     assert model.seen.tolist() == [0, 1, 1, 2], "items 3 and 5 share a counter of the second half"
     torch.testing.assert_close(model._log_frequency(batch), torch.tensor([2 / 8, 4 / 8, 2 / 8, 4 / 8]).log())
+    raw = Batch(dense=batch.dense, ids=torch.tensor([[0, -1], [0, -3], [0, -2], [0, 1]]), labels=batch.labels)
+    with torch.no_grad():  # raw ids of tables that grow may be negative
+        found = model._log_frequency(raw)
+    torch.testing.assert_close(found, torch.tensor([4 / 8, 4 / 8, 2 / 8, 2 / 8]).log())
     model.eval()
     with torch.no_grad():
-        model.loss(batch)
+        assert model.loss(batch).isfinite()
+        assert TwoTower(SPEC, item=("C2",)).eval().own_loss(batch).isfinite(), "items that were never seen"
     assert (model.seen.sum(), model.rows_seen) == (8, 8)
     inputs = model.inputs(batch)
     users, items = model.users(*inputs), model.items(*inputs)
