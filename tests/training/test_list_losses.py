@@ -86,9 +86,7 @@ def test_batches_hold_whole_groups(groups: list[int], size: int, epoch: int) -> 
 
 
 def test_rows_of_a_group_are_in_the_order_of_the_file() -> None:
-    groups = (
-        np.random.default_rng(0).integers(0, 40, 1000).astype(np.int32)
-    )  # too many for luck
+    groups = np.random.default_rng(0).integers(0, 40, 1000).astype(np.int32)  # too many for luck
     order = GroupOrder(groups, 400).shuffle(0, 0)
     for rows, numbers in map(order.batch, range(order.count)):
         assert (np.diff(rows)[np.diff(numbers) == 0] > 0).all()

@@ -136,9 +136,7 @@ def test_same_seed_same_files_and_another_seed_others(data: Dataset, tmp_path: P
 
 
 @pytest.mark.parametrize("save_every", [None, 25])  # the best one is saved whenever it comes
-def test_checkpoints_kept_are_the_last_ones_and_the_best(
-    data: Dataset, tmp_path: Path, save_every: int | None
-) -> None:
+def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path: Path, save_every: int | None) -> None:
     # A learning rate so large that an early evaluation is the best one.
     result = stoker.train(
         data, out=tmp_path / "run", steps=60, eval_every=10, save_every=save_every, keep_last=2, dense_lr=1.0,
