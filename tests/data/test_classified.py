@@ -88,6 +88,18 @@ def test_hot_rows_come_first_and_both_parts_keep_their_order(data: Dataset, tmp_
     assert made.verify() > 0
 
 
+def test_groups_of_several_shards_go_with_their_rows(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "source", rows=600, num_embeddings=SIZES, shard_rows=50, group_rows=4)
+    classified(data, tmp_path / "out")
+    made = Dataset(tmp_path / "out").train
+    hot = np.array([is_hot(row, data.schema, HOT) for row in rows(data.train)])
+    order = np.concatenate([np.flatnonzero(hot), np.flatnonzero(~hot)])
+    assert data.train.groups is not None
+    assert made.groups is not None
+    numbers: dict[int, int] = {}
+    assert made.groups.tolist() == [numbers.setdefault(one, len(numbers)) for one in data.train.groups[order].tolist()]
+
+
 def test_the_rest_of_the_dataset_is_shared(data: Dataset, tmp_path: Path) -> None:
     classified(data, tmp_path / "out")
     made = Dataset(tmp_path / "out")

@@ -276,10 +276,11 @@ def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) ->
 def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.eval()
-    model.predict(random_batch(spec, 8))
+    batch = random_batch(spec, 8)
+    scores = model.train().predict(batch)
+    assert torch.equal(model.eval().predict(batch), scores)
     with torch.no_grad():
-        model(random_batch(spec, 8))
+        model(batch)
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert model.embeddings.tick == 0

@@ -145,6 +145,8 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
     assert not torch.equal(masks[0], Tabular(SPEC, hidden=(64, 32), seed=2, **DROPPED).inputs(batch)[2])
     model.loss(batch).backward()
     assert not torch.equal(masks[0], model.inputs(batch)[2]), "the next step drops others"
+    with torch.no_grad():
+        assert len(model.inputs(batch)) == 2, "predicting drops nothing, also in training mode"
     assert len(model.eval().inputs(batch)) == 2
     one = Tabular(SPEC, dropout=(0.0, 0.5))
     assert [mask.shape[1] for mask in one.inputs(batch)[2:]] == [32]
@@ -160,6 +162,7 @@ def test_batches_of_one_step_of_the_rows_drop_other_values(shards: int) -> None:
         numbered = [model.inputs(replace(batch, step=step))[2] for step in range(4, 7)]
         assert all(map(torch.equal, numbered, (model.inputs(replace(batch, step=step))[2] for step in range(4, 7))))
         assert not any(torch.equal(one, other) for one, other in combinations(numbered, 2))
+    assert not torch.equal(*numbered[0].chunk(2)), "shards drop other values"
     assert torch.equal(numbered[1], model.inputs(batch)[2]), "without a number, as the batch of this step"
 
 

@@ -33,6 +33,15 @@ def test_bags_of_chosen_features(
     assert found[0].dtype == dtype
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_offsets_that_do_not_rise_from_0_to_the_end(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(select, "HAVE_NUMBA", False)
+    assert select.offsets_fit(torch.tensor([0, 2, 2, 4]), 4)
+    for wrong in ([0, 3, 1, 4], [1, 2, 2, 4], [0, 2, 2, 3], [0, 2, 2, 5], [0, 5, 3, 4]):
+        assert not select.offsets_fit(torch.tensor(wrong), 4)
+
+
 def test_weights_that_learn_get_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets, ids = torch.tensor([0, 1, 3, 3, 5]), torch.arange(5)
     weights = torch.ones(5, requires_grad=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker import FTRL, SGD, AdamW, EmbeddingTables, MomentumSGD, StepDecay, TableConfig, TrainConfig, optim
+from stoker import FTRL, LAMB, SGD, AdamW, EmbeddingTables, MomentumSGD, StepDecay, TableConfig, TrainConfig, optim
 from stoker.base.errors import ConfigError
 from stoker.ops.rule import RULES
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
@@ -165,6 +165,15 @@ def test_bfloat16_rows_follow_float32_rows() -> None:
                 made(ids).sub(1.0).square().sum().backward()
             runs.append(made.rows("t").float())
         assert abs(float((runs[0] - runs[1]).mean())) < 2e-3 * float(runs[0].mean())
+
+
+def test_a_bound_of_0_is_one_and_none_is_none() -> None:
+    assert LAMB(lr=0.1, max_trust=None).rule(0).max_trust == math.inf
+    table = TableConfig(name="t", num_embeddings=2, embedding_dim=2, init_scale=0.0)
+    for clip in ("clip_value", "clip_norm"):
+        tables = EmbeddingTables([table], optimizer=SGD(lr=1.0, **{clip: 0.0}), backend="reference")
+        tables(torch.tensor([[0]])).sum().backward()
+        assert not tables.rows("t").any()
 
 
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMIZERS))

@@ -64,6 +64,18 @@ def test_a_popular_row_may_move_further():
     torch.testing.assert_close(tables.rows("t"), torch.tensor([[-0.3, -0.4], [-1.5, 0.0], [-0.3, 0.0]]))
 
 
+def test_all_occurrences_of_a_row_count_however_many_are_summed_at_a_time():
+    table = TableConfig(name="t", num_embeddings=2, embedding_dim=4)
+    found = []
+    for backend in ("reference", "auto"):
+        tables = EmbeddingTables([table], optimizer=SGD(lr=1.0, cow_clip=(0.0, 0.01)), backend=backend)
+        before = tables.rows("t")
+        (3.0 * tables(torch.zeros(200, 1, dtype=torch.int64))).sum().backward()
+        found.append(tables.rows("t"))
+    assert torch.equal(*found)
+    torch.testing.assert_close((found[0] - before)[0].norm(), torch.tensor(200 * 0.01))
+
+
 CLIPPED = [
     Adam(lr=0.05, cow_clip=(1.0, 1e-3)), SGD(lr=0.5, cow_clip=(0.2, 0.1), clip_value=1.0),
     RowWiseAdagrad(lr=0.1, cow_clip=(0.5, 0.05), weight_decay=0.1, clip_norm=1.0),

@@ -115,6 +115,13 @@ def test_sums_are_exact_and_know_no_order(seed, rows, dim, scale, tables):
         assert abs(mine * UNIT - wanted) <= wanted * Fraction(1, 2**48) + rows * UNIT
 
 
+def test_sums_of_more_rows_than_are_added_at_a_time(monkeypatch):
+    values, table = torch.randn(20, 3), torch.arange(20) % 3
+    found = squares(values, table, 3)
+    monkeypatch.setattr("stoker.ops.lamb.ROWS", 6)
+    assert squares(values, table, 3) == found
+
+
 def test_what_is_not_finite_counts_as_much_as_anything_can():
     rows = torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [1e30, 0.0]])
     assert squares(rows) == [3 << 120]

@@ -304,6 +304,10 @@ def test_rows_that_a_checkpoint_lacks_begin_as_row_0_without_state(tmp_path: Pat
     assert torch.equal(own.weight[300:], known.weight[:1].expand(10, -1))
     assert not any(state[300:].any() for state in own.state.values())
     assert larger.embeddings.changes.rows("C3").tolist() == list(range(300, 310))
+    table = saved / "tables" / "002.00000.safetensors"
+    table.write_bytes(table.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="damaged"):
+        loading.load_larger(saved, larger, torch.optim.Adam(larger.dense_parameters(), lr=0.01))
 
 
 def test_files_of_another_checkpoint_than_the_manifest_that_was_read_are_refused(saved: Path) -> None:

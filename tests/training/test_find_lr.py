@@ -19,6 +19,7 @@ from stoker.cli.train import find_lr as command
 from stoker.cli.train import train as train_command
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
+from stoker.training.replica import throwaway
 from stoker.training.settings import OrderConfig, RateConfig, RunConfig
 from stoker.training.tools.find_lr import Finding, Trial, find_lr
 
@@ -134,6 +135,19 @@ def test_what_makes_a_suggestion_doubtful() -> None:
     [falling] = made([2.0 - at / 100 for at in range(80)]).warnings
     assert "still fell" in falling
     assert made([2.0 - at / 100 for at in range(80)], diverged=True).warnings == ()
+
+
+def test_rows_and_dense_part_have_schedules_of_their_own(data: stoker.Dataset) -> None:
+    config = stoker.TrainConfig(**SETTINGS, dense_lr=0.4, row_lr=0.2, dense_warmup=3, epochs=1)  # which is not for it
+    falling = stoker.StepDecay(every=1, gamma=0.5)
+    for dense, rows in ((falling, None), (None, falling)):
+        with throwaway(data, config, 3, dense, rows) as (replica, batches):
+            rates = []
+            for batch in batches:
+                replica.step(batch)
+                rates.append(replica.dense.param_groups[0]["lr"])
+        assert rates == pytest.approx([0.4, 0.2, 0.1] if dense else [0.4] * 3)
+        assert replica.model.embeddings.optimizer.schedule == (rows or stoker.Constant())
 
 
 @pytest.mark.parametrize(("which", "names"), [("rows", {"row_lr"}), ("dense", {"dense_lr"})])

@@ -139,24 +139,28 @@ def test_same_seed_same_files_and_another_seed_others(data: Dataset, tmp_path: P
     assert a != c
 
 
-def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path: Path) -> None:
-    # Learning rates so large that the first evaluation stays the best one.
+@pytest.mark.parametrize("save_every", [None, 25])  # the best one is saved whenever it comes
+def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path: Path, save_every: int | None) -> None:
+    # A learning rate so large that an early evaluation is the best one.
     result = stoker.train(
-        data, out=tmp_path / "run", steps=60, eval_every=10, keep_last=2, dense_lr=0.05, row_lr=3.0,
-        dense_optimizer="adam", schedule="constant", **SMALL,
+        data, out=tmp_path / "run", steps=60, eval_every=10, save_every=save_every, keep_last=2, dense_lr=1.0,
+        metric="log_loss", **SMALL,
     )  # fmt: skip
     evaluations = records(tmp_path / "run", "valid")
-    best = max(evaluations, key=lambda line: line["auc"])["step"]
-    assert RunDirectory(tmp_path / "run").steps() == sorted({best, 50, 60})
+    best = min(evaluations, key=lambda line: line["log_loss"])["step"]
+    assert best < 50
+    assert RunDirectory(tmp_path / "run").steps() == [best, 50, 60]
     assert result.best_step == best
 
 
-def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_every", [None, 1000])
+def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path, save_every: int | None) -> None:
     result = stoker.train(
         data,
         out=tmp_path / "run",
         epochs=50,
         eval_every=10,
+        save_every=save_every,
         patience=3,
         row_lr=3.0,
         metric="log_loss",
@@ -166,6 +170,7 @@ def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path) -> Non
     best = losses.index(min(losses))
     assert len(losses) == best + 4
     assert result.step == 10 * (best + 4)
+    assert RunDirectory(tmp_path / "run").steps()[-1] == result.step
     again = stoker.train(resume=tmp_path / "run", display="quiet")
     assert again.step == result.step, "resuming a stopped run stops at once"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from campaigns import scaled
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_runs import files
 from torch import Tensor, nn
@@ -305,6 +305,8 @@ def test_tables_that_are_not_there(tmp_path: Path) -> None:
         (lambda net: {"a": torch.optim.SGD(net.head.parameters())},
          lambda net: [torch.optim.SGD(net.head.parameters())],
          "of the optimizers 'a'; given are '0'"),
+        (lambda net: {name: torch.optim.SGD(net.head.parameters()) for name in "ab"},
+         lambda net: {"a": torch.optim.SGD(net.head.parameters())}, "given are 'a'. Give all of them"),
         (lambda net: torch.optim.SGD(list(net.head.parameters())),
          lambda net: torch.optim.SGD(list(net.head.parameters())[::-1]),
          r"has 'head\.weight' as parameter 0, but the optimizer given has 'head\.bias'"),
@@ -515,6 +517,8 @@ VALUES = st.recursive(
 
 @settings(max_examples=scaled(100), deadline=None)
 @given(value=VALUES)
+@example({"b": 1, "a": 2})
+@example({"$tuple": [1]})
 def test_values_come_back_as_they_were(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
     text = json.dumps(

@@ -174,6 +174,7 @@ def test_deleted_rows_are_zeros_until_they_are_written_again(tmp_path: Path) -> 
     path = run.save()
     [entry] = [each for each in checkpoint.read_manifest(path)["tables"] if each["name"] == "C3"]
     assert [piece["rows"] for piece in entry["deleted"]] == [2]
+    assert {3, 12, 250} <= {*SavedTable(checkpoint.chain(path), entry).changed(0).tolist()}
     join(path)
     assert whole_files(path) == whole_files(run.folder / "whole" / path.name)
     loaded = stoker.load(path).model.embeddings.rows("C3")
@@ -195,6 +196,8 @@ def test_single_rows_can_be_read_from_a_chain(tmp_path: Path) -> None:
     assert len(saved.gather(np.empty(0, np.int64)).weight) == 0
     last = np.unique(np.concatenate([narrow(seed).ids[:, 2] for seed in range(3, 7)]))
     assert saved.changed(2).tolist() == last.tolist()
+    assert join(run.paths[2]) == 2
+    assert [link.path for link in checkpoint.chain(run.paths[3])] == run.paths[2:], "segments after it remain valid"
 
 
 def test_each_row_of_a_chain_can_be_read_alone(tmp_path: Path) -> None:

@@ -64,9 +64,14 @@ def test_frequencies_are_counted_in_training_alone() -> None:
     model.loss(batch).backward()
     assert model.seen.tolist() == [0, 1, 1, 2], "items 3 and 5 share a counter of the second half"
     torch.testing.assert_close(model._log_frequency(batch), torch.tensor([2 / 8, 4 / 8, 2 / 8, 4 / 8]).log())
+    raw = Batch(dense=batch.dense, ids=torch.tensor([[0, -1], [0, -3], [0, -2], [0, 1]]), labels=batch.labels)
+    with torch.no_grad():  # raw ids of tables that grow may be negative
+        found = model._log_frequency(raw)
+    torch.testing.assert_close(found, torch.tensor([4 / 8, 4 / 8, 2 / 8, 2 / 8]).log())
     model.eval()
     with torch.no_grad():
-        model.loss(batch)
+        assert model.loss(batch).isfinite()
+        assert TwoTower(SPEC, item=("C2",)).eval().own_loss(batch).isfinite(), "items that were never seen"
     assert (model.seen.sum(), model.rows_seen) == (8, 8)
     inputs = model.inputs(batch)
     users, items = model.users(*inputs), model.items(*inputs)
@@ -166,6 +171,31 @@ def test_recall_is_that_of_all_products(data: Dataset) -> None:
         for parameter in model.item_tower.parameters():
             parameter.zero_()
     assert stoker.evaluate(model, data.test, catalogue=catalogue)["recall_100"] == 0
+    assert stoker.evaluate(model, data.test, rows=50, catalogue=catalogue)["recall_rows"] == int(test.labels[:50].sum())
+
+
+def test_rows_of_an_update_extend_a_catalogue(data: Dataset) -> None:
+    model = TwoTower(data.schema, item=("C1", "I1"), embedding_dim=4, hidden=(8,), width=4, backend="reference").eval()
+    catalogue = Catalogue(model, data)
+    catalogue.ids, catalogue._items = catalogue.ids[:0], []
+    alone = catalogue.extended(model, data)  # of the test rows
+    test = next(iter(data.test.batches(len(data.test))))
+    assert sorted(alone.ids.tolist()) == sorted({*model.item_ids(test).tolist()} - {0})
+    ranks = alone._ranks(torch.ones(2, 4), torch.ones(1, 4), torch.tensor([-1, 0]))
+    assert ranks.tolist() == [101, 0], "an item that is not in the catalogue is not found"
+    both = Catalogue(model, data).extended(model, data)
+    assert len(both) == len({*both.ids.tolist()}) == len({*both.ids.tolist(), *alone.ids.tolist()})
+    of = dict(zip(both.ids.tolist(), both.vectors(model), strict=True))
+    torch.testing.assert_close(torch.stack([of[one] for one in alone.ids.tolist()]), alone.vectors(model))
+
+
+@pytest.mark.parametrize("tower", ["user_tower", "item_tower"])
+def test_the_recall_of_a_model_that_is_not_finite_is_undefined(data: Dataset, tower: str) -> None:
+    model = TwoTower(data.schema, item=("C1", "I1"), embedding_dim=4, hidden=(8,), width=4, backend="reference").eval()
+    with torch.no_grad():
+        getattr(model, tower).layers[-1].bias.fill_(math.nan)
+    found = Catalogue(model, data).recall(model, data.test)
+    assert math.isnan(found["recall_10"])
 
 
 def test_columns_of_the_item_are_found_or_asked_for() -> None:

@@ -67,7 +67,7 @@ def write_shards(
         arrays = {name: tensor.numpy() for name, tensor in gather(rows, new_tensor).items()}
         if (offsets := arrays.pop("offsets", None)) is not None:
             arrays["lengths"] = np.diff(offsets).astype(np.int32).reshape(len(rows), features)
-            arrays["row_offsets"] = offsets[::features].copy()
+            arrays["row_offsets"] = offsets[::features]
         _replace(arrays["ids"], arrays.get("lengths"), split.schema, new_ids)
         info = write_shard(folder / file, **arrays)
         for shard in split.shards[first - 1 : last]:
