@@ -23,10 +23,11 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.base.files import EDGE
 from stoker.cli import main
-from stoker.live.journal import _trained
+from stoker.live.journal import _trained, opened
 from stoker.live.watch import watch
 from stoker.prep.parse.sources import text_edges
 from stoker.prep.source_format import SourceFormat
+from stoker.serve import scorer as scorer_module
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.files.segments import join
@@ -842,6 +843,31 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(
     assert what == "load" or digest(follower.model) == before
     assert follower.poll()
     assert digest(follower.model) == digest(stoker.load(run).model)
+
+
+def test_rows_of_an_update_may_go_while_they_are_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read = place / "run", scorer_module.newest_rows
+    follower = stoker.Scorer(run, follow=True)
+    features = stoker.update(run, logs(place, 1)).checkpoint.parent.with_name("updates") / "000001/features"
+
+    def gone(*arguments: Any) -> Any:
+        """Return the rows, which the next update deletes."""
+        monkeypatch.setattr(scorer_module, "newest_rows", read)
+        found = read(*arguments)
+        stoker.rollback(run)
+        with opened(run) as journal:
+            journal.discard()
+        return found
+
+    (features / "features.json").rename(place / "kept")
+    with pytest.raises(DataError, match=r"features.json is missing"):
+        follower.poll()
+    (place / "kept").rename(features / "features.json")
+    monkeypatch.setattr(scorer_module, "newest_rows", gone)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        follower.poll()
+    assert not features.exists()
+    assert not follower.poll(), "the model that it has"
 
 
 def test_a_follower_polls_while_the_run_changes(place: Path) -> None:

@@ -16,7 +16,7 @@ import polars as pl
 import pyarrow as pa
 import torch
 
-from stoker.base.errors import ConfigError, install, require
+from stoker.base.errors import ConfigError, DataError, install, require
 from stoker.base.picture import Shown
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
@@ -172,7 +172,7 @@ class Retriever:
 
         Raises:
             ConfigError: k below 1.
-            DataError: a column is missing or unknown, or a value does not fit.
+            DataError: a column is missing or unknown, or a value does not fit or is too large.
         """
         if k < 1:
             raise ConfigError(f"k is {k} items; give at least 1.", settings=("k",))
@@ -190,6 +190,8 @@ class Retriever:
                 inputs = model.inputs(batch.to(model.device))
                 asked: Vectors = model._logits(model.users, inputs).cpu().numpy()
             bias = float(model.bias.detach())
+        if (odd := ~np.isfinite(asked).all(1)).any():
+            raise DataError(f"row {odd.argmax()}: this user has no vector, as a value is too large for the model.")
         k = min(k, len(items))
         places = np.empty((len(asked), k), np.int64)
         for row, user in enumerate(asked):
