@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 import stoker
-from stoker.serve import retrieve
+from stoker.serve import retrieve, scorer
 from stoker.serve.items import ITEMS
 from stoker.testing import make_daily_run
 from stoker.training.scores.catalogue import catalogue_of
@@ -139,6 +139,33 @@ def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
         retriever.topk(log(3).select("user"))
     with pytest.raises(stoker.ConfigError, match="k is 0 items"):
         retriever.topk(log(3).select("user", "age"), k=0)
+
+
+def test_a_run_that_is_updated_while_it_is_opened(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items and window features must be those of the model, not of the update that is published meanwhile."""
+    shutil.copytree(run, tmp_path / "run")
+    run = tmp_path / "run"
+    day = log(400, 2).with_columns(item=pl.col("item") + " new")
+
+    def replaced(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def late(*arguments: Any, **settings: Any) -> Any:
+            monkeypatch.undo()
+            found = call(*arguments, **settings)
+            stoker.rollback(run)
+            stoker.update(run, day.head(300))
+            return found
+
+        monkeypatch.setattr(place, name, late)
+
+    for follow in (False, True):
+        for place, name in ((scorer, "newest_rows"), (scorer, "_encoder"), (retrieve, "Scorer")):
+            stoker.update(run, day)
+            replaced(place, name)
+            with pytest.raises(stoker.CheckpointError, match="was replaced while it was read"):
+                stoker.Retriever(run, follow=follow)
+            stoker.rollback(run)
 
 
 @pytest.mark.slow

@@ -334,7 +334,10 @@ def test_a_score_that_is_not_a_number_is_no_json(tmp_path: Path) -> None:
         assert status == 422
         assert "row 0: its score is not a number" in answer["error"]
         status, answer = ask(server, "/retrieve", {"users": [{"user": 1, "cost": 2}, user], "k": 1})
-        assert (status, answer["error"]) == (422, "row 1: this user has no vector, as a value is too large for the model.")
+        assert (status, answer["error"]) == (
+            422,
+            "row 1: this user has no vector, as a value is too large for the model.",
+        )
         found = stoker.Client(f"http://127.0.0.1:{server.port}").score(pl.DataFrame(rows))
     assert np.isnan(found).tolist() == [False, True]
     assert found.tobytes() == scorer.score(pl.DataFrame(rows)).tobytes()

@@ -25,7 +25,7 @@ from stoker.prep.requests import RowEncoder, as_frame, map_table
 from stoker.serve.items import ITEMS, Items
 from stoker.serve.scorer import Scorer, filled
 from stoker.training.files.checkpoint import chain, reading
-from stoker.training.files.rundir import find_checkpoint, trained_rows
+from stoker.training.files.rundir import trained_rows
 from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import scoring
 
@@ -98,8 +98,10 @@ class Retriever:
             self.items = table["item"].combine_chunks()
             self.vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, self.model.width)
         else:
-            path = find_checkpoint(source)
-            self._prepare(path, encoder)()
+            assert self.scorer.checkpoint is not None
+            path, manifest = self.scorer.checkpoint
+            with reading(path, manifest):  # else these are not the items of the model
+                self._prepare(path, encoder)()
             self.scorer.beside = self._prepare
         self._build()
         own = encoder.columns_of(self.model.item)

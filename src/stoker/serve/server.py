@@ -377,7 +377,9 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
 def _numbers(scores: Scores) -> Scores:
     """Return scores that JSON can have."""
     if (odd := np.isnan(scores)).any():
-        raise RequestError(422, f"row {odd.argmax()}: its score is not a number, as a value is too large for the model.")
+        raise RequestError(
+            422, f"row {odd.argmax()}: its score is not a number, as a value is too large for the model."
+        )
     return scores
 
 
