@@ -568,10 +568,12 @@ def test_compacting_changes_no_number(place: Path) -> None:
 def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):
-        stoker.update(run, logs(place, number))
+        stoker.update(run, logs(place, number), save_every=2 if number == 2 else None)
     before = stoker.load(run).model.embeddings.rows("user")
     (run / "updates/000004.new").mkdir()  # of a preparation that was killed
-    assert stoker.compact(run, 2).joined == 2
+    found = stoker.compact(run, 2)
+    assert found.joined == 5, "with the segments within update 2, which are deleted"
+    assert sorted(path.name for path in found.checkpoint.parent.glob("update_*")) == ["update_000002", "update_000003"]
     assert len(checkpoint.chain(find_checkpoint(run))) == 2
     assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
     assert stoker.rollback(run).name == "update_000002"
