@@ -28,15 +28,15 @@ LINES = {
     "tables": 13_080,
     "models": 2_025,
     "placement": 2_890,
-    "training": 11_070,
+    "training": 11_090,
     "rewrite": 1_940,
-    "prep": 13_160,
+    "prep": 13_175,
     "synthetic": 1_670,
     "cli": 3_425,
-    "live": 1_345,
-    "serve": 1_565,
+    "live": 1_355,
+    "serve": 1_585,
 }  # fmt: skip
-ALL_LINES = 65_700
+ALL_LINES = 65_770
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

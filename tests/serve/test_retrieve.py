@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 import stoker
 from stoker.serve import retrieve, scorer
@@ -67,6 +68,12 @@ def test_the_best_items_are_those_with_the_best_scores(run: Path) -> None:
         np.testing.assert_allclose(found.scores[place], scores[best], rtol=1e-5)
         of = dict(zip(known["item"].to_list(), scores, strict=True))
         np.testing.assert_allclose([of[item] for item in found.items[place]], scores[best], rtol=1e-5)
+    model = stoker.load(run).model
+    with torch.no_grad():
+        model.bias.fill_(1.5)  # which in-batch losses leave at 0
+    shifted = stoker.Retriever(model, run.with_name("data")).topk(users, k=20)
+    logits = [torch.from_numpy(each.scores).double().logit() for each in (found, shifted)]
+    torch.testing.assert_close(logits[1], logits[0] + 1.5, atol=1e-3, rtol=0)
     alone = [retriever.topk(users[place], k=20).items[0] for place in range(9)]
     assert alone == found.items
     assert retriever.topk(users, k=10**6).scores.shape == (9, len(retriever))
