@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_900,
     "training": 11_080,
     "rewrite": 1_940,
-    "prep": 13_160,
+    "prep": 13_175,
     "synthetic": 1_670,
     "cli": 3_425,
     "live": 1_350,

@@ -23,10 +23,11 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.base.files import EDGE
 from stoker.cli import main
-from stoker.live.journal import _trained
+from stoker.live.journal import _trained, opened
 from stoker.live.watch import watch
 from stoker.prep.parse.sources import text_edges
 from stoker.prep.source_format import SourceFormat
+from stoker.serve import scorer as scorer_module
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.files.segments import join
@@ -567,10 +568,12 @@ def test_compacting_changes_no_number(place: Path) -> None:
 def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):
-        stoker.update(run, logs(place, number))
+        stoker.update(run, logs(place, number), save_every=2 if number == 2 else None)
     before = stoker.load(run).model.embeddings.rows("user")
     (run / "updates/000004.new").mkdir()  # of a preparation that was killed
-    assert stoker.compact(run, 2).joined == 2
+    found = stoker.compact(run, 2)
+    assert found.joined == 4, "with the segments within update 2, which are deleted"
+    assert sorted(path.name for path in found.checkpoint.parent.glob("update_*")) == ["update_000002", "update_000003"]
     assert len(checkpoint.chain(find_checkpoint(run))) == 2
     assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
     assert stoker.rollback(run).name == "update_000002"
@@ -606,6 +609,7 @@ def test_a_follower_has_the_model_of_the_run(place: Path) -> None:
     check(1)
     stoker.compact(run)
     assert not follower.poll(), "the same model"
+    assert follower.version.manifest == checkpoint.hash_manifest(find_checkpoint(run))
     stoker.update(run, logs(place, 4))
     assert follower.poll()
     assert placed.poll()
@@ -818,19 +822,20 @@ def test_a_follower_takes_back_an_update_whose_name_another_one_got(place: Path)
     assert digest(follower.model) == digest(stoker.load(run).model)
 
 
-@pytest.mark.parametrize("what", ["dense_part", "load"])
+@pytest.mark.parametrize(("what", "back"), [("dense_part", False), ("load", False), ("load", True)])
 def test_files_that_are_replaced_while_they_are_read_are_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, what: str, back: bool
 ) -> None:
     run = place / "run"
     follower = stoker.Follower(run)
-    stoker.update(run, logs(place, 1))
+    stoker.update(run, logs(place, 1), keep_ids=True)
     before, read = digest(follower.model), getattr(loading, what)
 
     def replaced(*arguments: Any) -> Any:
         monkeypatch.setattr(loading, what, read)
         stoker.rollback(run, 0)
-        stoker.update(run, logs(place, 2))
+        with torch.enable_grad():  # it is called where rows are copied
+            stoker.update(run, logs(place, 2), keep_ids=True)
         return read(*arguments)
 
     if what == "load":  # all rows, as if files of the model had gone
@@ -839,9 +844,36 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(
     with pytest.raises(CheckpointError, match="was replaced while it was read"):
         follower.poll()
     assert follower.version.number == 0
-    assert what == "load" or digest(follower.model) == before
+    assert (digest(follower.model) == before) == (what != "load")
+    if back:
+        stoker.rollback(run)  # to the model whose version the follower has, but not all of its rows
     assert follower.poll()
     assert digest(follower.model) == digest(stoker.load(run).model)
+
+
+def test_rows_of_an_update_may_go_while_they_are_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read = place / "run", scorer_module.newest_rows
+    follower = stoker.Scorer(run, follow=True)
+    features = stoker.update(run, logs(place, 1)).checkpoint.parent.with_name("updates") / "000001/features"
+
+    def gone(*arguments: Any) -> Any:
+        """Return the rows, which the next update deletes."""
+        monkeypatch.setattr(scorer_module, "newest_rows", read)
+        found = read(*arguments)
+        stoker.rollback(run)
+        with opened(run) as journal:
+            journal.discard()
+        return found
+
+    (features / "features.json").rename(place / "kept")
+    with pytest.raises(DataError, match=r"features.json is missing"):
+        follower.poll()
+    (place / "kept").rename(features / "features.json")
+    monkeypatch.setattr(scorer_module, "newest_rows", gone)
+    with pytest.raises(CheckpointError, match="was replaced while it was read"):
+        follower.poll()
+    assert not features.exists()
+    assert not follower.poll(), "the model that it has"
 
 
 def test_a_follower_polls_while_the_run_changes(place: Path) -> None:

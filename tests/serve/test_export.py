@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 import stoker
 from stoker.cli import main
+from stoker.prep.like import Like
 from stoker.serve.export import is_export
 from stoker.tables.exported import dequantize, quantize, width_of
 from stoker.testing import make_daily_run
@@ -165,6 +166,24 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
     with pytest.raises(stoker.CheckpointError, match="cannot be written"):
         stoker.export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_updated_meanwhile_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows would be those of one update, and its features those of another that got the same number."""
+    monday, tuesday = make_daily_run(tmp_path / "run")
+    stoker.update(tmp_path / "run", monday)
+    copied = Like.copy
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        stoker.rollback(tmp_path / "run")
+        stoker.update(tmp_path / "run", tuesday)
+        return copied(*arguments)
+
+    monkeypatch.setattr(Like, "copy", late)
+    with pytest.raises(stoker.CheckpointError, match="was replaced while it was read"):
+        stoker.export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @settings(max_examples=scaled(200), deadline=None)

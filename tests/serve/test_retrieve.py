@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 import stoker
-from stoker.serve import retrieve
+from stoker.serve import retrieve, scorer
 from stoker.serve.items import ITEMS
 from stoker.testing import make_daily_run
 from stoker.training.scores.catalogue import catalogue_of
@@ -67,6 +68,12 @@ def test_the_best_items_are_those_with_the_best_scores(run: Path) -> None:
         np.testing.assert_allclose(found.scores[place], scores[best], rtol=1e-5)
         of = dict(zip(known["item"].to_list(), scores, strict=True))
         np.testing.assert_allclose([of[item] for item in found.items[place]], scores[best], rtol=1e-5)
+    model = stoker.load(run).model
+    with torch.no_grad():
+        model.bias.fill_(1.5)  # which in-batch losses leave at 0
+    shifted = stoker.Retriever(model, run.with_name("data")).topk(users, k=20)
+    logits = [torch.from_numpy(each.scores).double().logit() for each in (found, shifted)]
+    torch.testing.assert_close(logits[1], logits[0] + 1.5, atol=1e-3, rtol=0)
     alone = [retriever.topk(users[place], k=20).items[0] for place in range(9)]
     assert alone == found.items
     assert retriever.topk(users, k=10**6).scores.shape == (9, len(retriever))
@@ -139,6 +146,33 @@ def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
         retriever.topk(log(3).select("user"))
     with pytest.raises(stoker.ConfigError, match="k is 0 items"):
         retriever.topk(log(3).select("user", "age"), k=0)
+
+
+def test_a_run_that_is_updated_while_it_is_opened(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items and window features must be those of the model, not of the update that is published meanwhile."""
+    shutil.copytree(run, tmp_path / "run")
+    run = tmp_path / "run"
+    day = log(400, 2).with_columns(item=pl.col("item") + " new")
+
+    def replaced(place: Any, name: str) -> None:
+        call = getattr(place, name)
+
+        def late(*arguments: Any, **settings: Any) -> Any:
+            monkeypatch.undo()
+            found = call(*arguments, **settings)
+            stoker.rollback(run)
+            stoker.update(run, day.head(300))
+            return found
+
+        monkeypatch.setattr(place, name, late)
+
+    for follow in (False, True):
+        for place, name in ((scorer, "newest_rows"), (scorer, "_encoder"), (retrieve, "Scorer")):
+            stoker.update(run, day)
+            replaced(place, name)
+            with pytest.raises(stoker.CheckpointError, match="was replaced while it was read"):
+                stoker.Retriever(run, follow=follow)
+            stoker.rollback(run)
 
 
 @pytest.mark.slow

@@ -242,3 +242,6 @@ def test_warming_up_takes_a_time_that_rows_must_have(tmp_path: Path, time: dict[
     scorer = stoker.Scorer(Own(data.schema), data)
     assert scorer.warm_up() == ""
     assert tiles._blocks_of(scorer.model)._same
+    stoker.save(tmp_path / "step", stoker.DLRM(data.schema, embedding_dim=4, bottom=(4,), top=(4,)))
+    made = stoker.export(tmp_path / "step", tmp_path / "out", data=data.path).path
+    assert stoker.Scorer(made).warm_up() == "", "an export knows the time, too"

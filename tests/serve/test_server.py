@@ -107,6 +107,8 @@ def test_requests_of_any_sizes_get_the_scores_of_predict(shop: tuple[Path, Any])
         best = client.topk({"user": user}, items, 5)
         scores = client.score(rows.head(20).with_columns(item=np.arange(20), user=user))
         assert [place for place, _ in best] == np.argsort(-scores, kind="stable")[:5].tolist()
+        alike = [place for place, _ in client.topk({"user": user}, [{"item": 1}, {"item": 2}] * 150, 5)]
+        assert alike in ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9]), "among equal candidates the first"
         _, text = ask(server, "/metrics")
         assert 'stoker_requests_total{path="/score",status="200"}' in text
 
@@ -315,6 +317,34 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     assert client.topk({"user": 1}, iter(rows.to_dicts()), 1) == best  # type: ignore[arg-type]
 
 
+def test_a_score_that_is_not_a_number_is_no_json(tmp_path: Path) -> None:
+    """Float32 has no 1e39. Arrow has not-a-numbers, as the files of ``predict`` have."""
+    rows = [{"cost": cost, "item": item, "user": 1} for cost, item in ((2.0, 1), (1e39, 2))]
+    log = pl.DataFrame(rows * 50).with_columns(y=pl.Series([0, 1, 1, 0] * 25))
+    schema = {"name": "shop", "label": "y", "dense": [{"name": "cost"}],
+              "categorical": [{"name": "item", "type": "int"}, {"name": "user", "type": "int"}]}  # fmt: skip
+    stoker.prepare(stoker.Schema.from_dict(schema), log.with_columns(cost=2.0), out=tmp_path / "data")
+    options = {"model": "two-tower", "model_options": {"item": ("item",)}}
+    stoker.train(tmp_path / "data", out=tmp_path / "run", display="quiet", batch_size=8, epochs=1, **options)
+    scorer = stoker.Scorer(tmp_path / "run")
+    with served(scorer, stoker.Retriever(tmp_path / "run")) as server:
+        user, candidates = {"user": 1, "cost": 1e39}, [{"item": 1}, {"item": 2}]
+        assert ask(server, "/score", {"rows": rows}) == (
+            422, {"error": "row 1: its score is not a number, as a value is too large for the model."}
+        )  # fmt: skip
+        status, answer = ask(server, "/topk", {"user": user, "candidates": candidates, "k": 1})
+        assert status == 422
+        assert "row 0: its score is not a number" in answer["error"]
+        status, answer = ask(server, "/retrieve", {"users": [{"user": 1, "cost": 2}, user], "k": 1})
+        assert (status, answer["error"]) == (
+            422,
+            "row 1: this user has no vector, as a value is too large for the model.",
+        )
+        found = stoker.Client(f"http://127.0.0.1:{server.port}").score(pl.DataFrame(rows))
+    assert np.isnan(found).tolist() == [False, True]
+    assert found.tobytes() == scorer.score(pl.DataFrame(rows)).tobytes()
+
+
 def test_a_client_sends_wide_integers_and_refuses_objects(small: Server) -> None:
     """Arrow has no integers of 128 bits, and of Python objects Polars would send the addresses."""
     client, rows = stoker.Client(f"http://127.0.0.1:{small.port}"), pl.DataFrame({"item": [1, None], "user": [2, 3]})
@@ -357,6 +387,26 @@ def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
         for thread in threads:
             thread.join()
         assert set(found) == {200, 503}
+
+
+def test_an_error_of_the_system_does_not_end_following(tmp_path: Path) -> None:
+    [day] = make_daily_run(tmp_path / "run")[:1]
+    scorer = stoker.Scorer(tmp_path / "run", follow=True)
+    poll, problems = scorer.poll, list[str]()
+
+    def failing() -> bool:
+        problems.append(server.problem)
+        if len(problems) < 3:
+            raise OSError(24, "Too many open files")
+        return poll()
+
+    scorer.poll = failing  # type: ignore[method-assign]
+    stoker.update(tmp_path / "run", day)
+    with served(scorer) as server:
+        wait_for(stoker.Client(f"http://127.0.0.1:{server.port}"), day.select("item", "user"), 1)
+        while server.problem:
+            pass
+    assert problems[1:3] == ["OSError: [Errno 24] Too many open files"] * 2
 
 
 def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path) -> None:

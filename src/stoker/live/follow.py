@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,13 +74,20 @@ class Follower:
         self._settings = settings if into is None else None  # of a model of our own
         path = find_checkpoint(self.run.path)
         with checkpoint.reading(path) as self._links:
+            made = self.before_change(path)
             self.model: Any = (loading.load(path, **settings) if into is None else loading.load(path, into)).model
         self._is_whole = True  # not a part of one model and a part of another
+        self.after_change(made)
 
     @property
     def path(self) -> Path:
         """The checkpoint of the model."""
         return self._links[-1].path
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """The manifest of the checkpoint of the model."""
+        return self._links[-1].manifest
 
     @property
     def version(self) -> Version:

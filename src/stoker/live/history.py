@@ -122,7 +122,7 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
         set_head(journal.run, journal.checkpoint)
         kept = {link.path for link in checkpoint.chain(journal.checkpoint)}
         for path in sorted(journal.run.checkpoints.glob("update_*")):
-            if path < target and path not in kept:
+            if int(path.name.split("_")[1]) <= number and path not in kept:
                 checkpoint.discard(path)
         towers = issubclass(MODELS[TrainConfig.from_dict(journal.config["settings"]).model], TwoTower)
         for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):

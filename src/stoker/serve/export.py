@@ -142,9 +142,8 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     check_dataset(like.data, spec, manifest["extra"].get("dataset"))
     fitted = FittedSchema.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
-    with _written(target) as made:
-        with reading(path, manifest) as links:
-            groups, sizes = _write_rows(made, links, spec, rows)
+    with _written(target) as made, reading(path, manifest) as links:
+        groups, sizes = _write_rows(made, links, spec, rows)
         (made / "vocab").mkdir()
         for name, known in fitted.ids.items():
             known.write(made / "vocab" / f"{name}.arrow")

@@ -16,7 +16,7 @@ import polars as pl
 import pyarrow as pa
 import torch
 
-from stoker.base.errors import ConfigError, install, require
+from stoker.base.errors import ConfigError, DataError, install, require
 from stoker.base.picture import Shown
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
@@ -25,7 +25,7 @@ from stoker.prep.requests import RowEncoder, as_frame, map_table
 from stoker.serve.items import ITEMS, Items
 from stoker.serve.scorer import Scorer, filled
 from stoker.training.files.checkpoint import chain, reading
-from stoker.training.files.rundir import find_checkpoint, trained_rows
+from stoker.training.files.rundir import trained_rows
 from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import scoring
 
@@ -98,8 +98,10 @@ class Retriever:
             self.items = table["item"].combine_chunks()
             self.vectors = table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, self.model.width)
         else:
-            path = find_checkpoint(source)
-            self._prepare(path, encoder)()
+            assert self.scorer.checkpoint is not None
+            path, manifest = self.scorer.checkpoint
+            with reading(path, manifest):  # else these are not the items of the model
+                self._prepare(path, encoder)()
             self.scorer.beside = self._prepare
         self._build()
         own = encoder.columns_of(self.model.item)
@@ -172,7 +174,7 @@ class Retriever:
 
         Raises:
             ConfigError: k below 1.
-            DataError: a column is missing or unknown, or a value does not fit.
+            DataError: a column is missing or unknown, or a value does not fit or is too large.
         """
         if k < 1:
             raise ConfigError(f"k is {k} items; give at least 1.", settings=("k",))
@@ -190,6 +192,8 @@ class Retriever:
                 inputs = model.inputs(batch.to(model.device))
                 asked: Vectors = model._logits(model.users, inputs).cpu().numpy()
             bias = float(model.bias.detach())
+        if (odd := ~np.isfinite(asked).all(1)).any():
+            raise DataError(f"row {odd.argmax()}: this user has no vector, as a value is too large for the model.")
         k = min(k, len(items))
         places = np.empty((len(asked), k), np.int64)
         for row, user in enumerate(asked):

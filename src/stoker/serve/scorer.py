@@ -22,7 +22,7 @@ from stoker.models import RecModel
 from stoker.prep.like import Like
 from stoker.prep.requests import FittedSchema, RowEncoder
 from stoker.serve.export import is_export, open_export, version_of
-from stoker.training.files.checkpoint import hash_manifest, read_manifest
+from stoker.training.files.checkpoint import hash_manifest, read_manifest, reading
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import find_checkpoint, newest_rows
 from stoker.training.scores.evaluation import check_dataset, scoring
@@ -86,7 +86,8 @@ class Scorer:
         #: called with a new checkpoint, before the lock is taken; what it returns is called when the model is new
         self.beside: Callable[[Path, RowEncoder], Callable[[], None]] | None = None
         self._follower: _Followed | None = None
-        known = None
+        #: the checkpoint of the model, with its manifest; None of an export and of a model in memory
+        self.checkpoint: tuple[Path, Mapping[str, Any]] | None = None
         if not isinstance(source, RecModel) and is_export(source):
             self.model, fitted, manifest = open_export(source, **settings)
             self.encoder, self.version = RowEncoder(fitted), manifest["version"]
@@ -94,18 +95,18 @@ class Scorer:
         if isinstance(source, RecModel):
             if data is None:
                 raise ConfigError("a model does not know its dataset. Pass both: stoker.Scorer(model, data).")
-            self.model = source
+            self.model, self.encoder = source, _encoder(data, source.spec, None)
+        elif follow:
+            self._follower = _Followed(self, source, data, lock=self.lock, **settings)
+            self.checkpoint = self._follower.path, self._follower.manifest
         else:
             path = find_checkpoint(source)
-            manifest = read_manifest(path)
-            if follow:
-                self._follower = _Followed(self, source, data, lock=self.lock, **settings)
-                self._follower.after_change(self._follower.before_change(self._follower.path))
-                return
-            data, known = newest_rows(path, _REMEDY, data), manifest["extra"].get("dataset")
-            self.model = load(path, **settings).model
-            self.version = version_of(manifest)
-        self.encoder = _encoder(data, self.model.spec, known)
+            with reading(path) as links:
+                whole = links[-1].manifest
+                self.model = load(path, **settings).model
+                known = whole["extra"].get("dataset")
+                self.encoder = _encoder(newest_rows(path, _REMEDY, data), self.model.spec, known)
+            self.checkpoint, self.version = (path, whole), version_of(whole)
 
     @property
     def follows(self) -> bool:
@@ -117,6 +118,7 @@ class Scorer:
 
         Raises:
             CheckpointError: an update is missing or damaged; the model is as before.
+            DataError: the rows of one are; likewise.
         """
         return self._follower is not None and self._follower.poll()
 

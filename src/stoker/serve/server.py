@@ -215,7 +215,7 @@ class Server:
             with pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)
             return web.Response(body=sink.getvalue().to_pybytes(), content_type=ARROW)
-        return web.json_response({"scores": scores.tolist(), **version})
+        return web.json_response({"scores": _numbers(scores).tolist(), **version})
 
     async def _topk(self, request: web.Request) -> web.Response:
         found = await self._json(request, ["user", "candidates", "k"])
@@ -224,7 +224,7 @@ class Server:
         if both := sorted(set(user).intersection(*[set().union(*candidates)])):
             raise RequestError(400, f"user and candidates both have {both}. Give each column once.")
         scores, version = await self._scores([{**user, **each} for each in candidates])
-        best = np.argsort(-scores, kind="stable")[:k]
+        best = np.argsort(-_numbers(scores), kind="stable")[:k]
         return web.json_response({"best": best.tolist(), "scores": scores[best].tolist(), **version})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -341,8 +341,8 @@ class Server:
             try:
                 await loop.run_in_executor(self._follower, poll)
                 self.problem = ""
-            except StokerError as error:  # the model is as before; the next look may find it whole
-                self.problem = str(error)
+            except Exception as error:  # the model is as before; the next look may find the new one whole
+                self.problem = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections on which no whole request has come for too long."""
@@ -372,6 +372,15 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
         raise RequestError(400, f"{what} is not a list of one or more objects, each with the columns of a row.")
     return found
+
+
+def _numbers(scores: Scores) -> Scores:
+    """Return scores that JSON can have."""
+    if (odd := np.isnan(scores)).any():
+        raise RequestError(
+            422, f"row {odd.argmax()}: its score is not a number, as a value is too large for the model."
+        )
+    return scores
 
 
 def _count(found: Any) -> int:

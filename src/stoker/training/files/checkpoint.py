@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.base.errors import CheckpointError, ConfigError, errors_as
+from stoker.base.errors import CheckpointError, ConfigError, StokerError, errors_as
 from stoker.base.files import exchange, hash_file, move, refuse_url, seal, sync_folder, unseal
 from stoker.base.picture import Shown
 from stoker.base.settings import with_arguments_of
@@ -443,7 +443,7 @@ def reading(directory: str | Path, manifest: Mapping[str, Any] | None = None) ->
         raise again
     try:
         yield links
-    except CheckpointError as error:
+    except (StokerError, OSError) as error:  # rows of an update are deleted with it
         if not is_current(links):
             raise again from error
         raise
