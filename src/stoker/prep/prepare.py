@@ -48,12 +48,12 @@ from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
-from stoker.prep.rows.time_notation import check_notation, with_times_of_texts
+from stoker.prep.rows.time_notation import check_notation, with_one_time_notation
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import Progress, Task
-from stoker.prep.write.publish import copy_warnings, cut_warning, publish, split_warnings
+from stoker.prep.write.publish import publish, warnings_of
 from stoker.rewrite.id_order import Reordering
 
 _ROOM = 3  # bytes of work and shards for each byte of input, roughly; a file may be compressed
@@ -161,7 +161,7 @@ class Preparation(PrepareSettings):
             report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
             like=measure, names=names,
         )  # fmt: skip
-        task = task if measure else with_times_of_texts(task)
+        task = task if measure else with_one_time_notation(task)
         noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
@@ -284,12 +284,7 @@ def run_prepare(
     recover(target)
     if not settings.overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        before = None if task.like is None else task.like.data.manifest
-        report.warnings += [
-            *cut_warning(task.schema, there.manifest),
-            *split_warnings(task.schema, there.manifest, before),
-            *copy_warnings(task.recipe, there.manifest),
-        ]
+        report.warnings += warnings_of(task, there.manifest)
     elif how is None:
         report = _build(task, target, request, resume=settings.resume, overwrite=settings.overwrite)
     else:
@@ -453,14 +448,8 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
-    before = None if task.like is None else task.like.data.manifest
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [
-        *task.limit.broken,
-        *cut_warning(task.schema, manifest),
-        *split_warnings(task.schema, manifest, before),
-        *copy_warnings(task.recipe, manifest),
-    ]
+    report.warnings += [*task.limit.broken, *warnings_of(task, manifest)]
     return report
 
 
