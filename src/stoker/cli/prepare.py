@@ -350,7 +350,7 @@ def _show_report(report: PrepareReport, path: str) -> None:
         (
             name,
             count,
-            report.positives[name],
+            report.positives[name] if report.labelled[name] or not count else None,
             report.positives[name] / report.labelled[name] if report.labelled[name] else None,
         )
         for name, count in report.rows.items()
