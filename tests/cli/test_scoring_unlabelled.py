@@ -87,6 +87,10 @@ def partly(path: Path, empty: Sequence[bool], **columns: Any) -> pl.DataFrame:
     return new
 
 
+def cells(line: str) -> list[str]:
+    return line.replace("│", " ").split()
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_a_log_without_label_column_is_prepared_and_scored(
     place: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
@@ -101,6 +105,9 @@ def test_a_log_without_label_column_is_prepared_and_scored(
     code, out, _ = output(capsys, "prepare", file, "--like", place / "data", "--out", tmp_path / "new")
     assert code == 0
     assert "500 rows without label" in out
+    assert ["test", "500", "-", "-"] in [cells(line)[:4] for line in out.splitlines()], "not 0 positive rows"
+    _, shown, _ = output(capsys, "inspect", tmp_path / "new")
+    assert ["test", "500", "-", "-"] in [cells(line)[:4] for line in shown.splitlines()]
     assert call("prepare", "--like", place / "data", tmp_path / "whole.csv", "--out", tmp_path / "whole") == 0
     entry = Dataset(tmp_path / "new").manifest["splits"]["test"]
     assert (entry["rows"], entry["labelled"], entry["positives"]) == (NEW, 0, 0)

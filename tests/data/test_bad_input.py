@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
@@ -115,6 +116,17 @@ def test_a_derived_recipe_checks_its_labels_in_the_raw_lines(tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"avazu\.csv:7: column click: 7 is neither 0 nor 1"):
         stoker.prepare("avazu", raw, out=tmp_path / "out")
     assert run_prepare("avazu", raw, out=tmp_path / "out", max_bad="1%").bad == 1
+
+
+def test_names_that_are_not_utf8_are_refused_before_any_work(tmp_path: Path) -> None:
+    """They ended a preparation when it wrote its manifest."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    inside, good = labelled(folder / "log.csv", [0, 1] * 9), labelled(tmp_path / "log.csv", [0, 1] * 9)
+    for raw, out in ((inside, tmp_path / "out"), (good, folder / "out")):
+        with pytest.raises(DataError, match=r"caf\\xe9.*: this path is not UTF-8. Rename the file or its directory"):
+            run_prepare(shop(), raw, out=out)
+        assert not out.exists()
 
 
 def test_files_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

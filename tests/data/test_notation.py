@@ -250,7 +250,10 @@ def ids_like(data: stoker.Dataset, values: Any, out: Path) -> list[list[Any]]:
     return asked
 
 
-@pytest.mark.parametrize("words", [("True", "False"), ("true", "false"), ("1", "0"), ("1.0", "0.0")])
+WORDS = [("True", "False"), ("true", "false"), ("TRUE", "FALSE"), ("1", "0"), ("1.0", "0.0")]
+
+
+@pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("third", [None, "maybe"])
 def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, str], third: str | None) -> None:
     """Also where an update brought a third text."""
@@ -269,29 +272,57 @@ def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, 
         [1.0, 0.0],
         ["true", "false"],
         ["True", "False"],
+        ["TRUE", "FALSE"],
         [Decimal("1.00"), Decimal(0)],
     ):
         assert ids_like(data, values, tmp_path / "new") == wanted, values
 
 
-@pytest.mark.parametrize("way", ["python", "java", "polars"])
-@pytest.mark.parametrize("whole", [3.0, 0.5])
-def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: str, whole: float) -> None:
-    floats = [1e-7, 2.5e-6, -1e-5, 1.5e-4, whole, 1e-12] * 10
-    java = ["1.0E-7", "2.5E-6", "-1.0E-5", "1.5E-4", str(whole), "1.0E-12"] * 10
-    log = {"java": java, "python": [*map(repr, floats)], "polars": floats}
-    rows = {name: pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts}) for name, texts in log.items()}
-    rows["polars"].write_parquet(tmp_path / "log.parquet")
-    rows[way].write_csv(tmp_path / "log.csv")
-    file = tmp_path / f"log.{'parquet' if way == 'polars' else 'csv'}"
+def test_truth_values_of_postgres_and_of_hash_buckets(tmp_path: Path) -> None:
+    """A column of t and f alone has truth values, which numbers are not there."""
+    schema = stoker.Schema.from_dict({**LIKE, "categorical": [{"name": "flag"}, {"name": "hash", "hash_buckets": 999}]})
+    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": ["t", "f"] * 30, "hash": ["TRUE", "False"] * 30})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data")
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    wanted = encoder.encode(rows.drop("label").head(2)).ids.tolist()
+    for texts in ([True, False], ["true", "false"], ["True", "FALSE"]):
+        assert encoder.encode(pl.DataFrame({"flag": texts, "hash": texts})).ids.tolist() == wanted
+    numbers = encoder.encode(pl.DataFrame({"flag": [1, 0], "hash": [1, 0]})).ids
+    assert numbers[:, 0].tolist() == [0, 0]
+    assert not set(numbers[:, 1].tolist()) & {row[1] for row in wanted}
+    assert notation_of(pl.Series(["t", "f", "m"])) == notation_of(pl.Series(["t"])) == ""
+
+
+FLOATS = [1e-4, 1.2e-4, 1e-5, 2.5e-6, -1e-6, 1e-7, 1.5e-10, 0.5, 3.0, 100000.0, 123456.0, 12000000.0, 12345678.5]
+WRITTEN = {
+    "Python": "0.0001 0.00012 1e-05 2.5e-06 -1e-06 1e-07 1.5e-10 0.5 3.0 100000.0 123456.0 12000000.0 12345678.5",
+    "Java": "1.0E-4 1.2E-4 1.0E-5 2.5E-6 -1.0E-6 1.0E-7 1.5E-10 0.5 3.0 100000.0 123456.0 1.2E7 1.23456785E7",
+    "R": "1e-04 0.00012 1e-05 2.5e-06 -1e-06 1e-07 1.5e-10 0.5 3 1e+05 123456 1.2e+07 12345678.5",
+    "JavaScript": "0.0001 0.00012 0.00001 0.0000025 -0.000001 1e-7 1.5e-10 0.5 3 100000 123456 12000000 12345678.5",
+}
+
+
+@pytest.mark.parametrize("way", [*WRITTEN, "Parquet"])
+def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: str) -> None:
+    """Of the programs that write logs; new rows may be typed, or written by another program."""
+    texts = {name: row.split() for name, row in WRITTEN.items()} | {"Parquet": FLOATS}
+    pl.DataFrame({"label": [index % 2 for index in range(13)], "flag": FLOATS}).write_parquet(tmp_path / "log.parquet")
+    pl.DataFrame({"label": [index % 2 for index in range(13)], "flag": texts[way]}).write_csv(tmp_path / "log.csv")
+    file = tmp_path / f"log.{'parquet' if way == 'Parquet' else 'csv'}"
     data = stoker.prepare(stoker.Schema.from_dict(LIKE), file, out=tmp_path / "data", split="random:1,0")
-    wanted = ids_like(data, log[way], tmp_path / "new")
-    assert [batch.ids.tolist() for batch in data.train.batches(60)] == [wanted]
-    assert 0 not in chain.from_iterable(wanted)
-    assert ids_like(data, floats, tmp_path / "new") == wanted
-    if way != "polars":
-        assert ids_like(data, log["python"], tmp_path / "new") == wanted
-        assert ids_like(data, log["java"], tmp_path / "new") == wanted
+    wanted = ids_like(data, texts[way], tmp_path / "new")
+    assert [batch.ids.tolist() for batch in data.train.batches(13)] == [wanted]
+    assert len({*chain.from_iterable(wanted)} - {0}) == 13
+    for name, other in texts.items():
+        assert ids_like(data, other, tmp_path / "new") == wanted, name
+
+
+def test_floats_with_an_exponent_share_a_hash_bucket() -> None:
+    for number, *others in zip(*(row.split() for row in WRITTEN.values()), strict=True):
+        assert set(written(pl.Series([number, *others] * 40), "plain")) == {number.removesuffix(".0")}
+    odd = ["1e5", "12e4", "1e+99999", "0.0000", "2.5E", "00000012345678", "123456789012345678"]
+    for way in ("plain", "1|1e-07", "1|1e-04", "1|1.0E-7"):
+        assert written(pl.Series(odd), way).to_list() == odd
 
 
 def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
@@ -439,6 +470,35 @@ def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: 
         assert sorted(Like(data.path).vocabulary("when")["value"]) == sorted(set(texts["when"]))
     with pytest.raises(stoker.DataError, match=r"typed.parquet: column when holds Datetime.*texts as in the log"):
         stoker.prepare(schema, [tmp_path / f"other.{suffix}", files[0]], out=tmp_path / "none")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: bool) -> None:
+    """A day is the time at which it begins; times with a zone and times without are refused together."""
+    days = pl.Series("when", MOMENTS).dt.truncate("1d")
+    files: dict[str, Any] = {
+        "days": days.dt.date(), "times": days, "ms": days.cast(pl.Datetime("ms")),
+        "zone": days.dt.replace_time_zone("UTC"), "none": pl.Series("when", [None] * 60),
+    }  # fmt: skip
+    for name, each in files.items():
+        column = each.reshape((-1, 1)).arr.to_list() if nested else each
+        pl.DataFrame({"label": [0, 1] * 30, "when": column}).write_parquet(tmp_path / f"{name}.parquet")
+    columns = {"sequence" if nested else "categorical": [{"name": "when"}]}
+    schema = stoker.Schema.from_dict(
+        {"label": "label", **columns, "split": {"rule": "hash", "train": 1.0, "valid": 0.0, "test": 0.0}}
+    )
+
+    def known(*names: str) -> list[str]:
+        out = tmp_path / "".join(names)
+        data = stoker.prepare(schema, [tmp_path / f"{name}.parquet" for name in names], out=out)
+        return sorted(Like(data.path).vocabulary("when")["value"])
+
+    wanted = sorted(set(days.dt.strftime("%Y-%m-%d %H:%M:%S.000000")))
+    assert known("days", "times") == known("ms", "days", "none") == known("times", "ms") == wanted
+    assert known("none", "days") == sorted(set(days.dt.strftime("%Y-%m-%d")))
+    for pair in (("days", "zone"), ("zone", "times")):
+        with pytest.raises(stoker.DataError, match=r"column when holds Date.*Convert it to texts as in the log"):
+            known(*pair)
 
 
 @pytest.mark.parametrize("dtype", [pl.Time, pl.Duration])

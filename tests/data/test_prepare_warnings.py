@@ -144,3 +144,29 @@ def test_a_copy_of_a_log_is_named(tmp_path: Path) -> None:
     found = run_prepare(schema, [tmp_path / f"{name}.csv" for name in ("copy", "log", "other")], out=tmp_path / "all")
     (said,) = found.warnings
     assert said.startswith("log.csv has the size, the beginning and the end of copy.csv.")
+
+
+@pytest.mark.parametrize(
+    ("texts", "pair"),
+    [
+        (["136", "136.0", "x"], "1 value of table 'v' is written in two ways, such as '136.0' and '136'"),
+        (["136.0", "7", "7.0", "136"], "2 values of table 'v' are written in two ways"),
+        (["True", "true", "False"], "1 value of table 'v' is written in two ways, such as '"),
+        (["0", "1", "true", "false"], "2 values of table 'v' are written in two ways"),
+        (["1e-07", "1.0E-7"], "1 value of table 'v' is written in two ways"),
+        (["2024-01-05", "2024-01-05 00:00:00"], "1 value of table 'v' is written in two ways"),
+        (["2024-01-05T10:00Z", "2024-01-05 10:00:00+00:00"], "1 value of table 'v' is written in two ways"),
+        (["1", "2.0", "3.5"], ""),
+        (["0", "1", "2"], ""),
+        (["2024-01-05", "2024-01-06 00:00:00"], ""),
+        (["1", "1.0", *(f"u{n}" for n in range(400))], ""),  # of many texts, one may happen to be so
+    ],
+)
+def test_one_value_in_two_notations_is_named(tmp_path: Path, texts: list[str], pair: str) -> None:
+    """pandas writes 136 as 136.0 on the day that has a missing value."""
+    columns = {"v": [texts[n % len(texts)] for n in range(ROWS)]}
+    found = report(tmp_path, columns)
+    assert [pair in said for said in found.warnings] == ([True] if pair else [])
+    schema = Schema.from_dict(stoker.Dataset(found.path).manifest["schema"])
+    again = run_prepare(schema, tmp_path / "log.csv", out=found.path)
+    assert (again.already, again.warnings) == (True, found.warnings)

@@ -17,7 +17,7 @@ import pytest
 import stoker
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep import inputs
-from stoker.prep.parse.frames import without_nulls
+from stoker.prep.parse.nulls import without_nulls
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from tests.data.prepared import digests, quarantine
@@ -280,7 +280,7 @@ def test_a_draft_of_a_table_reads_its_first_rows_only() -> None:
 
 @pytest.mark.parametrize("kind", [pl.Decimal(10, 2), pl.Float32, pl.Float64])
 def test_numbers_that_mean_missing_are_found_whatever_their_type(kind: Any) -> None:
-    frame = pl.DataFrame({"price": pl.Series([1.5, -99.9, -99.91, -1, None]).cast(kind)})
-    found = without_nulls(frame, ["NA", "-99.9", "-1", "1.504"])
-    assert found["price"].is_null().to_list() == [False, True, False, True, True]
-    assert found["price"].dtype == kind
+    prices = pl.Series([1.5, -99.9, -99.91, -1, None]).cast(kind)
+    found = without_nulls(prices, ["NA", "-99.9", "-1", "1.504"], "float")
+    assert found.is_null().to_list() == [False, True, False, True, True]
+    assert found.dtype == kind

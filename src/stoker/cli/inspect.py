@@ -244,7 +244,8 @@ def _show_dataset(found: dict[str, Any]) -> None:
         "split": "{0[name]}", "rows": "{0[rows]:,}", "positives": "{0[positives]:,}", "share": "{0[share]:.1%}",
         "shards": "{0[shards]:,}", "size": "{0[bytes]:size}",
     }  # fmt: skip
-    show_rows("Splits", columns, splits)
+    unknown = {"positives": None}
+    show_rows("Splits", columns, [split | unknown if split.get("labelled") == 0 else split for split in splits])
     for split in splits:
         if "labelled" in split:
             absent = split["rows"] - split["labelled"]

@@ -344,7 +344,10 @@ def _changed(
 
 def _show_report(report: PrepareReport, path: str) -> None:
     shares = {name: report.positives[name] / rows if rows else None for name, rows in report.labelled.items()}
-    splits = ((name, rows, report.positives[name], shares[name]) for name, rows in report.rows.items())
+    splits = (
+        (name, rows, report.positives[name] if report.labelled[name] or not rows else None, shares[name])
+        for name, rows in report.rows.items()
+    )
     columns = {"split": "{0}", "rows": "{1:,}", "positive": "{2:,}", "share": "{3:.2%}"}
     show_rows(f"Dataset {path}", columns, splits)
     if report.tables:

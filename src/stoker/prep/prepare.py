@@ -47,12 +47,12 @@ from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_copies, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
-from stoker.prep.rows.first_look import check_notation, fitted_to, with_times_of_texts
+from stoker.prep.rows.first_look import check_notation, fitted_to, with_one_time_notation
 from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import Progress, Task
-from stoker.prep.write.publish import copy_warnings, cut_warning, publish, split_warnings
+from stoker.prep.write.publish import publish, warnings_of
 from stoker.rewrite.id_order import Reordering
 
 _ROOM = 3  # bytes of work and shards for each byte of input, roughly; a file may be compressed
@@ -160,7 +160,7 @@ class Preparation(PrepareSettings):
             report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
             like=measure, names=names,
         )  # fmt: skip
-        task = task if measure else with_times_of_texts(task)
+        task = task if measure else with_one_time_notation(task)
         noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
@@ -479,7 +479,6 @@ def _report(
     task: Task, path: Path, manifest: dict[str, Any], started: float, *, already: bool = False
 ) -> PrepareReport:
     """Make the report of a prepared dataset from its manifest."""
-    before = None if task.like is None else task.like.data.manifest
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
     splits = [(name, manifest["splits"][name]) for name in SPLITS if name in manifest["splits"]]  # files sort names
@@ -492,10 +491,7 @@ def _report(
         lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]), bad=manifest["quarantined"],
         seconds=time.perf_counter() - started, peak_memory=peak_memory() or 0, reused=task.reused,
         groups=manifest.get("groups"), already=already,
-        warnings=[
-            *cut_warning(task.schema, manifest), *split_warnings(task.schema, manifest, before),
-            *copy_warnings(task.recipe, manifest),
-        ],
+        warnings=warnings_of(task, manifest),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from stoker.prep.fit.split_rules import SplitFile, Splitter, no_training_row
 from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
-from stoker.prep.parse.notation import notation_of
+from stoker.prep.parse.notation import notation_of, twins_of
 from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
 from stoker.rewrite.reorder import write_vocabulary
@@ -95,7 +95,9 @@ class _TableStep:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
             if first.type == "string":
-                record["notation"] = notation_of(found.frame["value"])
+                texts = found.frame["value"]
+                record["notation"] = notation_of(texts)
+                record["twins"] = twins_of(texts, record["notation"]) if self.like is None else []
         known: Array = found.ids.astype(np.int32)
         missing_id, size = found.missing_id, found.num_embeddings
         if raw_ids is not None:

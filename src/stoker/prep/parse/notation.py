@@ -9,35 +9,42 @@ text is known, as with hash buckets, 136.0 is always 136.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from stoker.prep.parse.floats import CANDIDATE, EXPONENT, PYTHON, has_match, in_way, way_of
+
 AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
-WHOLE, DOTTED, LOWER, CAPITAL = "1", "1.0", "true", "True"
-PLAIN = "plain"  # of texts of which a dataset keeps no list: numbers without zeros after the point, no times
+WHOLE, DOTTED, LOWER, CAPITAL, UPPER, LETTERS = "1", "1.0", "true", "True", "TRUE", "t"
+#: of texts of which a dataset keeps no list: 136 for 136.0 and 1.36E2, true for True, and no times
+PLAIN = "plain"
 UNLISTED = "unlisted"  # likewise, of a dataset that hashes decimals with their zeros
 MIXED = "mixed"  # of a column whose known texts agree on nothing
 FLAGS, DOTTED_FLAGS = "1/0", "1.0/0.0"  # of few texts, with both: true is 1
 _FEW = 8  # texts of a column of truth values at most: two, and some that updates bring
-_WORDS = {LOWER: ("true", "false"), CAPITAL: ("True", "False"), FLAGS: ("1", "0"), DOTTED_FLAGS: ("1.0", "0.0")}
+_WORDS = {
+    LOWER: ("true", "false"), CAPITAL: ("True", "False"), UPPER: ("TRUE", "FALSE"), LETTERS: ("t", "f"),
+    FLAGS: ("1", "0"), DOTTED_FLAGS: ("1.0", "0.0"),
+}  # fmt: skip
+_HARDLY = 100  # texts of which one may be a value in another notation
+_BOTH = (LETTERS, FLAGS, DOTTED_FLAGS)  # which are truth values if a column has both
 NUMBERS = (WHOLE, DOTTED, *_WORDS)
-_TRUE, _FALSE = r"^([Tt]rue|1|1\.0)$", r"^([Ff]alse|0|0\.0)$"
+_TRUE, _FALSE = r"^([Tt]rue|TRUE|1|1\.0)$", r"^([Ff]alse|FALSE|0|0\.0)$"
+_WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
-    **dict.fromkeys((WHOLE, PLAIN, UNLISTED), (r"\.0$", [_TO_WHOLE])),
+    **dict.fromkeys((WHOLE, UNLISTED), (r"\.0$", [_TO_WHOLE])),
+    PLAIN: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [(_WORD_TRUE, "true"), (_WORD_FALSE, "false"), _TO_WHOLE]),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
     LOWER: ("^-?[TF0-9]", [(_TRUE, "true"), (_FALSE, "false"), _TO_WHOLE]),
-    CAPITAL: ("^-?[tf0-9]", [(_TRUE, "True"), (_FALSE, "False"), _TO_WHOLE]),
+    CAPITAL: ("^-?[tf0-9]|^TRUE|^FALSE", [(_TRUE, "True"), (_FALSE, "False"), _TO_WHOLE]),
+    UPPER: ("^-?[tf0-9]|^True|^False", [(_TRUE, "TRUE"), (_FALSE, "FALSE"), _TO_WHOLE]),
+    LETTERS: ("^[TtFf].", [(_WORD_TRUE, "t"), (_WORD_FALSE, "f")]),
     FLAGS: (r"^[TtFf]|\.0$", [(_TRUE, "1"), (_FALSE, "0"), _TO_WHOLE]),
     DOTTED_FLAGS: (r"^[TtFf]|^-?\d+$", [(_TRUE, "1.0"), (_FALSE, "0.0"), _TO_DOTTED]),
-}
-_TINY = r"^-?(\d(\.\d+)?[eE]-\d+|0\.000\d+)$"  # a float that programs write in several ways
-_TINY_WAYS = {  # what follows a notation, if all tiny floats are written so -> how a program writes one
-    "|1e-07": lambda text: repr(float(text)),
-    "|1.0E-7": lambda text: re.sub(r"^(-?\d)e", r"\1.0e", f"{Decimal(repr(float(text))):e}").upper(),
 }
 #: A date, or a time without a zone or of UTC. The notation of times is one of them with all digits 0.
 _MOMENT = (
@@ -57,23 +64,42 @@ def notation_of(texts: pl.Series) -> str:
     texts = texts.drop_nulls()
     whole, dotted = (bool(texts.str.contains(pattern).any()) for pattern in (r"^-?\d+$", r"^-?\d+\.0$"))
     few = set(texts) if len(texts) <= _FEW and not (whole and dotted) else set()
-    found = [name for name, words in _WORDS.items() if few & {*words}]
-    if len(found) == 1 and (few >= {*_WORDS[found[0]]} if found[0] in (FLAGS, DOTTED_FLAGS) else not dotted):
+    found = [name for name, words in _WORDS.items() if few & {*words} and (name != LETTERS or few == {*words})]
+    if len(found) == 1 and (few >= {*_WORDS[found[0]]} if found[0] in _BOTH else not dotted):
         return found[0]
-    tiny = texts.filter(texts.str.contains(_TINY))
-    exponents = tiny.str.contains("[eE]").any()
-    way = next((way for way in _TINY_WAYS if exponents and (_as_tiny(tiny, way) == tiny).all()), "")
-    if whole or dotted or way:
-        return ("" if whole == dotted else WHOLE if whole else DOTTED) + way
+    if (way := way_of(texts)) or whole or dotted:
+        return ("" if whole == dotted else WHOLE if whole else DOTTED) + (way and f"|{way}")
     shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
     return str(shapes[0]) if len(shapes) == 1 else ""
+
+
+def twins_of(texts: pl.Series, notation: str) -> list[Any]:
+    """Return how many values have several texts, such as 136 and 136.0, and two texts of one; [] if hardly any has."""
+    texts = texts.drop_nulls()
+    if len(texts) <= _FEW and set(written(texts, PLAIN)) & {*_WORDS[LOWER]}:
+        odd, values = texts, written(texts, LOWER)
+    elif notation and ("|" in notation or not has_match(texts, EXPONENT)):
+        return []  # texts of one notation have none
+    else:
+        numbers = texts.filter(texts.str.contains(f"{_CHANGES[PLAIN][0]}|{CANDIDATE}"))
+        times = texts.filter(texts.str.contains(_MOMENT))
+        whole = _as_moments(_as_moments(times, "0000-00-00T00:00:00.000000000"), "0000-00-00T00:00:00Z")
+        odd, values = pl.concat([numbers, times]), pl.concat([written(numbers, PLAIN), whole])
+    others = texts.filter(texts.is_in(values.implode()))
+    pairs = pl.DataFrame({"text": pl.concat([odd, others]), "value": pl.concat([values, others])})
+    pairs = pairs.unique(maintain_order=True).filter(pl.col("value").is_duplicated())
+    if (count := pairs["value"].n_unique()) * _HARDLY < max(len(texts), _HARDLY):
+        return []
+    return [count, *pairs.filter(pl.col("value") == pl.first("value"))["text"].head(2)]
 
 
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
         bases = {each.partition("|")[0] for each in notations}
-        less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (dict.fromkeys((LOWER, CAPITAL), WHOLE) if WHOLE in bases else {})
+        less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (
+            dict.fromkeys((LOWER, CAPITAL, UPPER), WHOLE) if WHOLE in bases else {}
+        )
         notations = {less.get(each, each) for each in bases}
     return next(iter(notations)) if len(notations) == 1 else ""
 
@@ -140,28 +166,18 @@ def _as_moments(texts: pl.Series, notation: str) -> pl.Series:
     return parts.unnest("part").select(pl.when(fits).then(whole).otherwise("text").alias(texts.name)).to_series()
 
 
-def _as_tiny(texts: pl.Series, way: str) -> pl.Series:
-    """Return texts with tiny floats in one of several ways."""
-    rows = texts.str.contains(_TINY).fill_null(False).arg_true()
-    made = [_TINY_WAYS[way](text) for text in texts.gather(rows)]
-    return texts.clone().scatter(rows, pl.Series(made, dtype=pl.String)) if made else texts
-
-
 def written(texts: pl.Series, notation: str) -> pl.Series:
     """Return texts in a notation."""
     if is_moment(notation):
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
-    notation, bar, way = notation.partition("|")
-    texts = _as_tiny(texts, bar + way) if bar else texts
-    if notation not in _CHANGES or not len(texts):
+    notation, _, way = notation.partition("|")
+    way = PYTHON if notation == PLAIN and has_match(texts, CANDIDATE) else way
+    texts = in_way(texts, way) if way else texts
+    rare, changes = _CHANGES.get(notation, ("", ()))
+    if not changes or not has_match(texts, rare):
         return texts
-    rare, changes = _CHANGES[notation]
     arrow = texts.to_arrow(compat_level=pl.CompatLevel.oldest())  # Polars would take five times as long for a request
-    if not pc.any(
-        pc.ends_with(arrow, ".0") if rare.startswith(r"\.") else pc.match_substring_regex(arrow, rare)
-    ).as_py():
-        return texts
     for pattern, replacement in changes:
         arrow = pc.replace_substring_regex(arrow, pattern, replacement)
     return pl.Series(texts.name, pl.from_arrow(pa.chunked_array([arrow])))

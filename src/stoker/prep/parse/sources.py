@@ -84,8 +84,16 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
     return list(files.values()), list(again.values())
 
 
+def check_name(path: Path) -> None:
+    """Raise :class:`DataError` unless a path is UTF-8: manifests and messages name it."""
+    given = str(path.absolute())
+    if (shown := os.fsencode(given).decode(errors="backslashreplace")) != given:
+        raise DataError(f"{shown}: this path is not UTF-8. Rename the file or its directory.")
+
+
 def _check_regular(path: Path) -> None:
     """Raise :class:`DataError` unless ``path`` is a regular file that this process may read."""
+    check_name(path)
     with errors_as(DataError, f"{path} cannot be read", "Check its path and its permissions."):
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):

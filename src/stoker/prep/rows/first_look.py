@@ -20,12 +20,14 @@ from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, sugge
 from stoker.prep.parse.notation import MIXED, is_moment, notation_of
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import Recipe
+from stoker.prep.rows.featured import raw_fields
 from stoker.prep.rows.raw_rows import sources_of
 from stoker.prep.schema import COLUMNS, Schema
 from stoker.prep.stages.task import Task
 
 _BLOCK = 2**16  # bytes of text to read at a time
 _VALUES = 1_000  # values to check in all
+_DAY_AND_TIME = "0000-00-00 00:00:00.000000"  # of a time without a zone in a table
 
 
 def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
@@ -109,20 +111,39 @@ def check_notation(task: Task) -> None:
     )
 
 
-def with_times_of_texts(task: Task) -> Task:
-    """Return a task whose text columns of times in some files, and of texts in others, are written as these texts."""
+def with_one_time_notation(task: Task) -> Task:
+    """Return a task whose text columns have one notation of times, if some files have times and others texts or days.
+
+    Texts say how times are written. Without texts, a day is written as the time at which it begins.
+    """
     found: dict[str, str] = {}
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
         types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
-        for name in {one.raw for one in task.schema.categorical if one.type == "string"}:
-            own = {types[path].get(name, pl.String()) for path in task.files}
-            if task.recipe.derive is None and pl.String() in own and any(kind.is_temporal() for kind in own):
+        for name in {item.column for item in raw_fields(task.schema) if item.kind == "string"}:
+            own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
+            shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
+            if task.recipe.derive is None and len(shapes) > 1 and any(kind.is_temporal() for kind in own.values()):
+                found[name] = _DAY_AND_TIME if shapes == {"date", "time"} else MIXED
+            if name in found and "text" in shapes:
                 sources = sources_of(task, [Field(column=name, kind="string")])
-                first = _first_values(one for one in sources if types[one.path].get(name, pl.String()) == pl.String())
+                first = _first_values(one for one in sources if _shape(own[one.path]) == "text")
                 notation = "" if first is None else notation_of(first[1])
                 found[name] = notation if is_moment(notation) else MIXED
     return replace(task, schema=replace(task.schema, notation=found)) if found else task
+
+
+def _inner(kind: pl.DataType) -> pl.DataType:
+    """Return the type of the values of a column, perhaps of lists."""
+    return _inner(kind.inner) if isinstance(kind, pl.List | pl.Array) else kind  # type: ignore[arg-type]
+
+
+def _shape(kind: pl.DataType) -> str:
+    """Return how texts of a type differ from those of others; times of any unit are alike."""
+    if isinstance(kind, pl.Datetime):
+        return "time" if kind.time_zone is None else "time with a zone"
+    texts = (pl.String, pl.Categorical, pl.Enum, pl.Binary)
+    return "date" if kind == pl.Date else "text" if kind in texts else str(kind)
 
 
 def _first_values(sources: Iterable[Source]) -> tuple[str, pl.Series] | None:

@@ -256,6 +256,27 @@ def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
+def warnings_of(task: Task, manifest: dict[str, Any]) -> list[str]:
+    """Return what a user should know of a dataset that is prepared."""
+    schema, like = task.schema, task.like
+    return [
+        *cut_warning(schema, manifest),
+        *split_warnings(schema, manifest, None if like is None else like.data.manifest),
+        *twin_warnings(manifest),
+        *copy_warnings(task.recipe, manifest),
+    ]
+
+
+def twin_warnings(manifest: dict[str, Any]) -> list[str]:
+    """Return a warning for each table in which values are written in two ways, as if they were two."""
+    return [
+        f"{plural(count, 'value')} of table {name!r} {'is' if count == 1 else 'are'} written in two ways, such as "
+        f"{first!r} and {second!r}, and each text has an id of its own. If they mean the same, write them in one way "
+        'in all files; whole numbers may also have type = "int" in the schema.'
+        for name, (count, first, second) in manifest.get("twins", {}).items()
+    ]
+
+
 def copy_warnings(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
     """Return a warning for each log whose rows seem to be those of a file before."""
     first, found = dict[Any, str](), []
@@ -399,6 +420,8 @@ def _finish(
     if like is None or NOTATION in like.data.manifest:
         manifest[NOTATION] = ({"": PLAIN} if task.schema.unlisted else {}) if like is None else dict(like.notations)
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
+    twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
+    manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)
