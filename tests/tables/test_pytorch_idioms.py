@@ -945,6 +945,104 @@ def test_an_optimizer_that_steps_for_several_backwards_is_refused(loop: str, ste
         run()
 
 
+class Recurrent(nn.Module):
+    """Its backward adds up the gradient of a weight over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(DIM, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, out: Tensor) -> Tensor:
+        return self.head(self.layer(out)[0][:, -1])
+
+
+class Tied(nn.Linear):
+    """A layer that is used three times."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES * DIM, FEATURES * DIM)
+
+    def forward(self, out: Tensor) -> Tensor:
+        out = out.flatten(1)
+        for _ in range(3):
+            out = super().forward(out)
+        return out
+
+
+def _clear_data(optimizer: torch.optim.Optimizer) -> None:
+    """As loops did before there was zero_grad()."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            p.grad.data.zero_()
+
+
+def _clamp(p: Tensor) -> None:
+    p.grad.detach().clamp_(-1, 1)  # type: ignore[union-attr]
+
+
+CLEARED: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "to none": lambda optimizer: optimizer.zero_grad(),
+    "to zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "as data": _clear_data,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("adds", [False, True], ids=["cleared each time", "added up"])
+@pytest.mark.parametrize("first", ["forward", "clear"])
+@pytest.mark.parametrize("clear", CLEARED)
+@pytest.mark.parametrize("of", ["recurrent", "tied", "clamped", "with a graph", "beside another", "checkpointed"])
+def test_an_optimizer_that_steps_every_second_time(of: str, clear: str, first: str, adds: bool) -> None:
+    """It is refused if its gradient adds up backwards, whatever changes gradients, and whatever else steps."""
+    tables, head, other = made(), Recurrent() if of == "recurrent" else Tied(), nn.Linear(2, 1)
+    optimizer, beside = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (head, other))
+    if of == "clamped":
+        for p in head.parameters():
+            p.register_post_accumulate_grad_hook(_clamp)
+
+    def loss(ids: Tensor) -> Tensor:
+        out = tables(ids)
+        if of == "checkpointed":
+            return torch.utils.checkpoint.checkpoint(head, out, use_reentrant=True).sum()
+        return head(out).sum()
+
+    def run() -> None:
+        for step, ids in enumerate(batches(6)):
+            clears = not (adds and step % 2)
+            if clears and first == "clear":
+                CLEARED[clear](optimizer)
+            found = loss(ids)
+            if clears and first == "forward":
+                CLEARED[clear](optimizer)
+            found.backward(create_graph=of == "with a graph")
+            if of == "beside another":
+                other(torch.ones(2)).sum().backward()
+                beside.step()
+                beside.zero_grad()
+            if step % 2:
+                optimizer.step()
+
+    with pytest.raises(stoker.ConfigError, match="SGD steps once for 2") if adds else contextlib.nullcontext():
+        run()
+
+
+def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
+    """Parameters would add up the gradients of all steps, and rows do not."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    first, *others = batches(4)
+    head(tables(first).flatten(1)).sum().backward()
+    optimizer.step()
+    head(tables(first).flatten(1)).sum().backward()
+    with pytest.raises(stoker.ConfigError, match=r"SGD steps with gradients of its last step, too.*Call zero_grad\(\)"):
+        optimizer.step()
+    for ids in others:
+        optimizer.zero_grad()
+        head(tables(ids).flatten(1)).sum().backward()
+        optimizer.step()
+    assert not set(head.parameters()) & tables._steps._hooks.keys()
+
+
 def test_accumulation_in_another_model_is_no_trouble() -> None:
     """Rows that train alone, and after them a model that has nothing to do with them."""
     tables, other = made(), nn.Linear(2, 1)

@@ -16,9 +16,9 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -136,11 +136,15 @@ class RowSteps:
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
         self._lock = threading.RLock()
-        self.latest = -1  # the number of the last backward that reached these rows
-        self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
+        self._count = 0  # steps inside backward so far
         self._count_before = 0  # those before a step of an optimizer that calls a closure
-        self._ended: dict[Tensor, int] = {}  # dense parameters, and their gradients' versions when a backward ended
-        self._zeros: dict[Tensor, int] = {}  # those whose gradient was zeros at a later forward, and its version
+        self._settled = 0  # those after which all known optimizers have stepped
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # as they did
+        self._added: dict[Tensor, int] = {}  # dense parameters: steps of the rows whose gradients theirs adds up
+        self._arrived: dict[Tensor, int] = {}  # those that got a gradient since the last backward ended, and in which
+        self._reached: set[Tensor] = set()  # those that got one in a backward that reached the rows
+        self._hooks: dict[Tensor, Any] = {}  # on these parameters
+        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped once
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -216,7 +220,9 @@ class RowSteps:
     def end_backward(self, gradients: list[Any], task: int) -> None:
         """End the backward ``task``: step, or keep the gradients for a later step."""
         self._running.pop(task, None)
-        self.latest, trained = task, self.trained
+        trained = self.trained
+        arrived, self._arrived = self._arrived, {}
+        self._reached.update(p for p, each in list(arrived.items()) if each >= task)  # also in reentrant backwards
         if trained is None or not gradients:
             return
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
@@ -273,9 +279,11 @@ class RowSteps:
         if self.optimizer is not None:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
-        self.since_optimizer += 1
-        if self.since_optimizer > 1 and self.checked:  # what changes gradients from here on is not a backward
-            self._ended = {p: grad._version for p, grad in _gradients()}
+        self._count += 1
+        reached, self._reached = self._reached, set()
+        self._added.update({p: self._added[p] + 1 for p in reached if p in self._added})
+        if self._count - self._settled > 1 and self.checked:
+            self._look_back()
         self._mark()
 
     def discard(self) -> None:
@@ -423,9 +431,8 @@ class RowSteps:
                 ]  # fmt: skip
             if not self.deferred:
                 self._check_mark()
-            if self.since_optimizer:
-                found = _gradients(look=self.since_optimizer == 1)
-                self._zeros = {p: grad._version for p, grad in found if grad._version and not _any(grad)}
+                if self._new or self._count != self._settled:
+                    self._look_ahead()
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -451,7 +458,8 @@ class RowSteps:
         if found == [0.0, 0.0]:
             self.trained.handle.grad = None  # which nothing reads again
         elif grad is published or found != [_MARK_READ, _MARK_READ]:  # not equal ones that were put back
-            self.trained.handle.grad, self.since_optimizer = None, 0
+            self.trained.handle.grad = None
+            self.settle()
             raise ConfigError(
                 "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
                 f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
@@ -459,19 +467,57 @@ class RowSteps:
                 "without the tables' handle. If rows are meant to be left out, say so: tables.step_each_backward()."
             )
 
-    def check_optimizer(
-        self, optimizer: torch.optim.Optimizer, latest: Callable[[], int], *, closure: bool = False
-    ) -> None:
+    def _behind(self, count: int, new: Collection[torch.optim.Optimizer] = ()) -> Iterator[Tensor]:
+        """Yield the dense parameters of optimizers that last stepped before the rows' step ``count``, or are new."""
+        if self._count - self._settled < 3:  # not in each step of rows that train alone
+            _find_optimizers()
+        for optimizer in list(_optimizers):
+            if self._counts.get(optimizer, 0) < count or optimizer in new:
+                yield from (p for p in _parameters(optimizer) if p.requires_grad and p is not self.handle)
+
+    def _look_ahead(self) -> None:
+        """Watch dense parameters: does their next gradient start anew, or is it added to one of an earlier step?"""
+        for p in self._behind(self._count, self._new):
+            if p not in self._added:
+                self._watch(p, int(_any(p.grad)))
+
+    def _look_back(self) -> None:
+        """Do so after backwards whose forwards all came before them: gradients that were added to have a version."""
+        for p in self._behind(self._count - 1):
+            if (grad := p.grad) is not None and p not in self._added and _was_reached(p):
+                graph = grad.grad_fn  # with create_graph=True a backward copies or adds
+                added = grad._version > (graph is not None) or type(graph).__name__ == "AddBackward0"
+                self._watch(p, 1 + added)
+
+    def _watch(self, p: Tensor, added: int) -> None:
+        self._added[p] = added
+        self._hooks[p] = p.register_hook(partial(_note_arrival, weakref.ref(self), weakref.ref(p)))
+
+    def _forget(self, parameters: list[Tensor]) -> None:
+        for p in parameters:
+            self._added.pop(p, None)
+            if (hook := self._hooks.pop(p, None)) is not None:
+                hook.remove()
+
+    def settle(self) -> None:
+        """Forget what is known of gradients: all optimizers have stepped."""
+        self._settled = self._count
+        self._counts.update(dict.fromkeys(_optimizers, self._count))
+        self._forget(list(self._hooks))
+        self._arrived.clear()
+        self._reached.clear()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
         """Raise an error if an optimizer is to step once for several backwards, in each of which the rows stepped.
 
-        ``latest`` finds the number of the last backward in this process; ``closure``: the step calls one.
+        ``closure``: the step calls one.
         """
-        self._count_before = self.since_optimizer
+        self._count_before = self._count
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
         if self.deferred:
-            if any(p is handle for g in optimizer.param_groups for p in g["params"]):
+            if any(p is handle for p in _parameters(optimizer)):
                 self._shared = type(optimizer).__name__
                 if _enabled_scaler():
                     raise ConfigError(
@@ -481,28 +527,32 @@ class RowSteps:
             return
         self._check_mark()
         if not closure:
-            self.check_count(optimizer, latest)
+            self.check_count(optimizer)
 
-    def check_count(
-        self, optimizer: torch.optim.Optimizer, latest: Callable[[], int], *, closure: bool = False
-    ) -> None:
-        """Do :meth:`check_optimizer` for all backwards since an optimizer stepped, with those of a closure."""
-        count, self.since_optimizer = self.since_optimizer, 0
-        ended, zeros, self._ended, self._zeros = self._ended, self._zeros, {}, {}
-        # If another model's backward came last, this optimizer is not for these rows.
-        if count < 2 or not self.checked or self.deferred or self.trained is None or self.latest != latest():
+    def check_count(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
+        """Do :meth:`check_optimizer` for all backwards since it stepped, with those of a closure."""
+        since, count = self._count - self._counts.get(optimizer, 0), 0
+        (self._new.discard if optimizer in self._counts else self._new.add)(optimizer)
+        self._counts[optimizer] = self._count
+        if self._added:
+            own = [p for p in _parameters(optimizer) if p in self._added]
+            count = max((self._added.get(p, 0) for p in own if p.grad is not None), default=0)
+            self._forget(own)
+        if all(self._counts.get(each) == self._count for each in _optimizers):
+            self.settle()
+        if not self.checked or self.deferred or self.trained is None:
             return
-        inside = count - self._count_before
+        inside = self._count - self._count_before
         if closure and inside > 1 and isinstance(optimizer, torch.optim.LBFGS):  # it looks for the best step
             raise self._once_for(optimizer, inside)
-        handle = self.trained.handle
-        for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if p is handle or p.grad is None:
-                continue
-            # A backward adds to a gradient in place, but to zeros or none; with create_graph=True it copies or adds.
-            graph, changes = p.grad.grad_fn, ended.get(p, p.grad._version) - zeros.get(p, -1)
-            if changes > (1 if graph is None else 2) or type(graph).__name__ == "AddBackward0":
-                raise self._once_for(optimizer, count)
+        if 1 < count <= since:
+            raise self._once_for(optimizer, count)
+        if since < count:
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps with gradients of its last step, too, which zero_grad() has not "
+                f"dropped; the rows of {self.name} stepped by those of one backward alone. Call zero_grad() after each "
+                "step(). If each backward is meant to be a step of the rows, say so: tables.step_each_backward()."
+            )
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
         return ConfigError(
@@ -562,37 +612,54 @@ def _kinds(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer
     return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
 
 
-def _gradients(*, look: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters with a gradient of optimizers that have stepped; ``look`` for those that have not yet."""
+def _find_optimizers() -> None:
+    """Find the optimizers that have not stepped yet."""
     global _known
-    kinds = _kinds(torch.optim.Optimizer) if look else []
+    kinds = _kinds(torch.optim.Optimizer)
     references = sum(map(sys.getrefcount, kinds))  # each optimizer refers to its class
-    if look and (references, len(_optimizers)) != _known:  # one may have replaced another
+    if (references, len(_optimizers)) != _known:  # one may have replaced another
         found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
         _optimizers.update(each for each in found if "param_groups" in vars(each) and type(each) is not TableOptimizer)
         _known = references, len(_optimizers)
-    for optimizer in list(_optimizers):
-        for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if p.grad is not None:
-                yield p, p.grad
 
 
-def _any(grad: Tensor) -> bool:
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _any(grad: Tensor | None) -> bool:
+    """Return True if there is a gradient other than zeros."""
+    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
+def _was_reached(p: Tensor) -> bool:
+    """Return True if the backward that ends now has written the gradient of a parameter."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
+    except RuntimeError:  # there is none, or it hands out gradients
+        return True
+
+
+def _note_arrival(steps: weakref.ref[RowSteps], parameter: weakref.ref[Tensor], _: Tensor) -> None:
+    """Note that a gradient of a dense parameter is about to be added to what it has."""
+    rows, p = steps(), parameter()
+    if rows is not None and p is not None and rows.checked:
+        if rows._added.get(p) and not _any(p.grad):
+            rows._added[p] = 0
+        rows._arrived[p] = torch._C._current_graph_task_id()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, TableOptimizer):
         return
     _optimizers.add(optimizer)
-    found, closure = cache(_latest_backward), _closure(args, kwargs)
-    _check_all(lambda steps: steps.check_optimizer(optimizer, found, closure=closure))
+    closure = _closure(args, kwargs)
+    _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _closure(args, kwargs) and not isinstance(optimizer, TableOptimizer):
-        found = cache(_latest_backward)
-        _check_all(lambda steps: steps.check_count(optimizer, found, closure=True))
+        _check_all(lambda steps: steps.check_count(optimizer, closure=True))
 
 
 def _closure(args: Any, kwargs: Any) -> bool:
@@ -609,16 +676,6 @@ def _check_all(check: Callable[[RowSteps], None]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def _latest_backward() -> int:
-    """Return the number of the last backward in this process; each takes the next one."""
-    found: list[int] = []
-    with torch.enable_grad():
-        probe = torch.zeros((), requires_grad=True) * 1
-        probe.register_hook(lambda grad: found.append(torch._C._current_graph_task_id()))
-        probe.backward()
-    return found[0] - 1
 
 
 def check_modes() -> None:
@@ -684,6 +741,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, trained: Any, steps: RowSteps, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
+        steps.settle()
         _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 
