@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 13_080,
+    "tables": 13_195,
     "models": 2_025,
     "placement": 2_890,
-    "training": 11_070,
+    "training": 11_080,
     "rewrite": 1_940,
     "prep": 13_160,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_700
+ALL_LINES = 65_820
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -44,7 +44,7 @@ def meet(ranks: Ranks, tables: Any) -> None:
 def said(tables: Any, scale: float) -> list[int]:
     """Return what a rank says of its next step: learning rate, factor on gradients, checksum of other settings."""
     optimizer = tables.optimizer
-    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables.deferred
+    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables._steps.deferred
     return [bits_of(optimizer.lr), bits_of(scale), zlib.crc32(plain(others).encode())]
 
 
@@ -59,7 +59,7 @@ def _settings(tables: Any) -> dict[str, str]:
         "requires_grad": tables.handle.requires_grad,
         "list of frozen tables": sorted(tables.frozen),
         "gradient_scale": tables.gradient_scale,
-        "way to step": "as_optimizer()" if tables.deferred else "in each backward",
+        "way to step": "as_optimizer()" if tables._steps.deferred else "in each backward",
         "row optimizer": tables.optimizer,
         "number of shards": tables.shards,
         "number of row updates done": tables.tick,
