@@ -36,6 +36,8 @@ def meet(ranks: Ranks, tables: Any) -> None:
     for table in () if tables.divided else tables.tables:
         _, rows = next(iter(tables.read(table.name, chunk_rows=1024)))
         ranks.check_equal(f"table {table.name!r}", rows.weight)
+        for name in sorted(rows.state):
+            ranks.check_equal(f"the optimizer state of table {table.name!r} ({name})", rows.state[name])
     ranks.check_equal("the number of row updates done", torch.tensor(tables.tick, device=tables.device))
     known = weakref.ref(tables)
     ranks.settings.append(lambda: {} if (found := known()) is None else _settings(found))
