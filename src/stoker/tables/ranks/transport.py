@@ -264,10 +264,10 @@ class Ranks:
         texts = self._call("compare settings", lambda: self.wire.gather(padded))
         first, *others = (json.loads(bytes(each.tolist())) for each in texts)
         found = [
-            f"{name} is {value} on rank 0, but {other.get(name, 'missing')} on rank {rank}"
+            f"{name} is {value} on rank 0, but {other[name]} on rank {rank}"
             for rank, other in enumerate(others, 1)
             for name, value in first.items()
-            if other.get(name) != value
+            if other.get(name, value) != value
         ]
         return "; ".join([*found[:3], "give all ranks the same"]) if found else ""
 
