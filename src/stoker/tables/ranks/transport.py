@@ -252,7 +252,8 @@ class Ranks:
                     "rates, gradient_scale and clipping on all ranks, before the same step."
                 )
         if len(set(settings)) > 1:
-            raise RanksError(f"ranks are to {work}, but {self._differences()}.")
+            why = self._differences() or "settings of their tables differ"
+            raise RanksError(f"ranks are to {work}, but {why}.")
 
     def _differences(self) -> str:
         """Return in words which settings of tables differ, with a remedy, or ""; all ranks call this."""
