@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -440,6 +441,8 @@ def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Pa
     (tmp_path / "x.json.tmp").mkdir()  # stands in the way even of a superuser
     with pytest.raises(OSError, match=r"x\.json'$"), atomic_file(tmp_path / "x.json"):
         pass
+    with pytest.raises(OSError, match=r"too large: .*y\.json'$"), atomic_file(tmp_path / "y.json"):
+        raise OSError(errno.EFBIG, "File too large")  # of a write, which has no name
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / ".lock").unlink(missing_ok=True)
     (copy / ".lock").mkdir()

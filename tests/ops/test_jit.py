@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -123,6 +124,21 @@ def test_processes_that_save_at_once_load_their_own_kernels(tmp_path: Path, monk
         first.save("a", "code of a")
     assert [second.load("a"), first.load("b")] == ["code of a", "code of b"]
     assert _KernelFiles(str(tmp_path), "kernel", "another stamp").load("a") is None
+
+
+def test_a_kernel_that_cannot_be_saved_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on a full disk may need no file there."""
+    from numba.core.caching import IndexDataCacheFile
+
+    from stoker.ops.codegen.jit import _KernelFiles
+
+    def full(self: IndexDataCacheFile, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", full)
+    kept = _KernelFiles(str(tmp_path), "kernel", "stamp")
+    kept.save("a", "code of a")
+    assert kept.load("a") is None
 
 
 def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,21 @@ def test_a_learning_rate_that_one_rank_sets_is_refused(divided: bool, ranks: int
         assert said.startswith(f"the learning rates of the rows are 0.1, 0.25{', 0.1' * (ranks - 2)} on ranks 0 to")
 
 
+def test_replicas_with_another_optimizer_state_are_refused() -> None:
+    def work(group: Ranks) -> str:
+        tables = _some()
+        if group.rank:
+            tables.write("t", 0, tables.groups[0].storage.read(0, 1).map(torch.ones_like))
+            tables.write("t", 0, _some().rows("t")[:1])
+        with pytest.raises(ConfigError) as caught:
+            tables.replicate(group)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert said.startswith("the optimizer state of table 't' (")
+        assert ") of rank 1 is not that of rank 0: they must start alike" in said
+
+
 def _set_alone(tables: EmbeddingTables, what: str) -> None:
     """Change a setting of one rank."""
     if what == "gradient_scale":

@@ -105,5 +105,7 @@ def test_a_full_disk_of_one_rank_ends_all_with_its_message(
         each.join(PATIENCE)
         assert each.exitcode is not None, "a rank waits for one that has failed"
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
-    assert "could not be written" in said[0] or "File too large" in said[1], said
+    assert "File too large" in said[full], said
+    assert "could not be written" in said[0] or full, said
+    assert "(ulimit -f)" in said[full], said
     assert said[full] in said[1 - full]

@@ -69,7 +69,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             beside.unlink()
         refuse_full_disk(error, f"{path.parent} while writing {path.name}")
-        if isinstance(error, OSError) and error.filename == str(beside):
+        if isinstance(error, OSError) and (error.filename == str(beside) or error.errno == errno.EFBIG):
             error.filename = str(path)  # the name that the caller gave
         raise
 

@@ -230,11 +230,6 @@ class EmbeddingTables(CopiedTables):
         return self._frozen
 
     @property
-    def deferred(self) -> bool:
-        """Whether rows wait for the step of :meth:`as_optimizer`."""
-        return self._steps.deferred
-
-    @property
     def device(self) -> torch.device:
         """The device of the kernels."""
         return self.groups[0].storage.weight.device

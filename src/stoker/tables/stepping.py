@@ -708,8 +708,8 @@ def _refuse_other_norms() -> None:
 
     Nothing of a norm is seen in a gradient afterwards, and torch has no hook there.
     """
-    norm_of = clip_grad._get_total_norm
-    if hasattr(norm_of, "checks_rows"):
+    norm_of = getattr(clip_grad, "_get_total_norm", None)
+    if norm_of is None or hasattr(norm_of, "checks_rows"):
         return
 
     @wraps(norm_of)

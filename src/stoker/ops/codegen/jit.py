@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -92,7 +93,8 @@ class _KernelFiles(IndexDataCacheFile):
     """
 
     def save(self, key: Any, data: Any) -> None:
-        self._save_data(self._name(key), (self._source_stamp, key, data))  # type: ignore[no-untyped-call]
+        with suppress(OSError):  # the disk is full: the kernel is in memory, and other processes compile it again
+            self._save_data(self._name(key), (self._source_stamp, key, data))  # type: ignore[no-untyped-call]
 
     def load(self, key: Any) -> Any:
         try:

@@ -36,6 +36,8 @@ def meet(ranks: Ranks, tables: Any) -> None:
     for table in () if tables.divided else tables.tables:
         _, rows = next(iter(tables.read(table.name, chunk_rows=1024)))
         ranks.check_equal(f"table {table.name!r}", rows.weight)
+        for name in sorted(rows.state):
+            ranks.check_equal(f"the optimizer state of table {table.name!r} ({name})", rows.state[name])
     ranks.check_equal("the number of row updates done", torch.tensor(tables.tick, device=tables.device))
     known = weakref.ref(tables)
     ranks.settings.append(lambda: {} if (found := known()) is None else _settings(found))
@@ -44,7 +46,7 @@ def meet(ranks: Ranks, tables: Any) -> None:
 def said(tables: Any, scale: float) -> list[int]:
     """Return what a rank says of its next step: learning rate, factor on gradients, checksum of other settings."""
     optimizer = tables.optimizer
-    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables.deferred
+    others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables._steps.deferred
     return [bits_of(optimizer.lr), bits_of(scale), zlib.crc32(plain(others).encode())]
 
 
@@ -59,7 +61,7 @@ def _settings(tables: Any) -> dict[str, str]:
         "requires_grad": tables.handle.requires_grad,
         "list of frozen tables": sorted(tables.frozen),
         "gradient_scale": tables.gradient_scale,
-        "way to step": "as_optimizer()" if tables.deferred else "in each backward",
+        "way to step": "as_optimizer()" if tables._steps.deferred else "in each backward",
         "row optimizer": tables.optimizer,
         "number of shards": tables.shards,
         "number of row updates done": tables.tick,

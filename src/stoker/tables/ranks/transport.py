@@ -251,7 +251,8 @@ class Ranks:
                     "rates, gradient_scale and clipping on all ranks, before the same step."
                 )
         if len(set(settings)) > 1:
-            raise RanksError(f"ranks are to {work}, but {self._differences()}.")
+            why = self._differences() or "settings of their tables differ"
+            raise RanksError(f"ranks are to {work}, but {why}.")
 
     def _differences(self) -> str:
         """Return in words which settings of tables differ, with a remedy, or ""; all ranks call this."""
@@ -263,10 +264,10 @@ class Ranks:
         texts = self._call("compare settings", lambda: self.wire.gather(padded))
         first, *others = (json.loads(bytes(each.tolist())) for each in texts)
         found = [
-            f"{name} is {value} on rank 0, but {other.get(name, 'missing')} on rank {rank}"
+            f"{name} is {value} on rank 0, but {other[name]} on rank {rank}"
             for rank, other in enumerate(others, 1)
             for name, value in first.items()
-            if other.get(name) != value
+            if other.get(name, value) != value
         ]
         return "; ".join([*found[:3], "give all ranks the same"]) if found else ""
 

@@ -32,6 +32,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -229,9 +230,13 @@ def writing(
     except OSError as error:
         if is_first(ranks):
             _remove(temporary)
+        limited = error.errno == errno.EFBIG
+        remedy = (
+            "Raise the limit on the size of files (ulimit -f)" if limited else "Free some space, or lower keep_last"
+        )
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error.strerror or error}. Its files were deleted; earlier "
-            "checkpoints are untouched. Free some space, or lower keep_last."
+            f"checkpoints are untouched. {remedy}."
         ) from error
     except BaseException:
         if is_first(ranks):
@@ -506,7 +511,8 @@ class _Writer:
         try:
             save_file(here, path)
         except SafetensorError as error:  # it wraps the error of the operating system
-            number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else errno.EIO
             raise OSError(number, os.strerror(number), str(path)) from error
         self.count(name)
 
