@@ -63,7 +63,7 @@ def main() -> int:
         (f"lookups of the {SHARE:.0%} hottest rows", f"{hot['access_share']:.1%}"),
         ("purchases that need no other (hot)", f"{hot['input_share']:.1%}"),
         ("training samples/s", f"{report['samples_per_second']:,.0f}"),
-        ("the run lies in", str(RUN)),
+        ("the run is in", str(RUN)),
         ("all of it took", format_duration(time.perf_counter() - began)),
     ):
         table.add_row(*row)
