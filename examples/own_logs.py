@@ -46,7 +46,7 @@ def main() -> None:
         )
         print(f"{model}: test AUC {result.test['auc']:.4f}, log loss {result.test['log_loss']:.4f}")
         stoker.predict(result.model, data.test, folder / f"{model}.parquet")
-    print("everything lies in", folder)
+    print("everything is in", folder)
 
 
 if __name__ == "__main__":

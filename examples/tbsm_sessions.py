@@ -62,7 +62,7 @@ def main() -> None:
     stoker.save(folder / "tbsm", tbsm)
     again = stoker.load(folder / "tbsm").model
     assert stoker.evaluate(again, data.test) == stoker.evaluate(tbsm, data.test)
-    print("everything lies in", folder)
+    print("everything is in", folder)
 
 
 if __name__ == "__main__":

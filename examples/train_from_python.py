@@ -44,7 +44,7 @@ def main() -> None:
     stoker.save(folder / "by_hand", model, optimizer)
     again = stoker.load(folder / "by_hand").model
     assert stoker.evaluate(again, data.test) == stoker.evaluate(model, data.test)
-    print("everything lies in", folder)
+    print("everything is in", folder)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class DenseColumn(_Column):
         if any(transform in FITTED_TRANSFORMS for transform in self.transforms[:-1]):
             fail(where, "transforms", f"{list(self.transforms)}: zscore or minmax must be the last one")
         if self.clip_min is not None and self.clip_max is not None and self.clip_min > self.clip_max:
-            fail(where, "clip_min", f"{self.clip_min} lies above clip_max {self.clip_max}")
+            fail(where, "clip_min", f"{self.clip_min} is above clip_max {self.clip_max}")
 
     @property
     def names(self) -> tuple[str, ...]:
