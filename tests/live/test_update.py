@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gzip
 import hashlib
@@ -552,6 +553,8 @@ def test_compacting_changes_no_number(place: Path) -> None:
             stoker.update(each, logs(place, number), data=place / "data")
     found = stoker.compact(run)
     assert (found.joined, found.checkpoint.name) == (2, "update_000002")
+    more = dataclasses.replace(found, freed=-2048)
+    assert more.summary().endswith("update_000002 is whole now, 2 segments joined, 2.0 KiB more than before")
     assert find_checkpoint(run) == found.checkpoint
     assert [path.name for path in sorted((run / "updates").iterdir())] == ["000002"]
     assert stoker.compact(run).joined == 0

@@ -68,6 +68,18 @@ def test_baselines_are_stored_with_the_dataset(tmp_path: Path) -> None:
     assert saved_baselines(data) is None
 
 
+def test_no_more_rows_than_given_are_fitted_and_steps_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.training.tools.baseline.BATCH", 64)
+    data, seen = make_dataset(tmp_path / "data", rows=600), list[tuple[str, int, int]]()
+    assert baseline(data, rows=100).rows == 64
+    assert baseline(data, progress=lambda *what: seen.append(what)).rows == len(data.train)
+    steps = [done for name, done, total in seen if (name, total) == ("logistic regression", 200)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 1
+
+
 def test_labels_of_one_kind_are_refused(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", rows=20)
     with pytest.raises(DataError, match="no training rows of both labels"):

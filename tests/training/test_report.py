@@ -283,6 +283,14 @@ def test_advice(run: dict[str, Any], analysis: dict[str, Any], change: str, gain
     assert gain in found.gain
 
 
+def test_charts_write_short_numbers_and_titles_that_wrap() -> None:
+    drawn = chart({"rate": [(0.0, 9000.0), (1.0, 11_780.0)]}, "samples/s by epoch")
+    assert ">11.78 k</text>" in drawn  # 1.178e+04 was wider than its margin
+    assert ">9000</text>" in drawn
+    for each in (drawn, bars({"rows at full speed": 2.0}, "samples/s by epoch")):
+        assert "<figcaption>samples/s by epoch</figcaption>" in each
+
+
 def test_advice_names_the_metric_that_decided() -> None:
     one_class = {"auc": None, "rows": 500, "positives": 0}
     for metric, more in (("auc", one_class), ("log_loss", {"auc": 0.6})):

@@ -73,15 +73,14 @@ class Compaction(Shown):
 
     checkpoint: Path  # whole now
     joined: int  # segments that it replaces
-    freed: int  # bytes
+    freed: int  # bytes; negative if the whole checkpoint takes more
 
     def summary(self) -> str:
         """Return the checkpoint, the segments and the bytes."""
         if not self.joined:
             return f"{self.checkpoint} is a whole checkpoint already"
-        return (
-            f"{self.checkpoint} is whole now, {plural(self.joined, 'segment')} joined, {format_size(self.freed)} freed"
-        )
+        size = f"{format_size(abs(self.freed))} {'freed' if self.freed >= 0 else 'more than before'}"
+        return f"{self.checkpoint} is whole now, {plural(self.joined, 'segment')} joined, {size}"
 
 
 def compact(run: str | Path, to: int | None = None) -> Compaction:

@@ -731,8 +731,8 @@ def _classified(
     least = sum(needed.values())
     if least > left:
         return None, (
-            f"the hot rows of the profile and the rows of one example take {format_size(budget - left + least)}, "
-            f"more than {format_size(budget)}"
+            f"the hot rows of the profile and the rows of one example take {format_size(least - left)} more than "
+            f"{format_size(budget)}"
         )
     spare = left - least
     more = {kind: wanted[kind] - needed[kind] for kind in kinds}

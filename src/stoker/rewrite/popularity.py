@@ -77,7 +77,7 @@ def profile(dataset: Dataset | str | Path, **given: Any) -> HotProfile:
     the ids below a number H, its ``hot_rows``. Accesses are the counts of all training rows. To study the published
     estimate instead, give ``sample``; :func:`true_hot_rows` computes its error.
 
-    The share of hot inputs is measured on up to 131,072 training rows. The checksums of their shards are not checked,
+    The share of hot inputs is measured on about 131,072 training rows. The checksums of their shards are not checked,
     because that would read all of them. The ids are checked against their tables.
 
     Args:

@@ -75,7 +75,7 @@ def without_effect(
     if config.tt_rank is not None and trains == len(config.tt_own):
         yield (
             f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
-            "Give fewer tt rows to compress smaller tables, or a smaller rank"
+            "Lower tt rows to compress smaller tables, or take a smaller rank"
         )
     if placement is not None and config.lookahead == 0 and not config.epoch_lookahead:
         yield "without a lookahead the cache does not know the next use of its rows, so more rows are moved"

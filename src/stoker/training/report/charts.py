@@ -9,6 +9,7 @@ from pathlib import Path
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file, check_target
 from stoker.base.picture import Grid
+from stoker.base.units import format_count
 
 _POINTS = 400  # of a line
 _DOTS = 40  # a line of fewer points shows each
@@ -25,21 +26,25 @@ p{color:var(--soft);margin:.3rem 0}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.8rem;margin:1.2rem 0}
 .tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.7rem .9rem}
 .tile b{display:block;font-size:1.35rem}.tile span{color:var(--soft);font-size:.85rem}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(22rem,1fr));gap:1.2rem}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:1.2rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}.wide{overflow-x:auto}
 th,td{padding:.22rem .7rem;border-bottom:1px solid var(--line)}th{color:var(--soft);font-weight:600}
-figure{margin:0}svg{width:100%;height:auto}svg text{fill:var(--soft);font-size:11px}svg .axis{stroke:var(--line)}
-caption{text-align:left;color:var(--soft);padding:.2rem .7rem}
+figure{margin:0}svg{width:100%;max-width:34rem;height:auto}svg text{fill:var(--soft);font-size:11px}
+@media(max-width:30rem){svg text{font-size:13px}}svg .axis{stroke:var(--line)}
+figcaption{color:var(--soft);font-size:.9rem}caption{text-align:left;color:var(--soft);padding:.2rem .7rem}
 """
 
 Points = Sequence[tuple[float, float]]
 
 
-def _figure(title: str, tall: int, drawn: str, left: int = 0) -> str:
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDE} {tall}" role="img"><title>{escape(title)}</title>'
-        f'<text x="{left}" y="14">{escape(title)}</text>{drawn}</svg></figure>'
-    )
+def _figure(title: str, tall: int, drawn: str) -> str:
+    title = escape(title)
+    shape = f'<svg viewBox="0 0 {_WIDE} {tall}" role="img"><title>{title}</title>{drawn}</svg>'
+    return f"<figure><figcaption>{title}</figcaption>{shape}</figure>"
+
+
+def _number(value: float) -> str:
+    return format_count(value) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _text(x: float, y: float, words: str, side: str = "start", style: str = "") -> str:
@@ -74,9 +79,9 @@ def chart(curves: Mapping[str, Points], title: str, *, least: float | None = Non
             drawn += [f'<circle cx="{across:.1f}" cy="{up:.1f}" r="2.5" fill="{colour}"/>' for across, up in places]
         if len(curves) > 1:
             drawn.append(_text(end - 80 * (len(curves) - 1 - number), 14, name, "end", f"fill:{colour}"))
-    drawn += [_text(_EDGE - 6, place + 4, f"{value:.4g}", "end") for place, value in ((top, high), (bottom, low))]
-    drawn += [_text(_EDGE, _TALL - 6, f"{left:.4g}"), _text(end, _TALL - 6, f"{right:.4g}", "end")]
-    return _figure(title, _TALL, "".join(drawn), _EDGE)
+    drawn += [_text(_EDGE - 6, place + 4, _number(value), "end") for place, value in ((top, high), (bottom, low))]
+    drawn += [_text(_EDGE, _TALL - 6, _number(left)), _text(end, _TALL - 6, _number(right), "end")]
+    return _figure(title, _TALL, "".join(drawn))
 
 
 def bars(values: Mapping[str, float], title: str) -> str:
@@ -84,12 +89,12 @@ def bars(values: Mapping[str, float], title: str) -> str:
     found = sorted(values.items(), key=lambda each: -each[1])
     unit = _BAR / max([value for _, value in found] + [1e-12])
     drawn = [
-        _text(_BESIDE - 8, 38 + 20 * n, name, "end")
-        + f'<rect x="{_BESIDE}" y="{28 + 20 * n}" width="{unit * value:.1f}" height="13" rx="2" fill="var(--a)"/>'
-        + _text(_BESIDE + 6 + unit * value, 38 + 20 * n, f"{value:.3g}")
+        _text(_BESIDE - 8, 16 + 20 * n, name, "end")
+        + f'<rect x="{_BESIDE}" y="{6 + 20 * n}" width="{unit * value:.1f}" height="13" rx="2" fill="var(--a)"/>'
+        + _text(_BESIDE + 6 + unit * value, 16 + 20 * n, f"{value:.3g}")
         for n, (name, value) in enumerate(found)
     ]
-    return _figure(title, 26 + 20 * len(found), "".join(drawn))
+    return _figure(title, 4 + 20 * len(found), "".join(drawn))
 
 
 def section(title: str, body: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,16 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = BASELINE_ROWS, progre
     figures = {}
     fits: dict[str, Callable[[], Predictor | None]] = {
         "average": lambda: _average(labels),
-        "logistic regression": lambda: _logistic(data.schema, batches, labels),
+        "logistic regression": lambda: _logistic(data.schema, batches, labels, progress),
         "LightGBM": lambda: _trees(data, batches, labels),
     }
-    for number, (name, fit) in enumerate(fits.items()):
-        progress(name, number, len(fits))
+    for name, fit in fits.items():
+        progress(name, 0, 1)
         if (predictor := fit()) is not None:
             figures[name] = {
                 split.name: _evaluate(predictor, split) for split in (data.valid, data.test) if split.labelled
             }
-    progress("baselines", len(fits), len(fits))
+        progress(name, 1, 1)
     found = Baselines(rows=len(labels), figures=figures)
     with atomic_file(Path(data.path) / FILE) as file:
         file.write(json.dumps(found.to_dict(), indent=1).encode())
@@ -135,10 +136,10 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = BASELINE_ROWS, progre
 
 
 def _drawn(split: Split, rows: int) -> Iterator[Batch]:
-    """Yield batches of this many rows in shuffled order, at most one epoch."""
+    """Yield batches of at most this many rows together, in shuffled order, at most one epoch."""
     left = min(rows, len(split))
     for batch in split.batches(min(BATCH, max(1, left)), seed=0):
-        if left <= 0:
+        if len(batch) > left:
             return
         yield batch
         left -= len(batch)
@@ -194,7 +195,9 @@ class _Design:
         return sparse.hstack([counts, sparse.csr_matrix(dense.astype(np.float64))], format="csr")
 
 
-def _logistic(spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[np.float64]) -> Predictor:
+def _logistic(
+    spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[np.float64], progress: Progress
+) -> Predictor:
     """Minimize the sum of the log losses + L2 / 2 |weights|^2; the intercept is not penalized."""
     from scipy import optimize, sparse
 
@@ -208,8 +211,11 @@ def _logistic(spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[n
         value = np.logaddexp(0.0, logits).sum() - labels @ logits + L2 / 2 * weights[:-1] @ weights[:-1]
         return float(value), np.concatenate([transposed @ wrong + L2 * weights[:-1], [wrong.sum()]])
 
-    start = np.zeros(design.width + 1)
-    weights = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": STEPS}).x
+    start, done = np.zeros(design.width + 1), count(1)
+    weights = optimize.minimize(
+        loss, start, jac=True, method="L-BFGS-B", options={"maxiter": STEPS},
+        callback=lambda _: progress("logistic regression", next(done), STEPS),
+    ).x  # fmt: skip
     return lambda batch: design.matrix(batch) @ weights[:-1] + weights[-1]
 
 
