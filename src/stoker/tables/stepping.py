@@ -708,7 +708,7 @@ def _refuse_other_norms() -> None:
 
     Nothing of a norm is seen in a gradient afterwards, and torch has no hook there.
     """
-    norm_of = getattr(clip_grad, "_get_total_norm", None)
+    norm_of: Callable[..., Tensor] | None = getattr(clip_grad, "_get_total_norm", None)
     if norm_of is None or hasattr(norm_of, "checks_rows"):
         return
 
