@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,12 @@ def test_explain_tells_what_train_takes(data: stoker.Dataset, tmp_path: Path) ->
     assert "1,280 validation rows" in found["patience"].why
     assert found["epochs"].value == 10
     assert found["threads"].value == torch.get_num_threads()
+    assert {field.name for field in fields(stoker.TrainConfig)} - told.keys() == {"steps"}  # there are epochs
+    assert all(reason.why for reason in found.reasons)
+    first, rest = (str(grid) for grid in found.grids())
+    assert "row-lr" in first
+    assert "row-lr" not in rest
+    assert "checkpoint-minutes" in rest
 
 
 def test_explain_follows_what_is_given_and_missing(data: stoker.Dataset, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,63 @@ from stoker.training.files.rundir import open_dataset
 from stoker.training.placing import rows_bytes
 from stoker.training.scheduled import batch_order
 from stoker.training.settings import DENSE_LR
+
+#: The reasons of all other defaults.
+_ALWAYS = {
+    "model_options": "each model has its own",
+    "pooling": "a mean does not grow with the length of a history",
+    "dtype": "nothing is rounded; bfloat16 halves the memory of rows",
+    "tt_rank": "rows stay as they are; a tensor train is another model",
+    "tt_rows": "smaller tables save little memory; for --tt-rank",
+    "tt_cores": "four are smaller and slower; for --tt-rank",
+    "tt_own": "for tables of individuals, such as users; for --tt-rank",
+    "matmul": "the most precise; the others are faster on some machines",
+    "compile": "compiling takes longer than a short run gains",
+    "cuda_graphs": "experimental",
+    "loss": "it needs only labels of 0 and 1, and its scores are probabilities",
+    "shards": "the fastest; with 8, results do not depend on the threads",
+    "average_every": "ranks train one model, to the bit that of one process",
+    "shuffle_memory": "smaller logs are shuffled as a whole",
+    "seed": "so that a run can be repeated",
+    "swap_rate": "the start of FAE's schedule; test losses change it; for hot-cold",
+    "schedule_rows": "so that test losses take at most 2 % of the time; for hot-cold",
+    "row_weight_decay": "patience already ends a run that overfits",
+    "row_momentum": "the usual one; for momentum_sgd",
+    "row_nesterov": "as in PyTorch; for momentum_sgd",
+    "row_beta": "the usual one; for ftrl",
+    "row_l1": "weights need not be 0; for ftrl",
+    "row_l2": "patience already ends a run that overfits; for ftrl and lamb",
+    "row_clip_value": "adaptive rates already bound a step",
+    "row_clip_norm": "adaptive rates already bound a step",
+    "row_options": "each optimizer has its own",
+    "row_cow_clip": "for batches of many thousands",
+    "dense_weight_decay": "patience already ends a run that overfits",
+    "dense_clip_norm": "adaptive rates already bound a step",
+    "min_trust": "as in the paper; for lamb",
+    "max_trust": "the usual one; for lamb",
+    "lr_scaling": "the usual rates fit batches of up to 2,048",
+    "base_batch_size": "the largest batch that the usual rates fit; for --lr-scaling",
+    "cycle_rise": "as in fastai; for one-cycle",
+    "warmup": "the usual rates need none with batches of up to 2,048",
+    "dense_warmup": "for batches of many thousands",
+    "decay_steps": "the whole run; for schedules that decay",
+    "valid_rows": "all of them, since fewer say less about which checkpoint is best",
+    "ranking_k": "the usual one; for lists",
+    "save_every": "a checkpoint at each evaluation",
+    "checkpoint_minutes": "a run that is killed loses at most so much",
+    "keep_last": "one more than is needed, if the last one is damaged",
+    "log_every": "enough points for a curve",
+    "tensorboard": "written if TensorBoard is installed",
+    "data_memory": "copied if a GPU has all rows of the tables and room for these, too",
+    "host_memory": "what this machine has free",
+    "home_path": "the directory of the run, if main memory is too small",
+    "strategy": "the quickest one, by times measured on this machine",
+    "lookahead": "it grows and shrinks with what it saves",
+    "epoch_lookahead": "the first step would wait until all ids are read",
+    "in_flight": "it grows and shrinks with what it saves",
+    "spill": "the same numbers as with enough slots",
+    "backend": "Triton on a GPU; on a CPU Numba, else PyTorch",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +106,16 @@ class Explanation(Shown):
         shown = [f"{each.setting} {_said(each.value)}" for each in self.reasons if each.setting in names]
         return f"{self.rows:,} training rows, {', '.join(shown)}"
 
-    def grids(self) -> tuple[Grid]:
-        """Return a table with one line for each setting."""
-        cells = [[each.setting.replace("_", "-"), _said(each.value), each.why] for each in self.reasons]
-        return (Grid(["setting", "value", "why"], cells, f"{self.rows:,} training rows", left=(0, 1, 2)),)
+    def grids(self) -> tuple[Grid, Grid]:
+        """Return a table of the settings that follow the dataset or matter most, and one of the others."""
+
+        def grid(title: str, reasons: Iterable[Reason]) -> Grid:
+            cells = [[each.setting.replace("_", "-"), _said(each.value), each.why] for each in reasons]
+            return Grid(["setting", "value", "why"], cells, title, left=(0, 1, 2))
+
+        rest = [each for each in self.reasons if each.why == _ALWAYS.get(each.setting)]
+        first = [each for each in self.reasons if each not in rest]
+        return grid(f"{self.rows:,} training rows", first), grid("Other settings", rest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -70,7 +133,7 @@ class ExplainArguments(TrainConfig):
 
 @with_arguments_of(ExplainArguments)
 def explain(dataset: Dataset | str | Path, config: TrainConfig | None = None, **settings: Any) -> Explanation:
-    """Return the values that :func:`stoker.train` would use for the main settings, with reasons; train nothing.
+    """Return the values that :func:`stoker.train` would use for all settings, with reasons; train nothing.
 
     Args:
         dataset: what ``stoker prepare`` wrote.
@@ -92,8 +155,11 @@ def explain(dataset: Dataset | str | Path, config: TrainConfig | None = None, **
     asked = (config or TrainConfig()).replace(**settings)
     whole = defaults.complete(asked, data)
     standard = TrainConfig()
+    told = {name: (value, why) for name, value, why in _reasons(asked, whole, data)}
+    for name, why in _ALWAYS.items():
+        told.setdefault(name, (getattr(whole, name), why))
     reasons = []
-    for name, value, why in _reasons(asked, whole, data):
+    for name, (value, why) in told.items():
         given = getattr(asked, name) != getattr(standard, name)
         reasons.append(Reason(setting=name, value=value, why="given" if given else why, given=given))
     return Explanation(rows=len(data.train), reasons=tuple(reasons))
@@ -144,8 +210,10 @@ def _why_patience(asked: TrainConfig, config: TrainConfig, valid: int) -> str:
 
 
 def _said(value: Any) -> str:
-    if value is None:
-        return "none"
+    if value is None or value == {}:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name}={_said(each)}" for name, each in value.items())
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
