@@ -22,13 +22,13 @@ LAYERS = {
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
     "base": 2_250,
-    "ops": 7_220,
+    "ops": 7_225,
     "dataset": 3_120,
     "optim": 610,
     "tables": 13_195,
     "models": 2_025,
     "placement": 2_890,
-    "training": 11_080,
+    "training": 11_090,
     "rewrite": 1_940,
     "prep": 13_160,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_820
+ALL_LINES = 65_840
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
