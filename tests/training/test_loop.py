@@ -344,6 +344,25 @@ def test_records_of_a_killed_run_are_cut_to_its_checkpoint(tmp_path: Path) -> No
     assert [line["step"] for line in records(run.path, "train")] == [5, 10, 12]
 
 
+def test_records_without_room_are_named_once(tmp_path: Path) -> None:
+    """Closing the log writes nothing, so the error of a full disk, or another one, is not lost."""
+    resource = pytest.importorskip("resource")
+    run = RunDirectory.create(tmp_path / "run", {})
+    log, before = RunLog(run, 0, tensorboard=False), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    try:
+        log.write({"kind": "train", "step": 1})
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl could not be written \(File too large\)\. Free"):
+            log.write({"kind": "train", "step": 2})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log = RunLog(run, 2, tensorboard=False)
+    log.write({"kind": "train", "step": 3})
+    log.close()
+    assert [line["step"] for line in records(run.path, "train")] == [1, 3]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from stoker.base.errors import install
+from stoker.base.errors import CheckpointError, errors_as, install
 from stoker.base.files import atomic_file
+from stoker.base.units import quoted
 from stoker.training.files.rundir import RunDirectory
 
 
@@ -58,7 +60,9 @@ class RunLog:
     ) -> None:  # fmt: skip
         if run.metrics.exists():
             _cut(run.metrics, step, again=again)
-        self._file: TextIO = run.metrics.open("a", encoding="utf-8")
+        self._file = run.metrics.open("ab", buffering=0)  # a buffer would fail again when it is closed
+        remedy = f"Free some space, then continue with: stoker train --resume {quoted(run.path)}"
+        self._named = partial(errors_as, CheckpointError, f"{run.metrics} could not be written", remedy)
         self._loggers = list(loggers)
         if tensorboard is not False:
             try:
@@ -71,8 +75,10 @@ class RunLog:
 
     def write(self, values: dict[str, Any]) -> None:
         """Write one record; ``kind`` and ``step`` are required."""
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        left = json.dumps(values, allow_nan=False).encode() + b"\n"
+        with self._named():
+            while left:
+                left = left[self._file.write(left) :]
         if self._loggers:
             kind, numbers = values["kind"], {k: v for k, v in values.items() if isinstance(v, int | float)}
             figures = {f"{kind}/{name}": v for name, v in numbers.items() if name not in ("step", "seconds")}
@@ -81,9 +87,8 @@ class RunLog:
 
     def close(self) -> None:
         """Flush metrics.jsonl to disk, and close it and all loggers."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._named(), self._file:
+            os.fsync(self._file.fileno())
         with ExitStack() as each:
             for logger in self._loggers:
                 each.callback(logger.close)
