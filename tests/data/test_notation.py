@@ -333,6 +333,26 @@ def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
     assert agreed({"1", "1.0"}) == agreed({"True", "true"}) == agreed({"", "True"}) == agreed(set()) == ""
 
 
+def test_decimals_of_one_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
+    """A database writes 5.00 and 2.50; rows of it may come as decimals, floats or numbers of JSON."""
+    texts = ["5.00", "2.50", "-120.00", "0.25"] * 15
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts})
+    rows.write_csv(tmp_path / "log.csv")
+    data = stoker.prepare(
+        stoker.Schema.from_dict(LIKE), tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0"
+    )
+    wanted = ids_like(data, texts, tmp_path / "new")
+    assert 0 not in chain.from_iterable(wanted)
+    decimals = [Decimal(text) for text in texts]
+    for values in (decimals, [*map(float, texts)], pl.Series(decimals).cast(pl.Decimal(12, 4)).cast(pl.String)):
+        assert ids_like(data, values, tmp_path / "new") == wanted
+    assert written(pl.Series(["5", "2.5", "2.505", "x5", "1.2.3"]), "1.00").to_list() == [
+        "5.00", "2.50", "2.505", "x5", "1.2.3"
+    ]  # fmt: skip
+    for others in (["2.50", "5"], ["2.51", "2.52"], ["2.5", "2.50"]):
+        assert notation_of(pl.Series(others)) in ("", "1")
+
+
 def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
     values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}

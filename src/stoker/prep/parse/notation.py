@@ -9,6 +9,7 @@ text is known, as with hash buckets, 136.0 is always 136.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -69,8 +70,26 @@ def notation_of(texts: pl.Series) -> str:
         return found[0]
     if (way := way_of(texts)) or whole or dotted:
         return ("" if whole == dotted else WHOLE if whole else DOTTED) + (way and f"|{way}")
+    if digits := _digits_of(texts.filter(texts.str.contains(r"^-?\d+\.\d+$"))):
+        return f"1.{digits * '0'}"
     shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
     return str(shapes[0]) if len(shapes) == 1 else ""
+
+
+def _digits_of(decimals: pl.Series) -> int:
+    """Return how many digits all decimals have after the point, if a zero shows that it is always so; else 0."""
+    digits = decimals.str.extract(r"\.(\d+)$").str.len_bytes().unique()
+    return digits[0] if len(digits) == 1 and digits[0] > 1 and decimals.str.ends_with("0").any() else 0
+
+
+def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:
+    """Return a pattern of texts that may be written otherwise in a notation of numbers, and replacements."""
+    if not re.fullmatch(r"1\.00+", notation):
+        return _CHANGES.get(notation, ("", ()))
+    digits = len(notation) - 2
+    more = [(rf"^(-?\d+\.\d{{{have}}})$", r"\1" + (digits - have) * "0") for have in range(1, digits)]
+    less = (rf"^(-?\d+\.\d{{{digits}}})0+$", r"\1")
+    return r"^-?\d+(\.\d+)?$", [(r"^(-?\d+)$", rf"\1.{digits * '0'}"), *more, less]
 
 
 def twins_of(texts: pl.Series, notation: str) -> list[Any]:
@@ -174,7 +193,7 @@ def written(texts: pl.Series, notation: str) -> pl.Series:
     notation, _, way = notation.partition("|")
     way = PYTHON if notation == PLAIN and has_match(texts, CANDIDATE) else way
     texts = in_way(texts, way) if way else texts
-    rare, changes = _CHANGES.get(notation, ("", ()))
+    rare, changes = _changes_to(notation)
     if not changes or not has_match(texts, rare):
         return texts
     arrow = texts.to_arrow(compat_level=pl.CompatLevel.oldest())  # Polars would take five times as long for a request
