@@ -32,6 +32,7 @@ from stoker.serve import scorer as scorer_module
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.files.segments import join
+from stoker.training.replica import Replica
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +95,11 @@ def test_an_update_scores_first_then_trains(place: Path) -> None:
     assert result.bytes == sum(len(value) for value in without_manifest(result.checkpoint).values())
 
 
-def test_it_is_a_pass_over_the_rows_in_their_order(place: Path) -> None:
-    """The same numbers as a loop of one's own."""
-    run = place / "run"
+def test_it_is_a_pass_over_the_rows_in_their_order(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as a loop of one's own, and steps that go on, by which dropout draws what it drops."""
+    run, steps, step = place / "run", list[int](), Replica.step
     base = find_checkpoint(run)
+    monkeypatch.setattr(Replica, "step", lambda own, batch: [steps.append(batch.step), step(own, batch)][1])
     data = stoker.prepare(files=place / "logs/day_1.csv", like=place / "data", out=place / "day-1")
     model = stoker.load(base, backend="reference").model
     dense = torch.optim.Adam(model.dense_parameters(), lr=1e-3, fused=True)
@@ -108,6 +110,7 @@ def test_it_is_a_pass_over_the_rows_in_their_order(place: Path) -> None:
         dense.step()
         dense.zero_grad()
     result = stoker.update(run, logs(place, 1), keep_ids=True)
+    assert steps == list(range(stoker.load(base).step, result.step))
     found = stoker.load(result.checkpoint).model
     for (name, one), (_, other) in zip(model.dense_tensors(), found.dense_tensors(), strict=True):
         assert torch.equal(one, other), name
@@ -787,10 +790,13 @@ def test_damaged_records_are_named(place: Path) -> None:
 
 def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
     write_days(tmp_path / "logs", 1)
-    first_run(tmp_path, row_optimizer="adam", shards=2, schedule="cosine", dtype="bfloat16")
+    first_run(tmp_path, row_optimizer="adam", shards=2, schedule="cosine", dtype="bfloat16", warmup=2, dense_warmup=100)
     found = stoker.update(tmp_path / "run", logs(tmp_path, 1))
     assert found.rows == 300
-    assert checkpoint.read_manifest(found.checkpoint)["row_optimizer"]["schedule"]["kind"] == "constant"
+    manifest = checkpoint.read_manifest(found.checkpoint)
+    assert manifest["row_optimizer"]["schedule"] == {"kind": "constant", "warmup": 0}
+    [group] = manifest["dense_optimizer"]["param_groups"]
+    assert group["lr"] == group["initial_lr"] == 1e-3
 
 
 def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:

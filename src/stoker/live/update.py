@@ -318,7 +318,6 @@ def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, a
             }
         else:
             note = dict(begun["extra"]["update"])
-        replica.model.train()
         losses = _Losses(note["loss_sum"])
         feed = Feed(stream, len(stream), replica.model, config)
 
