@@ -36,6 +36,7 @@ from stoker.training.files.checkpoint import read_manifest
 from stoker.training.files.logs import RunLog
 from stoker.training.files.rundir import RunDirectory, find_checkpoint
 from stoker.training.progress import SaveTimer
+from stoker.training.scores import evaluation
 from stoker.training.scores.evaluation import check_dataset
 from stoker.training.tools.compare import compare
 
@@ -622,7 +623,7 @@ def test_tensorboard_holds_the_curves(data: Dataset, tmp_path: Path) -> None:
     assert events.Scalars("valid/auc")[0].value == pytest.approx(lines[0]["auc"])
 
 
-def test_predictions_are_written_whole(data: Dataset, tmp_path: Path) -> None:
+def test_predictions_are_written_whole(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 
     result = stoker.train(data, out=tmp_path / "run", **SMALL)
@@ -648,6 +649,11 @@ def test_predictions_are_written_whole(data: Dataset, tmp_path: Path) -> None:
     lists = make_dataset(tmp_path / "lists", rows=1000, sequence={1: 4}, group_rows=5)
     grouped = stoker.predict(result.model, lists.test, rows=50)
     assert np.array_equal(grouped.groups, lists.test.groups[:50])
+    monkeypatch.setattr(evaluation, "_ROW_GROUP", 32)  # rows of the file that are written at a time
+    stoker.predict(result.model, lists.test, tmp_path / "lists.parquet", batch_size=16)
+    table = pq.read_table(tmp_path / "lists.parquet")
+    assert table["row"].to_pylist() == list(range(100))
+    assert table["group"].to_pylist() == lists.test.groups.tolist()
 
 
 def test_a_run_without_validation_and_test_rows(tmp_path: Path) -> None:

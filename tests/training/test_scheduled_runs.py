@@ -28,6 +28,7 @@ from stoker.training import Interrupted, TrainConfig, loop, replica, scheduled
 from stoker.training.defaults import complete
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.replica import Replica
+from stoker.training.scheduled import run_stream
 
 HOT = {"C1": 150, "C2": 120, "C3": 10}
 SETTINGS: dict[str, Any] = {
@@ -306,6 +307,13 @@ def test_test_losses_read_at_most_a_row_for_each_fifty_trained(data: Dataset, tm
     found = decisions(tmp_path / "run")
     assert all(50 * 20 * line["swap"] <= 32 * line["step"] for line in found)
     assert len(found) == (6 if rate == 1 else 5), "others are left out, and the rate stays"
+
+
+def test_hot_and_cold_rows_share_the_shuffle_memory(data: Dataset) -> None:
+    config = stoker.TrainConfig(batch_size=32, epochs=1, shuffle_memory=str(data.train.bytes // 4))
+    streams = run_stream(config, data).streams  # type: ignore[union-attr]
+    pools = {kind: stream.state_dict()["pool_rows"] for kind, stream in streams.items()}
+    assert pools == pytest.approx({"cold": len(data.cold) // 4, "hot": len(data.hot) // 4}, abs=20)
 
 
 def test_rows_of_a_test_loss_by_default(data: Dataset) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import small_runs
 import torch
+from small_runs import checkpoint_files
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.dataset.dataset import Dataset
+from stoker.models import MODELS
 from stoker.tables.links.transfer import DirectLink
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stores.home import MemoryHome
@@ -66,6 +69,31 @@ def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str,
     assert found.values > rows
     assert contents(run) == before, "the run directory is only read"
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Dropping(stoker.DLRM):
+    """Drops what torch's generator says."""
+
+    name = "dropping"
+
+    def dense_part(self, dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return super().dense_part(dense, torch.nn.functional.dropout(embedded, 0.3, self.training))
+
+
+def test_what_a_model_draws_follows_from_the_seed(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "dropping", Dropping)
+    runs, settings = (tmp_path / "a", tmp_path / "b"), {**SMALL, "model": "dropping", "save_every": 5}
+    for number, run in enumerate(runs):
+        torch.manual_seed(number)
+        stoker.train(data, out=run, steps=10, **settings)
+    assert checkpoint_files(runs[0]) == checkpoint_files(runs[1])
+    shutil.rmtree(RunDirectory(runs[1]).checkpoint(10))
+    torch.manual_seed(7)
+    stoker.train(resume=runs[1], display="quiet")
+    assert checkpoint_files(runs[0]) == checkpoint_files(runs[1])
+    assert stoker.verify(runs[0], steps=5, device_memory="4KiB").identical, "both replays draw the same"
 
 
 @pytest.mark.parametrize("settings", [{"row_optimizer": "sgd"}, {"dtype": "bfloat16", "row_optimizer": "adagrad"}])
