@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_295,
-    "ops": 7_220,
-    "dataset": 3_120,
-    "optim": 610,
-    "tables": 13_195,
-    "models": 2_025,
-    "placement": 2_900,
-    "training": 11_080,
-    "rewrite": 1_940,
-    "prep": 13_175,
-    "synthetic": 1_670,
-    "cli": 3_425,
-    "live": 1_350,
-    "serve": 1_580,
+    "base": 2_300,
+    "ops": 7_190,
+    "dataset": 3_100,
+    "optim": 600,
+    "tables": 13_240,
+    "models": 2_010,
+    "placement": 2_910,
+    "training": 11_150,
+    "rewrite": 1_910,
+    "prep": 13_310,
+    "synthetic": 1_660,
+    "cli": 3_410,
+    "live": 1_370,
+    "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 65_735
+ALL_LINES = 66_030
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
