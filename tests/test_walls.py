@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_890,
     "training": 11_070,
     "rewrite": 1_940,
-    "prep": 13_370,
+    "prep": 13_380,
     "synthetic": 1_670,
     "cli": 3_425,
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_900
+ALL_LINES = 65_910
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
