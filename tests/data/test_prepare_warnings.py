@@ -10,6 +10,7 @@ import pytest
 
 import stoker
 from stoker.base.errors import DataError
+from stoker.base.files import hash_edge
 from stoker.prep.draft import draft_log
 from stoker.prep.prepare import PrepareReport, run_prepare
 from stoker.prep.schema import Schema
@@ -170,3 +171,25 @@ def test_one_value_in_two_notations_is_named(tmp_path: Path, texts: list[str], p
     schema = Schema.from_dict(stoker.Dataset(found.path).manifest["schema"])
     again = run_prepare(schema, tmp_path / "log.csv", out=found.path)
     assert (again.already, again.warnings) == (True, found.warnings)
+
+
+def test_a_log_that_grows_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """Its manifest has the size before, so that an update does not take the new rows for used ones."""
+    log = tmp_path / "log.csv"
+    log.write_text("clicked,item\n" + "".join(f"{n % 2},i{n % 9}\n" for n in range(ROWS)))
+    before = log.stat().st_size
+
+    def grow(_: Any) -> None:
+        if log.stat().st_size == before and (tmp_path / "data/.work/parts").exists():
+            with log.open("a") as file:
+                file.write("1,new\n")
+
+    schema = Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]})
+    found = run_prepare(schema, log, out=tmp_path / "data", progress=grow)
+    assert found.warnings == [
+        f"{log} had {before:,} bytes before it was read and has {before + 6:,} now: rows at its end may be missing. "
+        "Prepare again when it no longer changes."
+    ]
+    [source] = stoker.Dataset(found.path).manifest["sources"]
+    assert source["bytes"] == before
+    assert source["tail"] == hash_edge(log, 0, before)

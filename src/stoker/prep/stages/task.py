@@ -94,6 +94,7 @@ class Task:
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
     temporary: bool = field(init=False)  # whether the dataset is in memory
+    sizes: dict[Path, int] = field(init=False)  # of the files, before they are read
     read: Counter[str] = field(init=False, default_factory=Counter)  # bytes read in each stage, of all inputs
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class Task:
         self.inner = schema_after_features(self.splitting) if self.in_passes else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = temporary_folder_of(self.out) is not None
+        self.sizes = {path: path.stat().st_size for path in self.files}
 
     @property
     def negatives(self) -> Negatives | None:

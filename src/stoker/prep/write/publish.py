@@ -264,6 +264,12 @@ def warnings_of(task: Task, manifest: dict[str, Any]) -> list[str]:
         *split_warnings(schema, manifest, None if like is None else like.data.manifest),
         *twin_warnings(manifest),
         *copy_warnings(task.recipe, manifest),
+        *(
+            f"{task.names.get(path, path)} had {size:,} bytes before it was read and has {now:,} now: rows at its end "
+            "may be missing. Prepare again when it no longer changes."
+            for path, size in task.sizes.items()
+            if (now := path.stat().st_size) != size
+        ),
     ]
 
 
@@ -432,10 +438,10 @@ def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
     # The recipe reads Parquet inputs by itself: take their numbers of rows from their footers.
     read = {part.file for part in rows.raw}
     found: list[dict[str, Any]] = [
-        {"file": path.name, "bytes": size, "head": hash_edge(path, 0, EDGE),
-         "tail": hash_edge(path, max(0, size - EDGE), EDGE),
+        {"file": path.name, "bytes": size, "head": hash_edge(path, 0, min(size, EDGE)),
+         "tail": hash_edge(path, max(0, size - EDGE), min(size, EDGE)),
          "rows": 0 if number in read else parquet_rows(path), "bad": 0}
-        for number, path in enumerate(task.files) for size in [path.stat().st_size]
+        for number, path in enumerate(task.files) for size in [task.sizes[path]]
     ]  # fmt: skip
     for entry, path in zip(found, task.files, strict=True):
         if is_packed(path):
