@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
-    "tables": 13_080,
+    "tables": 13_180,
     "models": 2_025,
     "placement": 2_890,
     "training": 11_070,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_700
+ALL_LINES = 65_800
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
