@@ -678,6 +678,21 @@ def test_an_optimizer_that_shares_the_handle_steps_after_the_rows_or_is_refused(
     gc.collect()
 
 
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    tables, bags, rate = made(), Bags(), torch.tensor(1.0)
+    bags.bag.sparse = False
+    rows, optimizer = tables.as_optimizer(), torch.optim.SGD(bags.parameters(), lr=1.0)
+    for each in (rows, optimizer):
+        each.param_groups[0]["lr"] = rate
+    for step, ids in enumerate(batches(4)):
+        rate.mul_(0.5)
+        for module, each in ((tables, rows), (bags, optimizer)):
+            loss_of(module(ids), step).backward()
+            each.step()
+            each.zero_grad()
+    same_rows(tables, bags)
+
+
 def test_a_learning_rate_set_beside_a_scheduler_counts() -> None:
     tables, ids = made(), batches(1)[0]
     rows = tables.as_optimizer()
@@ -1139,6 +1154,23 @@ def test_frozen_rows_stay() -> None:
         tables.freeze("nothing")
 
 
+@pytest.mark.parametrize("driven", [False, True])
+def test_rows_that_are_frozen_before_their_backward_stay(driven: bool, where: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    rows = tables.as_optimizer() if driven else None
+    for step, ids in enumerate(batches(4)):
+        for module in (tables, bags):
+            loss = loss_of(module(ids), step)
+            module.requires_grad_(step != 1)
+            loss.backward()
+            module.requires_grad_(True)
+        for each in (optimizer, rows) if rows is not None else (optimizer,):
+            each.step()
+            each.zero_grad()
+        same_rows(tables, bags)
+
+
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("placement", [None, stoker.Cached(slots=12), stoker.Cached(slots=40)])
 def test_one_frozen_table_of_several(placement: Any, mean: bool) -> None:
@@ -1229,13 +1261,17 @@ def test_saliency_by_autograd_grad_changes_nothing() -> None:
     assert torch.equal(tables.rows("t"), start())
 
 
-def test_averaged_models_are_refused() -> None:
+def test_averaged_models_are_refused(tmp_path: Path) -> None:
     model = nn.ModuleDict({"tables": made(), "head": nn.Linear(2, 1)})
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.module["tables"](batches(1)[0])  # nothing is averaged yet
     averaged.update_parameters(model)
     with pytest.raises(stoker.ConfigError, match="averaged or replaced"):
         averaged.module["tables"].eval()(batches(1)[0])
+    with pytest.raises(stoker.ConfigError, match="averaged or replaced"):  # the rows of when the copy was made
+        model.load_state_dict(averaged.module.state_dict())
+    with pytest.raises(stoker.ConfigError, match="averaged or replaced"):
+        stoker.save(tmp_path / "averaged", averaged)
     by_hand = copy.deepcopy(model).eval()
     for mine, theirs in zip(by_hand.parameters(), model.parameters(), strict=True):
         mine.data.lerp_(theirs.data, 0.01)

@@ -118,6 +118,31 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 _refused_twice = once_differentiable(_backward)
 
 
+def check_modes() -> None:
+    """Raise an error inside torch.func or torch.jit.trace, which see no rows."""
+    if torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
+            "jvp), which sees parameters, but no rows that step inside backward. Look the rows up first, "
+            "embedded = tables(ids), and transform the function of embedded."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(
+            "torch.jit.trace records operations of PyTorch, but rows are looked up by other kernels. Trace the dense "
+            "part with embedded rows as its input, or use torch.export: model.export_dense(batch)."
+        )
+
+
+def check_export() -> None:
+    """Raise an error inside torch.export, whose programs leave this process."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "
+            "which takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
+            "torch.export.export(dense_part, (tables(ids),)). TTEmbeddingBag.dense() gives the rows of a bag."
+        )
+
+
 def register(tables: Any) -> None:
     """Let operators find ``tables`` by their number."""
     _tables[tables.number] = tables

@@ -25,7 +25,7 @@ from stoker.ops import Bags
 from stoker.ops.tree import Shards, check_shards
 from stoker.optim import RowOptimizer
 from stoker.tables.arguments import TablesArguments
-from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
+from stoker.tables.autograd import Forward, Gradient, Lookup, check_export, check_modes, compiled_lookup, register
 from stoker.tables.changes import ChangedRows
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
@@ -41,7 +41,7 @@ from stoker.tables.ranks.share import Share
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
+from stoker.tables.stepping import RowSteps, TableOptimizer, new_handle
 from stoker.tables.storage import Lease, Rows, Staged, release_all
 
 _numbers = itertools.count()
@@ -302,10 +302,7 @@ class EmbeddingTables(CopiedTables):
         return self._steps.optimizer
 
     def step_each_backward(self) -> None:
-        """Declare that each backward is one step of the rows, whatever the loop does to parameters.
-
-        Gradient scalers, clipping and accumulation in the same loop then raise no error.
-        """
+        """Declare that each backward is one step of the rows: scalers, clipping and accumulation raise no error."""
         self._steps.checked = False
 
     def freeze(self, *tables: str) -> None:
@@ -367,8 +364,8 @@ class EmbeddingTables(CopiedTables):
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
             self._steps.check()
-        elif self._copied is not None:
-            self._check_copy()
+        else:
+            self.check_copy()
         leases, copy, grown = self._take_staged(call)
         given: tuple[Tensor, Tensor | None] | None = (ids, copy)
         if self.raw is not None:
@@ -680,7 +677,7 @@ class EmbeddingTables(CopiedTables):
         for group in self.groups:
             group.storage.close()
 
-    def _check_copy(self) -> None:
+    def check_copy(self) -> None:
         """Raise an error for a copy whose parameters were averaged: its rows were not."""
         if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
             raise ConfigError(
@@ -694,6 +691,7 @@ class EmbeddingTables(CopiedTables):
 
         Chunks of rows that are on the device are views, which later steps change: do not write to them.
         """
+        self.check_copy()
         return self.group_of[table].read(table, chunk_rows)
 
     def write(self, table: str, start: int, rows: Rows | Tensor) -> None:

@@ -54,6 +54,7 @@ _UNREAD = {
     "alpha",
     "lr_decay",
 }
+_ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
@@ -138,6 +139,8 @@ class RowSteps:
         self._lock = threading.RLock()
         self._count = 0  # steps inside backward so far
         self._count_before = 0  # those before a step of an optimizer that calls a closure
+        self._thread = 0  # of the last forward
+        self._unwatched = 0  # steps until another thread counts as gone
         self._settled = 0  # those after which all known optimizers have stepped
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # as they did
         self._added: dict[Tensor, int] = {}  # dense parameters: steps of the rows whose gradients theirs adds up
@@ -172,8 +175,8 @@ class RowSteps:
 
     def take_lr(self, value: float) -> None:
         """Tell the optimizer, which schedulers drive, of a learning rate that was set without it."""
-        if self.optimizer is not None:
-            self.optimizer.param_groups[0]["lr"] = value
+        if self.optimizer is not None and float((group := self.optimizer.param_groups[0])["lr"]) != value:
+            group["lr"] = value
 
     def enclosing(self) -> int:
         """Return the backward that a forward runs in, for :meth:`collect`; -1 for none.
@@ -429,6 +432,8 @@ class RowSteps:
                 _hook = _hook or [
                     register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
                 ]  # fmt: skip
+            if self._thread != threading.get_ident():
+                self._change_thread()
             if not self.deferred:
                 self._check_mark()
                 if self._new or self._count != self._settled:
@@ -469,11 +474,20 @@ class RowSteps:
 
     def _behind(self, count: int, new: Collection[torch.optim.Optimizer] = ()) -> Iterator[Tensor]:
         """Yield the dense parameters of optimizers that last stepped before the rows' step ``count``, or are new."""
+        if self._count < self._unwatched:
+            return
         if self._count - self._settled < 3:  # not in each step of rows that train alone
             _find_optimizers()
         for optimizer in list(_optimizers):
             if self._counts.get(optimizer, 0) < count or optimizer in new:
                 yield from (p for p in _parameters(optimizer) if p.requires_grad and p is not self.handle)
+
+    def _change_thread(self) -> None:
+        """Watch no gradients while several threads train: they share them, and hooks may not change in a backward."""
+        if torch._C._current_graph_task_id() < 0:  # else the thread is one of autograd's
+            self._unwatched = self._count + _ALONE if self._thread else 0
+            self._thread = threading.get_ident()
+            self.settle()
 
     def _look_ahead(self) -> None:
         """Watch dense parameters: does their next gradient start anew, or is it added to one of an earlier step?"""
@@ -571,9 +585,9 @@ class RowSteps:
             )
 
     def _is_wanted(self) -> bool:
-        """Return False if the backward that runs is for other inputs than the rows (``backward(inputs=...)``)."""
-        if self.node is None:
-            return True
+        """Return False if rows were frozen since the forward, or the backward is for other inputs (``inputs=...``)."""
+        if self.node is None or not self.trained.handle.requires_grad:
+            return self.node is None
         try:
             return bool(torch._C._will_engine_execute_node(self.node))
         except RuntimeError:  # torch raises it if this leaf's gradient is captured
@@ -676,31 +690,6 @@ def _check_all(check: Callable[[RowSteps], None]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def check_modes() -> None:
-    """Raise an error inside torch.func or torch.jit.trace, which see no rows."""
-    if torch._C._are_functorch_transforms_active():
-        raise ConfigError(
-            "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
-            "jvp), which sees parameters, but no rows that step inside backward. Look the rows up first, "
-            "embedded = tables(ids), and transform the function of embedded."
-        )
-    if torch._C._get_tracing_state() is not None:
-        raise ConfigError(
-            "torch.jit.trace records operations of PyTorch, but rows are looked up by other kernels. Trace the dense "
-            "part with embedded rows as its input, or use torch.export: model.export_dense(batch)."
-        )
-
-
-def check_export() -> None:
-    """Raise an error inside torch.export, whose programs leave this process."""
-    if torch.compiler.is_exporting():
-        raise ConfigError(
-            "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "
-            "which takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
-            "torch.export.export(dense_part, (tables(ids),)). TTEmbeddingBag.dense() gives the rows of a bag."
-        )
 
 
 def _refuse_other_norms() -> None:

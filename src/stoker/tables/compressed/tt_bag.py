@@ -26,9 +26,10 @@ from stoker.ops.tt.lookup import decompose, expand, fill_core, gradients, take
 from stoker.ops.tt.shape import TTShape
 from stoker.ops.tt.trie import Trie, build_trie
 from stoker.optim import RowOptimizer
+from stoker.tables.autograd import check_export, check_modes
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.stepping import Remedies, RowSteps, check_export, check_modes, new_handle
+from stoker.tables.stepping import Remedies, RowSteps, new_handle
 
 _REMEDIES = Remedies(
     step="Make the bag without optimizer: its cores are then parameters like others, for an optimizer of torch's",

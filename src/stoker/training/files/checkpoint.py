@@ -536,6 +536,7 @@ class _Writer:
 
     def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
         """Write the rows of a table, up to ``shard_bytes`` a file; return its entry in the manifest."""
+        tables.check_copy()
         shards = []
         chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
         group = tables.group_of[table.name]
