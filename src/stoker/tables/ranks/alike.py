@@ -53,9 +53,7 @@ def said(tables: Any, scale: float) -> list[int]:
 def _settings(tables: Any) -> dict[str, str]:
     """Return the settings that ranks share, in words."""
     names = ", ".join(table.name for table in tables.tables[:3]) + (", ..." if len(tables.tables) > 3 else "")
-    slotted = [group for group in tables.groups if isinstance(group.storage, SlottedRows)]
-    found = {
-        "placement": f"{_names(slotted)} in slots and the rest in memory" if tables.stages else "any",
+    found: dict[str, object] = {
         "number of open stages": tables.stages,
         "mode": "train" if tables.training else "eval",
         "requires_grad": tables.handle.requires_grad,
@@ -66,6 +64,9 @@ def _settings(tables: Any) -> dict[str, str]:
         "number of shards": tables.shards,
         "number of row updates done": tables.tick,
     }
+    if tables.stages:  # which ask ahead for rows in slots alone
+        slotted = [group for group in tables.groups if isinstance(group.storage, SlottedRows)]
+        found = {"placement": f"{_names(slotted)} in slots and the rest in memory", **found}
     return {f"the {name} of tables {names}": str(value) for name, value in found.items()}
 
 
