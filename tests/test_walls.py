@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_250,
+    "base": 2_265,
     "ops": 7_220,
     "dataset": 3_120,
     "optim": 610,
     "tables": 13_080,
     "models": 2_025,
-    "placement": 2_890,
-    "training": 11_070,
+    "placement": 2_895,
+    "training": 11_090,
     "rewrite": 1_940,
     "prep": 13_160,
     "synthetic": 1_670,
-    "cli": 3_425,
+    "cli": 3_430,
     "live": 1_345,
     "serve": 1_565,
 }  # fmt: skip
-ALL_LINES = 65_700
+ALL_LINES = 65_735
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
