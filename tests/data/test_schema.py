@@ -171,7 +171,7 @@ def minimal(**changes: Any) -> dict[str, Any]:
             minimal(dense=[{"name": "p", "fill": "mode"}]),
             "fill 'mode' is not one of: mean, median, or a number",
         ),
-        (minimal(dense=[{"name": "p", "clip_min": 2, "clip_max": 1}]), "lies above clip_max"),
+        (minimal(dense=[{"name": "p", "clip_min": 2, "clip_max": 1}]), "is above clip_max"),
         (minimal(sequence=[{"name": "s", "keep": "lst"}]), "keep 'lst' is not one of: last, first"),
         (minimal(split={"rule": "random"}), "rule 'random' is not one of: runs, time"),
         (
