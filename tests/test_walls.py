@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_300,
+    "base": 2_290,
     "ops": 7_190,
     "dataset": 3_100,
     "optim": 600,
-    "tables": 13_240,
+    "tables": 13_260,
     "models": 2_010,
-    "placement": 2_910,
+    "placement": 2_900,
     "training": 11_150,
     "rewrite": 1_910,
-    "prep": 13_310,
+    "prep": 13_320,
     "synthetic": 1_660,
     "cli": 3_410,
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_030
+ALL_LINES = 66_040
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

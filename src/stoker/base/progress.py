@@ -124,14 +124,7 @@ def _amount(done: float, total: float, unit: str, first: float, seconds: float) 
 
 
 def pace(done: float, total: float, unit: str, first: float, seconds: float) -> str:
-    """Return the mean speed of work and the time that is left: the speed of the moment jumps.
-
-    Args:
-        done: how much is done.
-        total: how much there is.
-        unit: "bytes" or any other.
-        first: how much was done ``seconds`` ago.
-        seconds: time for the rest.
+    """Return the mean speed since ``first`` units were done, ``seconds`` ago, and the time that is left.
 
     >>> pace(3000, 4000, "rows", 1000, 4.0)
     '  500/s  2.0 s left'

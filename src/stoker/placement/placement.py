@@ -326,15 +326,11 @@ class Placement(Shown, UserDict[str, Strategy]):
         }  # fmt: skip
 
     def grids(self) -> tuple[Grid]:
-        """Return a table with a column for each group, or with a line if groups are many.
-
-        Measures this machine, as :attr:`groups` does.
-        """
+        """Return a table with a column for each group; a line if there are many. Measures as :attr:`groups` does."""
         found = [[name, *map(words, self.groups)] for name, words in _FIGURES.items()]
         lines = [line for line in found if any(figure != "-" for figure in line[1:])]
-        if len(self.groups) >= len(lines):
-            lines = [list(group) for group in zip(*lines, strict=True)]
-        return (Grid(lines[0], lines[1:]),)
+        headings, *rows = lines if len(self.groups) < len(lines) else zip(*lines, strict=True)
+        return (Grid(headings, rows),)
 
     def _repr_html_(self) -> str:
         """Return a table with a line for each group. Measures nothing, so that a notebook shows it at once."""

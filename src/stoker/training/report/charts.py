@@ -38,9 +38,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def _figure(title: str, tall: int, drawn: str) -> str:
-    title = escape(title)
-    shape = f'<svg viewBox="0 0 {_WIDE} {tall}" role="img"><title>{title}</title>{drawn}</svg>'
-    return f"<figure><figcaption>{title}</figcaption>{shape}</figure>"
+    head = f'<figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDE} {tall}" role="img">'
+    return f"<figure>{head}<title>{escape(title)}</title>{drawn}</svg></figure>"
 
 
 def _number(value: float) -> str:

@@ -119,7 +119,7 @@ def baseline(dataset: Dataset | str | Path, *, rows: int = BASELINE_ROWS, progre
     figures = {}
     fits: dict[str, Callable[[], Predictor | None]] = {
         "average": lambda: _average(labels),
-        "logistic regression": lambda: _logistic(data.schema, batches, labels, progress),
+        "logistic regression": lambda: _logistic(_Design(data.schema, batches), batches, labels, progress),
         "LightGBM": lambda: _trees(data, batches, labels),
     }
     for name, fit in fits.items():
@@ -196,12 +196,11 @@ class _Design:
 
 
 def _logistic(
-    spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[np.float64], progress: Progress
+    design: _Design, batches: Sequence[Batch], labels: npt.NDArray[np.float64], progress: Progress
 ) -> Predictor:
     """Minimize the sum of the log losses + L2 / 2 |weights|^2; the intercept is not penalized."""
     from scipy import optimize, sparse
 
-    design = _Design(spec, batches)
     matrix = sparse.vstack([design.matrix(batch) for batch in batches], format="csr")
     transposed = matrix.T.tocsr()
 
