@@ -735,6 +735,16 @@ def test_a_directory_is_watched(place: Path) -> None:
         next(watch(place / "run", place / "nowhere"))
 
 
+def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Path) -> None:
+    (place / "incoming").mkdir()
+    rows = day(1)
+    for number in (10, 9, 1, 11, 2, 30):
+        rows[5 * number : 5 * number + 5].write_csv(place / "incoming" / f"part-{number}.csv")
+    assert next(watch(place / "run", place / "incoming", sleep=lambda _: None, keep_ids=True)).rows == 30
+    [line] = [json.loads(text) for text in (place / "run/updates.jsonl").read_text().splitlines()]
+    assert [log["name"] for log in line["logs"]] == [f"part-{number}.csv" for number in (1, 2, 9, 10, 11, 30)]
+
+
 def test_files_without_rows_end_no_watch(place: Path) -> None:
     incoming, log, slept = place / "incoming", pl.read_csv(place / "logs/day_1.csv"), list[float]()
     incoming.mkdir()
@@ -791,12 +801,13 @@ def test_damaged_records_are_named(place: Path) -> None:
 def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
     write_days(tmp_path / "logs", 1)
     first_run(tmp_path, row_optimizer="adam", shards=2, schedule="cosine", dtype="bfloat16", warmup=2, dense_warmup=100)
-    found = stoker.update(tmp_path / "run", logs(tmp_path, 1))
+    found = stoker.update(tmp_path / "run", logs(tmp_path, 1), rate=0.5)
     assert found.rows == 300
+    assert stoker.load(tmp_path / "run").model.embeddings.shards == 2
     manifest = checkpoint.read_manifest(found.checkpoint)
     assert manifest["row_optimizer"]["schedule"] == {"kind": "constant", "warmup": 0}
     [group] = manifest["dense_optimizer"]["param_groups"]
-    assert group["lr"] == group["initial_lr"] == 1e-3
+    assert group["lr"] == group["initial_lr"] == 0.5e-3
 
 
 def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
