@@ -270,12 +270,14 @@ def test_a_kept_label_may_be_absent_from_rows_to_score(tmp_path: Path) -> None:
     assert table(new.test)["id"].to_list() == raw["id"].to_list()
 
 
-def test_classified_rows_take_their_columns_along(tmp_path: Path) -> None:
+def test_classified_rows_take_their_columns_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.prep.write.publish.SHARD_ROWS", 50)
     raw = log()
     schema = replace(SCHEMA, keep=("id", "user"), sequence=())
     path = write(raw, tmp_path, 0, "parquet")
     data = stoker.prepare(schema, path, out=tmp_path / "d")
     profile: dict[str, Any] = {"hot_rows": {"user": 10, "city": 4}, "profile_hash": "a", "profile": {}}
+    assert len(data.train.shards) > 1
     write_classified(data, tmp_path / "hot", **profile)
     hot = stoker.Dataset(tmp_path / "hot")
     assert 0 < len(hot.hot) < len(data.train)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,21 +118,25 @@ def test_merit_orders_evaluations() -> None:
         assert merit(undefined, "auc") == -float("inf")
 
 
-def test_a_lost_best_checkpoint_is_no_hurdle_for_the_rest_of_the_run(tmp_path: Path) -> None:
+def test_a_lost_best_checkpoint_is_no_hurdle_for_the_rest_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([5.0, 1.0, 4.0, 3.0, 6.0, 7.0, 8.0, 9.0, 9.5, 9.5, 9.5, 9.5])
+    monkeypatch.setattr("stoker.training.loop.evaluate", lambda *given, **named: {"rows": 9, "log_loss": next(losses)})
     data = make_dataset(tmp_path / "d", rows=2000)
-    settings = {**SMALL, "row_lr": 9.0, "metric": "log_loss", "eval_every": 5, "keep_last": 3}
+    settings = {**SMALL, "metric": "log_loss", "eval_every": 5, "keep_last": 3}
     stoker.train(data, out=tmp_path / "run", steps=40, **settings)
     run = RunDirectory(tmp_path / "run")
-    best = run.best()
-    assert best is not None
-    for file in sorted(best.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    best.rmdir()
-    found = run.evaluated("log_loss")[0]
-    assert run.best() == run.checkpoint(found["step"])
-    result = stoker.train(resume=run.path, steps=45, display="quiet")
-    assert result.best_step in run.steps()
-    assert result.valid["log_loss"] <= found["valid"]["log_loss"]
+    assert run.steps() == [10, 30, 35, 40]
+    assert run.best() == run.checkpoint(10)
+    (run.checkpoint(10) / "dense.safetensors").unlink()
+    result = stoker.train(resume=run.path, display="quiet")
+    assert (result.best_step, result.valid["log_loss"]) == (30, 7.0), "not the last model, but the next best"
+    shutil.rmtree(run.checkpoint(10).with_name("step_000000010.damaged"))
+    assert run.best() == run.checkpoint(30)
+    result = stoker.train(resume=run.path, steps=60, keep_last=1, display="quiet")
+    assert run.steps() == [30, 60]
+    assert (result.best_step, result.valid["log_loss"]) == (30, 7.0)
 
 
 def test_a_resumed_run_deletes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
