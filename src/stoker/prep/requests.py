@@ -261,8 +261,8 @@ class RowEncoder:
         missing = [name for name in self.columns if name not in names]
         if missing:
             raise DataError(
-                f"the rows lack {listed([repr(name) for name in missing])}. They have: {listed(names)}."
-                f"{near(missing[0], names)}"
+                f"the rows lack {listed([repr(name) for name in missing])}. They have: {listed(names)}. "
+                "Add the column, or rename the one that is meant."
             )
         known = {*self.columns, *self.others}
         strange = [name for name in names if name not in known]
