@@ -31,7 +31,7 @@ class PerToken(nn.Module):
         return torch.baddbmm(self.bias, x, self.weight)
 
 
-class Block(nn.Module):
+class MixerBlock(nn.Module):
     """``s = LN(mix(x) + x)``, then ``LN(FFN_t(s_t) + s_t)`` for each token t (Eq. 2): [T, B, W] to the same shape."""
 
     def __init__(self, tokens: int, width: int, hidden: int, generator: torch.Generator) -> None:
@@ -111,7 +111,7 @@ class RankMixer(RecModel):
         self._spare = self.tokens * self.slice - inputs
         generator = dense_generator(self.seed, "rankmixer")
         self.project = PerToken(self.tokens, self.slice, width, generator)
-        self.blocks = nn.ModuleList(Block(self.tokens, width, expansion * width, generator) for _ in range(blocks))
+        self.blocks = nn.ModuleList(MixerBlock(self.tokens, width, expansion * width, generator) for _ in range(blocks))
         self.last = linear(width, 1, generator)
         self.to(self.device)
 
