@@ -21,7 +21,7 @@ from stoker.models.sequence import SequenceModel
 _PLACES = 0.02  # standard deviation of the initial positions
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """``x + attention(LN(x))``, then ``x + FFN(LN(x))`` (section 3.2), without dropout: [B, T, W] to [B, Q, W].
 
     A step attends to itself and to older ones. Only the last Q steps are computed.
@@ -106,7 +106,7 @@ class SASRec(SequenceModel):
         self.heads, self.hidden_sizes = heads, tuple(hidden)
         generator = dense_generator(self.seed, "sasrec")
         self.places = normal(self.num_steps, width, std=_PLACES, generator=generator)
-        self.blocks = nn.ModuleList(Block(width, heads, generator) for _ in range(blocks))
+        self.blocks = nn.ModuleList(AttentionBlock(width, heads, generator) for _ in range(blocks))
         self.normed = nn.LayerNorm(width)
         inputs = len(spec.dense) + len(self.pooled) * self.embedding_dim + width
         self.others = MLP(inputs, (*self.hidden_sizes, 1), dense_generator(self.seed, "sasrec others"))
