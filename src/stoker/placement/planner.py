@@ -52,7 +52,7 @@ _INDEX_SHARE = 8  # the index of a log-structured file takes at most 1/8 of the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _PlanOptions:
     """The arguments of :func:`plan` but for tables and memory settings."""
 
     optimizer: RowOptimizer | None = None
@@ -67,7 +67,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class PlanArguments(MemoryBudget, _Asked):
+class PlanArguments(MemoryBudget, _PlanOptions):
     """The arguments of :func:`plan`."""
 
     tables: EmbeddingTables | nn.Module | Sequence[TableConfig]
@@ -117,7 +117,7 @@ def plan(
     >>> {name: type(strategy).__name__ for name, strategy in placement.items()}
     {'user': 'Cached', 'item': 'Device'}
     """
-    asked = _Asked(**{item.name: given.pop(item.name) for item in fields(_Asked) if item.name in given})
+    asked = _PlanOptions(**{item.name: given.pop(item.name) for item in fields(_PlanOptions) if item.name in given})
     tables, optimizer = _configurations(tables, asked.optimizer)
     batch_size, profile = asked.batch_size, asked.profile
     if batch_size < 1:
