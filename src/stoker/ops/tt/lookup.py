@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.trie import Blocks, Sums, Trie, cpu_kernels
+from stoker.ops.tt.trie import NodeBlocks, Sums, Trie, cpu_kernels
 
 _FILL = 2**22  # values of a fresh core: one chunk
 
@@ -86,7 +86,7 @@ def gradients(cores: Sequence[Tensor], trie: Trie, values: Values, grad: Tensor)
     return list(zip(trie.digits, found[::-1], strict=True))
 
 
-def _back_through(block: Blocks, operands: tuple[Tensor, Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
+def _back_through(block: NodeBlocks, operands: tuple[Tensor, Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return gradients of the used slices [n, r_{k-1}, m_k * r_k], and of the values before [places, M * r_{k-1}]."""
     inputs, slices = operands
     back = grad.view(*inputs.shape[:2], slices.shape[2])

@@ -44,7 +44,7 @@ class Sums(NamedTuple):
     chunks: Tensor | None  # [places + 1] the first chunk of each place; None: each has one
 
 
-class Blocks(NamedTuple):
+class NodeBlocks(NamedTuple):
     """The nodes of a level in blocks."""
 
     size: int  # B
@@ -60,7 +60,7 @@ class Trie:
 
     shape: TTShape
     levels: tuple[Level, ...]
-    blocks: tuple[Blocks, ...]  # of the levels behind the first; none where CPU kernels compute
+    blocks: tuple[NodeBlocks, ...]  # of the levels behind the first; none where CPU kernels compute
     digits: tuple[Tensor, ...]  # the distinct digits of each level, ascending; with ``blocks``, on the cores' device
     places: Tensor  # [U] place of each row, in ascending order, among the values of the last level; on the host
     count: int  # of these places
@@ -181,7 +181,7 @@ def sums_into(places: Tensor, count: int) -> Sums:
     return Sums(order, torch.cat([begins, starts[-1:]]), chunks)
 
 
-def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int) -> tuple[Blocks, Tensor]:
+def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int) -> tuple[NodeBlocks, Tensor]:
     """Put the nodes of ``level``, whose core has ``rows`` slices, into blocks.
 
     ``above`` [nodes of the level before]: the place of each of them, among ``count``.
@@ -206,4 +206,4 @@ def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int
     single = len(heads) == distinct
     digits = None if single and distinct == rows else level.digits.repeat_interleave(each)
     children = sums._replace(order=place[level.by_prefix[sums.order]])
-    return Blocks(size, parents, digits, None if single else first, children), place
+    return NodeBlocks(size, parents, digits, None if single else first, children), place
