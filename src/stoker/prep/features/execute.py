@@ -131,7 +131,7 @@ def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
     return runs
 
 
-class Blocks(Protocol):
+class RowBlocks(Protocol):
     """Rows in order, with the columns computed so far."""
 
     sizes: list[int]  # rows of each block
@@ -158,7 +158,7 @@ class Executor:
         source: the dataset that ``states`` come from, for errors.
     """
 
-    rows: Blocks
+    rows: RowBlocks
     threads: int
     given: Mapping[str, FittedTable] | None = None
     train: pl.Expr | None = None
