@@ -54,7 +54,7 @@ def examples(spec: stoker.FeatureSpec, start: int, stop: int) -> stoker.Batch:
 def test_scores_of_any_batches_are_those_of_the_definition(name: str, threads: int) -> None:
     model = MODELS[name]().eval()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles._Blocks, "fits", lambda *of: False)  # blocks of TILE rows, on one thread
+        patch.setattr(tiles._BlockSizes, "fits", lambda *of: False)  # blocks of TILE rows, on one thread
         whole = tiled_scores(model, examples(model.spec, 0, _ROWS))
 
     @settings(max_examples=scaled(12), deadline=None)
@@ -89,7 +89,7 @@ def watch(model: stoker.RecModel, monkeypatch: pytest.MonkeyPatch, slip: float =
         return inner(dense, embedded) + slip * (len(dense) != TILE or torch.get_num_threads() > 1)
 
     monkeypatch.setattr(model, "dense_part", watched)
-    own = tiles._Blocks()
+    own = tiles._BlockSizes()
     monkeypatch.setattr(tiles, "_blocks_of", lambda model: own)
     return seen
 
@@ -176,7 +176,7 @@ def test_rows_of_odd_widths_have_one_score(width: int) -> None:
 
 def test_trials_take_whole_numbers_and_scores_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS["dlrm"]().eval()
-    blocks, batch = tiles._Blocks(), examples(_SPEC, 0, 3)
+    blocks, batch = tiles._BlockSizes(), examples(_SPEC, 0, 3)
     inputs = model.inputs(batch)
     assert blocks.spread(model, (*inputs, torch.zeros(3, dtype=torch.int64))) == 1
     monkeypatch.setattr(model, "dense_part", lambda dense, embedded: dense[:, 0] * torch.nan)

@@ -38,7 +38,7 @@ _MOVES = (1, 2, 3, 5, 8)  # places by which rows move in a trial
 _ALIGNED = 64  # bytes: products may differ for other addresses
 
 
-class _Blocks:
+class _BlockSizes:
     """The blocks that a model may be scored in."""
 
     def __init__(self) -> None:
@@ -94,16 +94,16 @@ def _kind(model: RecModel, inputs: Sequence[Tensor]) -> tuple[object, ...]:
     return shapes, model.matmul, torch.get_float32_matmul_precision()
 
 
-_blocks: WeakKeyDictionary[RecModel, _Blocks] = WeakKeyDictionary()
-_alike: dict[object, _Blocks] = {}  # by what models of the same shapes have in common
+_blocks: WeakKeyDictionary[RecModel, _BlockSizes] = WeakKeyDictionary()
+_alike: dict[object, _BlockSizes] = {}  # by what models of the same shapes have in common
 
 
-def _blocks_of(model: RecModel) -> _Blocks:
+def _blocks_of(model: RecModel) -> _BlockSizes:
     """Return the blocks of a model; models that differ in the values of weights only share them."""
     if (found := _blocks.get(model)) is None:
         shapes = tuple((name, each.dtype, each.shape) for name, each in model.named_parameters())
         key = type(model), repr(model.config()), shapes
-        found = _blocks[model] = _alike.setdefault(key, _Blocks())
+        found = _blocks[model] = _alike.setdefault(key, _BlockSizes())
     return found
 
 
