@@ -27,7 +27,7 @@ class Version(NamedTuple):
     manifest: str  # sha256, which stands for every byte
 
 
-class _Change(NamedTuple):
+class _NewRows(NamedTuple):
     """New rows of one table."""
 
     module: str
@@ -152,7 +152,7 @@ class Follower:
             )
         return loading.load(path, **self._settings).model
 
-    def _changes(self, links: list[Link]) -> list[_Change] | None:
+    def _changes(self, links: list[Link]) -> list[_NewRows] | None:
         """Return the rows that differ between the model and the end of ``links``, with the values there.
 
         None: they have no checkpoint in common, or files of the model as it is now are gone, by a roll-back and what
@@ -169,12 +169,12 @@ class Follower:
         for entry in links[-1].manifest["tables"]:
             key, new = (entry.get("module", "embeddings"), str(entry["name"])), SavedTable(links, entry)
             if undone == len(self._links) - 1:  # forwards: the segments have the values
-                found += [_Change(*key, *rows) for rows in new.segments(common)]
+                found += [_NewRows(*key, *rows) for rows in new.segments(common)]
                 continue
             try:
                 rows = np.union1d(SavedTable(self._links, entry).changed(undone), new.changed(common))
             except CheckpointError:
                 return None
-            found.append(_Change(*key, rows, new.gather(rows)))
+            found.append(_NewRows(*key, rows, new.gather(rows)))
         # Another update may have got the name of one that was taken back.
         return found if checkpoint.is_current(self._links[undone + 1 :]) else None
