@@ -147,7 +147,7 @@ def verify(run: str | Path, **given: Any) -> Verification:
         section, placement = _placed(section, given="device_memory" in given, chosen="strategy" in given)
         _check_memory(section, placement)
         with closing(Rerun(section, placement)) as placed:
-            comparison = _Comparison(placed, Rerun(section, None))
+            comparison = _RerunComparison(placed, Rerun(section, None))
             difference = comparison.replay(section, asked.progress or quiet)
     return Verification(
         run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=comparison.steps,
@@ -231,7 +231,7 @@ def _describe(model: RecModel) -> str:
     return f"{slots:,} slots for {rows:,} rows in {homes}"
 
 
-class _Comparison:
+class _RerunComparison:
     """Compare two reruns to the bit and count the compared values."""
 
     def __init__(self, placed: Rerun, resident: Rerun) -> None:
