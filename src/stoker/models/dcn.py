@@ -19,7 +19,7 @@ from stoker.models.layers import MLP, dense_generator, linear, normal
 from stoker.ops import by_shard
 
 
-class Cross(nn.Module):
+class CrossLayer(nn.Module):
     """One cross layer: ``x0 * (W x + b) + x`` (Eq. 1), with ``W = U V^T`` if ``rank`` is given (Eq. 2)."""
 
     def __init__(self, width: int, rank: int | None, generator: torch.Generator) -> None:
@@ -75,7 +75,7 @@ class DCN(RecModel):
         self.hidden_sizes = tuple(hidden)
         self.structure = structure
         generator = dense_generator(self.seed, "dcn")
-        self.cross = nn.ModuleList(Cross(width, self.rank, generator) for _ in range(cross_layers))
+        self.cross = nn.ModuleList(CrossLayer(width, self.rank, generator) for _ in range(cross_layers))
         self.deep = MLP(width, self.hidden_sizes, generator, last_relu=True)
         joined = self.hidden_sizes[-1] + (width if structure == "parallel" else 0)
         self.last = linear(joined, 1, generator)
