@@ -47,7 +47,7 @@ When = Literal["before", "after", "end"]  # before or after a step, or in the co
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class FirstDifference:
     """The first value that differs."""
 
     step: int  # of the batch, counted from 0
@@ -83,7 +83,7 @@ class Verification(Shown):
     all_rows: int  # rows compared at the end
     values: int  # compared numbers
     seconds: float
-    difference: Difference | None
+    difference: FirstDifference | None
 
     @property
     def identical(self) -> bool:
@@ -243,7 +243,7 @@ class _RerunComparison:
             for index, table in enumerate(group.tables)
         }
 
-    def replay(self, section: Section, progress: Progress) -> Difference | None:
+    def replay(self, section: Section, progress: Progress) -> FirstDifference | None:
         """Train both on the steps of the section, and return the first difference."""
         with closing(iterate(self.placed.feed)) as ones, closing(iterate(self.resident.feed)) as others:
             while self.steps < section.steps:
@@ -258,7 +258,7 @@ class _RerunComparison:
                 progress("steps", self.steps, section.steps)
         return self._tables(section.begin + self.steps - 1, progress)
 
-    def _touched(self, batch: Batch, when: When) -> Difference | None:
+    def _touched(self, batch: Batch, when: When) -> FirstDifference | None:
         """Compare the rows of a batch and their state, in a slot or in the backing store."""
         embeddings = self.placed.model.embeddings
         offsets = None if batch.offsets is None else batch.offsets.cpu()
@@ -280,7 +280,7 @@ class _RerunComparison:
                     return difference
         return None
 
-    def _tables(self, step: int, progress: Progress) -> Difference | None:
+    def _tables(self, step: int, progress: Progress) -> FirstDifference | None:
         """Compare all rows of all tables."""
         models = self.placed.model, self.resident.model
         stored, state = models[0].embeddings.stored, models[0].embeddings.optimizer.state
@@ -296,7 +296,7 @@ class _RerunComparison:
                 progress("all rows", self.all, total)
         return None
 
-    def _rows(self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: When) -> Difference | None:
+    def _rows(self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: When) -> FirstDifference | None:
         """Compare rows of one table with these ids."""
         ours, theirs = ({"weight": rows.weight, **rows.state} for rows in (mine, other))
         found = []
@@ -308,19 +308,19 @@ class _RerunComparison:
             return None
         row, name, column = min(found, key=lambda each: each[0])
         placed, resident = (float(rows[name][row].reshape(-1)[column]) for rows in (ours, theirs))
-        return Difference(
+        return FirstDifference(
             step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column, placed=placed,
             resident=resident,
         )  # fmt: skip
 
-    def _dense(self, step: int, loss: Tensor, other: Tensor) -> Difference | None:
+    def _dense(self, step: int, loss: Tensor, other: Tensor) -> FirstDifference | None:
         """Compare the loss, the dense parameters and the state of their optimizer."""
         if self._differing(loss, other) is not None:
-            return Difference(step=step, when="after", what="loss", placed=float(loss), resident=float(other))
+            return FirstDifference(step=step, when="after", what="loss", placed=float(loss), resident=float(other))
         for (name, one), (_, two) in zip(_dense_tensors(self.placed), _dense_tensors(self.resident), strict=True):
             if (at := self._differing(one, two)) is not None:
                 placed, resident = (float(each.reshape(-1)[at]) for each in (one, two))
-                return Difference(
+                return FirstDifference(
                     step=step, when="after", what="dense", name=name, column=at, placed=placed, resident=resident
                 )
         return None
