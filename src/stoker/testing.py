@@ -28,7 +28,7 @@ _SPLITS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # shares of the rows
 
 
 @dataclass(frozen=True)
-class DatasetArguments:
+class MakeDatasetArguments:
     """The arguments of :func:`make_dataset`."""
 
     path: str | Path
@@ -43,7 +43,7 @@ class DatasetArguments:
     group_rows: int | None = None
 
 
-@with_arguments_of(DatasetArguments)
+@with_arguments_of(MakeDatasetArguments)
 def make_dataset(path: str | Path, **given: Any) -> Dataset:
     """Write a dataset whose labels can be learnt, and open it.
 
@@ -73,7 +73,7 @@ def make_dataset(path: str | Path, **given: Any) -> Dataset:
     from stoker.dataset.spec import Feature, FeatureSpec
     from stoker.rewrite.derived import table_ids
 
-    asked, path = DatasetArguments(path, **given), Path(path)
+    asked, path = MakeDatasetArguments(path, **given), Path(path)
     rows, num_dense, num_embeddings, shard_rows = asked.rows, asked.num_dense, asked.num_embeddings, asked.shard_rows
     lengths = dict(asked.sequence or {})
     generator = np.random.default_rng(asked.seed)
