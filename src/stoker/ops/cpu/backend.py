@@ -56,7 +56,7 @@ def _run(entries: np.ndarray, items: np.ndarray, run: int, *after: tuple[Any, ..
     kernels.items_kernel.run(entries, items, np.zeros(1, np.int64), run, after=after)
 
 
-def _groups(parts: Parts, states: Iterable[str]) -> tuple[_Group, ...]:
+def _groups(parts: Parts, states: Iterable[str]) -> tuple[_PartKey, ...]:
     """Describe the parts for :func:`_layout`. Their arrays are addressed from those of the first on."""
     found = []
     for part in parts:
@@ -65,7 +65,7 @@ def _groups(parts: Parts, states: Iterable[str]) -> tuple[_Group, ...]:
         for index, (base, own) in enumerate(pairs):
             begin = (own.data_ptr() - base.data_ptr()) // own.itemsize
             memory[index] = begin, own.shape[1] if own.ndim > 1 else 1
-        found.append(_Group(part.space, part.weight.shape[1], part.columns, part.places, part.mean, tuple(memory)))
+        found.append(_PartKey(part.space, part.weight.shape[1], part.columns, part.places, part.mean, tuple(memory)))
     return tuple(found)
 
 
@@ -131,7 +131,7 @@ def share_work(rows: Sequence[int], weight: Sequence[float], threads: int) -> tu
     return np.array([(table, part) for table in order.tolist() for part in range(parts[table])], np.int64), parts
 
 
-class _Group(NamedTuple):
+class _PartKey(NamedTuple):
     """A part without its memory."""
 
     space: AddressSpace
@@ -143,7 +143,7 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _layout(groups: tuple[_Group, ...], threads: int) -> _Layout:
+def _layout(groups: tuple[_PartKey, ...], threads: int) -> _Layout:
     """Return the numbers of all parts."""
     known = [group.space.by_table for group in groups]
 
