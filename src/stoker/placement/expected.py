@@ -158,7 +158,7 @@ class Traffic:
         return self.lookups_hit / self.lookups if self.lookups else 1.0
 
 
-class _Group:
+class _GroupUses:
     """The buckets of several tables that share slots, one table after the other."""
 
     def __init__(self, tables: Sequence[Uses]) -> None:
@@ -230,7 +230,7 @@ def expect(
     """
     if not any(len(uses.rows) for uses in tables):  # for example, cold batches of a dataset that is all hot
         return Traffic(distinct=0.0, hits=0.0, lookups=0.0, lookups_hit=0.0, first=0.0, written=0.0)
-    group = _Group(tables)
+    group = _GroupUses(tables)
     if lookahead is None:
         lookahead = math.ceil(group.batches[group.finite].max(initial=0)) or _ENDLESS
     keep = float(in_flight if transient else in_flight + lookahead)
