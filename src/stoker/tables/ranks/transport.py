@@ -51,7 +51,7 @@ class Wire(Protocol):
         """End the collectives of all ranks; return the error that they raise."""
 
 
-class _Group:
+class _TorchWire:
     """A process group of torch.distributed as a :class:`Wire`."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -117,7 +117,7 @@ class Ranks:
                     "torch.distributed.init_process_group('gloo') first ('nccl' on GPUs), and start the processes with "
                     "torchrun."
                 )
-            group = _Group(group, timeout)
+            group = _TorchWire(group, timeout)
         self.wire: Wire = group
         self.rank, self.size = group.rank, group.size
         self.settings: list[Callable[[], Mapping[str, str]]] = []  # of tables on these ranks, for messages
