@@ -72,10 +72,10 @@ class Past(Derivation):
         return 1
 
     @abstractmethod
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         """Return the feature of all rows of whole groups, in the order of ``frame``."""
 
-    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+    def state(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.DataFrame:
         """Return the events that later rows need, by rising order in their groups, with the inputs and ``__row``."""
         raise NotImplementedError(f"{self.where} has no state")
 
@@ -84,7 +84,7 @@ class Past(Derivation):
         """Whether a dataset stores the state: True if the class defines :meth:`state`."""
         return type(self).state is not Past.state
 
-    def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+    def recorded(self, frame: pl.DataFrame, rows: OrderedRows) -> Any:
         """Return bool [m]: which rows, sorted by group and order, later rows see."""
         return rows.events(frame, self.events)
 
@@ -102,7 +102,7 @@ class _LastEvents(Past):
         """How many events the feature uses."""
         return 1
 
-    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+    def state(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.DataFrame:
         """Return the last ``depth`` events at the last moment of each group and the last ``depth`` before it."""
         places = np.flatnonzero(self.recorded(frame, rows))
         moments, ends = rows.moment[places], rows.ends(places)
@@ -112,7 +112,7 @@ class _LastEvents(Past):
         return self._stored(frame, rows.sorted[places[kept]])
 
 
-class GroupOrder:
+class OrderedRows:
     """The rows of a frame that have an order, sorted by (group, order, place in the frame).
 
     Args:
@@ -241,7 +241,7 @@ class Previous(_LastEvents):
     read_as = TEXT
     column: str
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         return _taken(frame.get_column(self.column), rows.last(frame, self.events)).alias(self.name)
 
 
@@ -272,10 +272,10 @@ class History(_LastEvents):
     def model_columns(self) -> dict[str, dict[str, Any]]:
         return {self.name: {**TEXT, "max_length": self.length}}
 
-    def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+    def recorded(self, frame: pl.DataFrame, rows: OrderedRows) -> Any:
         return super().recorded(frame, rows) & self._items(frame).is_not_null().to_numpy()[rows.sorted]
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         items = self._items(frame)
         if items.dtype.is_nested():
             raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, but needs single values.")
@@ -301,7 +301,7 @@ class Difference(_LastEvents):
     read_as = MAYBE_MISSING
     column: str
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         values = frame.get_column(self.column).cast(pl.Float64)
         return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
 
@@ -313,7 +313,7 @@ class SinceLast(_LastEvents):
     kind: ClassVar[str] = "since_last"
     read_as: ClassVar[dict[str, Any]] = {**MAYBE_MISSING, **COUNT}
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         last = rows.last(frame, self.events)
         order = rows.back(rows.order, 0)
         before = order[np.maximum(last, 0)]
@@ -337,16 +337,16 @@ class PastCount(Past):
         if self.window is not None and not self.window > 0:
             fail(self.where, "window", f"{self.window} is not above 0. Leave it out to count from the beginning")
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         counted = pl.Series(self.name, rows.back(rows.count(self._weights(frame, rows), self.window), 0))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 
-    def _weights(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+    def _weights(self, frame: pl.DataFrame, rows: OrderedRows) -> Any:
         """Return int64 [m]: how many events each row, sorted by group and order, stands for."""
         events = self.recorded(frame, rows).astype(np.int64)
         return events * frame.get_column(WEIGHT).to_numpy()[rows.sorted] if WEIGHT in frame.columns else events
 
-    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+    def state(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.DataFrame:
         """Return a row for the events at the last moment of each group, and one for the earlier events.
 
         With a window, the latter is one row for each moment in the window. ``__weight`` is the number of events that a
@@ -386,7 +386,7 @@ class Rank(Past):
     def direction(self) -> int:
         return -1 if self.descending else 1
 
-    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+    def compute(self, frame: pl.DataFrame, rows: OrderedRows) -> pl.Series:
         rank = rows.moment_start - rows.group_start
         if self.method == "dense":
             rank = rows.moment - rows.moment[rows.group_start]
@@ -415,7 +415,7 @@ def compute_all(
     Raises:
         DataError: a row is older than the last stored row of its group.
     """
-    orders: dict[Any, GroupOrder] = {}
+    orders: dict[Any, OrderedRows] = {}
     codes: dict[Any, Any] = {}
     series: dict[str, Any] = {}
     for feature in sorted(features, key=lambda f: (f.by, f.order, f.direction)):
@@ -424,7 +424,7 @@ def compute_all(
             if feature.by not in codes:
                 codes = {feature.by: groups.key_codes(frame, feature.by)}
             if key not in orders:  # keep one at a time: each has three arrays of the frame's length
-                orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
+                orders = {key: OrderedRows(frame, codes[feature.by], feature.order, feature.direction)}
             if stored and (found := orders[key].first_older(stored)) is not None:
                 raise _older(feature, frame, *found, source)
             series[feature.name] = feature.compute(frame, orders[key])
