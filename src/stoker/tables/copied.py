@@ -27,7 +27,7 @@ _REMADE = (
 _CLOCK, _ENTRIES = "clock", ("raw_ids", "waiting")  # of growing tables
 
 
-class Groups(dict[str, TableGroup]):
+class GroupByTable(dict[str, TableGroup]):
     """The group of each table, by its name."""
 
     def __missing__(self, name: str) -> TableGroup:
@@ -42,7 +42,7 @@ class CopiedTables(nn.Module):
     tick: int
     groups: list[TableGroup]
     _copied: int | None
-    group_of: Groups
+    group_of: GroupByTable
     _steps: RowSteps
 
     if TYPE_CHECKING:  # of the subclass

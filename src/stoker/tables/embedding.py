@@ -29,7 +29,7 @@ from stoker.tables.autograd import Forward, Gradient, Lookup, check_export, chec
 from stoker.tables.changes import ChangedRows
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import Strategy, TableConfig, TensorTrain, feature_order, strategies_of
-from stoker.tables.copied import CopiedTables, Groups
+from stoker.tables.copied import CopiedTables, GroupByTable
 from stoker.tables.group import TableGroup, joint_of
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
@@ -160,7 +160,7 @@ class EmbeddingTables(CopiedTables):
             )  # fmt: skip
         self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=asked.include_last_offset)
         self._joint = joint_of(self.groups, self.splitter)
-        self.group_of = Groups()
+        self.group_of = GroupByTable()
         for group in self.groups:
             for name in {table.name for table in (*group.tables, *group.stored)}:
                 if name in self.group_of:
