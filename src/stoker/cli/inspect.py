@@ -163,9 +163,9 @@ def _describe_updates(path: Path) -> list[dict[str, Any]]:
 
     if RunDirectory(path).head() is None:
         return []
-    from stoker.live.journal import Journal
+    from stoker.live.journal import UpdateJournal
 
-    return Journal(RunDirectory(path)).lines
+    return UpdateJournal(RunDirectory(path)).lines
 
 
 def _describe_run(path: Path) -> list[dict[str, Any]]:

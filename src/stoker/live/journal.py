@@ -97,7 +97,7 @@ class Order:
 
 
 @contextmanager
-def opened(run: str | Path) -> Iterator[Journal]:
+def opened(run: str | Path) -> Iterator[UpdateJournal]:
     """Yield the journal of a run, which no other process changes meanwhile. A run at a URL is uploaded at the end.
 
     Raises:
@@ -110,13 +110,13 @@ def opened(run: str | Path) -> Iterator[Journal]:
         directory.config()  # else the lock would make a file elsewhere
         with directory.locked():
             repair(directory.checkpoints)
-            journal = Journal(directory)
+            journal = UpdateJournal(directory)
             if (journal.order() or {}).get("number") == journal.number:  # a kill came after the new head
                 journal.forget_order()
             yield journal
 
 
-class Journal:
+class UpdateJournal:
     """The updates of a run up to its head.
 
     Raises:

@@ -25,7 +25,7 @@ from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream, Split
-from stoker.live.journal import Journal, Order, opened
+from stoker.live.journal import Order, UpdateJournal, opened
 from stoker.live.settings import UpdateSettings
 from stoker.models import MODELS, RecModel
 from stoker.models.registry import own_options
@@ -155,8 +155,9 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
 
 
 def _update(
-    journal: Journal, order: Order, inputs: Inputs, machine: Mapping[str, Any], asked: UpdateArguments, notes: list[str]
-) -> UpdateResult:
+    journal: UpdateJournal, order: Order, inputs: Inputs, machine: Mapping[str, Any], asked: UpdateArguments,
+    notes: list[str],
+) -> UpdateResult:  # fmt: skip
     config = TrainConfig.from_dict(journal.config["settings"])
     config = config.replace(
         schedule="constant", warmup=0, dense_warmup=0, decay_steps=None, batch_order="shuffled",
@@ -172,7 +173,7 @@ def _update(
 
 
 def prepare_rows(
-    journal: Journal, order: Order, inputs: Inputs, asked: UpdateArguments
+    journal: UpdateJournal, order: Order, inputs: Inputs, asked: UpdateArguments
 ) -> tuple[Dataset, PrepareReport]:
     """Prepare the rows of an update like those before; continue a killed preparation.
 
@@ -206,12 +207,12 @@ def prepare_rows(
     return data, report
 
 
-def _before(journal: Journal, order: Order, asked: UpdateArguments) -> Dataset:
+def _before(journal: UpdateJournal, order: Order, asked: UpdateArguments) -> Dataset:
     """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
     return open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
 
 
-def _trained_on(journal: Journal, asked: UpdateArguments) -> Mapping[str, Any]:
+def _trained_on(journal: UpdateJournal, asked: UpdateArguments) -> Mapping[str, Any]:
     """Return the manifest of the dataset of the run; that of the last update without its logs, if it is gone."""
     first = journal.config["dataset"] if asked.data is None else asked.data
     known = checkpoint.read_manifest(journal.checkpoint)["extra"].get("dataset") or {}
@@ -268,7 +269,7 @@ def _late(before: list[Any], new: list[Any]) -> list[str]:
     ]
 
 
-def _train(journal: Journal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:
+def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainConfig, asked: UpdateArguments) -> Path:
     """Score the rows, train on them, and return the segment that was written."""
     show = asked.progress or quiet
     rows = data.test
@@ -388,7 +389,7 @@ class _Losses:
             )
 
 
-def _result(journal: Journal, segment: Path, notes: list[str], *, new: bool) -> UpdateResult:
+def _result(journal: UpdateJournal, segment: Path, notes: list[str], *, new: bool) -> UpdateResult:
     links = checkpoint.chain(segment)
     manifest = links[-1].manifest
     done = manifest["extra"].get("update", {})
