@@ -74,7 +74,7 @@ _ITEMS_PER_THREAD = 2  # so that no thread ends with a large one
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _PartNumbers:
     """Numbers of all parts, for kernels: T tables, F features by part, and by table; int64."""
 
     features: tuple[np.ndarray, ...]  # start [parts + 1], and [F * 4] column, place, first element, rows of the table
@@ -97,11 +97,11 @@ class _Occurrences(NamedTuple):
     lines: np.ndarray  # [T] of a gradient, to prefetch while rows are found
 
 
-def _occurrences(layout: _Layout, counts: np.ndarray) -> _Occurrences:
+def _occurrences(layout: _PartNumbers, counts: np.ndarray) -> _Occurrences:
     return _Occurrences(counts, int(counts.max()), layout.lines * (layout.lines * counts < _CACHED))
 
 
-def _bag_occurrences(layout: _Layout, offsets: np.ndarray, features: int) -> _Occurrences:
+def _bag_occurrences(layout: _PartNumbers, offsets: np.ndarray, features: int) -> _Occurrences:
     """Count the ids of each table in bags [B * F + 1]."""
     start, columns, *_ = layout.tables
     lengths = np.diff(offsets).reshape(-1, features).sum(0)
@@ -109,7 +109,7 @@ def _bag_occurrences(layout: _Layout, offsets: np.ndarray, features: int) -> _Oc
 
 
 @lru_cache(maxsize=64)
-def _single_occurrences(layout: _Layout, batch: int) -> _Occurrences:
+def _single_occurrences(layout: _PartNumbers, batch: int) -> _Occurrences:
     """Do the same where every bag has one id."""
     return _occurrences(layout, layout.features_of * batch)
 
@@ -143,7 +143,7 @@ class _PartKey(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _layout(groups: tuple[_PartKey, ...], threads: int) -> _Layout:
+def _layout(groups: tuple[_PartKey, ...], threads: int) -> _PartNumbers:
     """Return the numbers of all parts."""
     known = [group.space.by_table for group in groups]
 
@@ -160,7 +160,7 @@ def _layout(groups: tuple[_PartKey, ...], threads: int) -> _Layout:
               for group, table in zip(groups, known, strict=True)]  # fmt: skip
     begins = np.stack([join(each) for each in zip(*memory, strict=True)])
     wide = np.array([group.dim + 16 for group in groups])[part_of]
-    return _Layout(
+    return _PartNumbers(
         (np.cumsum([0, *map(len, columns)]), join(np.stack([
             group.columns, group.places, group.space.bases.numpy() * group.dim + group.memory[0][0],
             group.space.limits.numpy(),
