@@ -31,7 +31,7 @@ from stoker import EmbeddingTables, RowWiseAdagrad, TableConfig
 from stoker.base.device import resident_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_home import PAGE, FileHome, Layout, _sweep
+from stoker.tables.stores.file_home import PAGE, FileHome, PageLayout, _sweep
 from stoker.tables.stores.home import Home, Initial, MemoryHome, tier_bytes
 from stoker.tables.stores.log_home import LogHome
 from stoker.tables.stores.ram_tier import RamTier
@@ -508,7 +508,7 @@ def test_any_history_equals_a_plain_tensor(kind, history):
 @given(rows=st.integers(1, 10**6), row_bytes=st.one_of(st.integers(1, 600), st.integers(1, 70_000)), data=st.data())
 @settings(max_examples=scaled(300), deadline=None)
 def test_records_are_apart_inside_the_file_and_waste_little(rows, row_bytes, data):
-    layout = Layout.of(rows, row_bytes)
+    layout = PageLayout.of(rows, row_bytes)
     assert layout.record - 4 < row_bytes <= layout.record
     assert layout.block % PAGE == 0
     assert layout.per_block * layout.record >= layout.block * 7 // 8

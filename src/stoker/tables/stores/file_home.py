@@ -49,7 +49,7 @@ _REMEDY = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """Records are in blocks of whole pages, and no record is in two blocks.
 
     So a record of up to about 500 bytes is within one page: 15 rows of 260 bytes to a page waste 5 %. Padding to a
@@ -63,7 +63,7 @@ class Layout:
     block: int  # bytes, whole pages
 
     @classmethod
-    def of(cls, num_records: int, num_bytes: int) -> Layout:
+    def of(cls, num_records: int, num_bytes: int) -> PageLayout:
         """Choose the layout for P records of ``num_bytes``."""
         record = num_bytes + -num_bytes % 4
         least = -(-record // PAGE)
@@ -210,8 +210,8 @@ class FileHome(Home):
         self._pool = None
         self._remove()
 
-    def _lay_out(self) -> Layout:
-        return Layout.of(self.num_rows, self.row_bytes)
+    def _lay_out(self) -> PageLayout:
+        return PageLayout.of(self.num_rows, self.row_bytes)
 
     def _where(self, rows: np.ndarray) -> np.ndarray:
         """Return the position of each of ``rows`` [n]."""

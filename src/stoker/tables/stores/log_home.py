@@ -29,7 +29,7 @@ from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
+from stoker.tables.stores.file_home import FileHome, PageLayout, page_aligned
 from stoker.tables.stores.home import Held, Home, Initial
 
 _SEGMENT = 2**20  # bytes; a file of fewer than _SEGMENTS such segments is cut into _SEGMENTS
@@ -88,12 +88,12 @@ class LogHome(FileHome):
     def index_bytes(num_rows: int) -> int:
         return num_rows * _index_type(num_rows).itemsize
 
-    def _lay_out(self) -> Layout:
+    def _lay_out(self) -> PageLayout:
         record = self.row_bytes + -self.row_bytes % 4 + _OWNER
-        one = Layout.of(1, record)
+        one = PageLayout.of(1, record)
         blocks = -(-self.num_rows // one.per_block)
         self._per_segment = one.per_block * max(1, min(_SEGMENT // one.block, blocks // _SEGMENTS))
-        return Layout.of((self._allowed(self.num_rows) + _SPARE) * self._per_segment, record)
+        return PageLayout.of((self._allowed(self.num_rows) + _SPARE) * self._per_segment, record)
 
     def _allowed(self, rows: int) -> int:
         """Return the number of segments that ``rows`` live rows may use."""
@@ -241,7 +241,7 @@ class _Indexed(Held):
         return known
 
 
-def _as_records(buffer: np.ndarray, blocks: int, layout: Layout) -> np.ndarray:
+def _as_records(buffer: np.ndarray, blocks: int, layout: PageLayout) -> np.ndarray:
     """View the records in ``buffer`` as [blocks, records of a block, bytes]."""
     shape, strides = (blocks, layout.per_block, layout.record), (layout.block, layout.record, 1)
     return np.lib.stride_tricks.as_strided(buffer, shape, strides)
