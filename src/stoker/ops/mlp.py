@@ -208,7 +208,7 @@ def _single_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return grad.t() @ x, grad.sum(0)
 
 
-class _MLP(torch.autograd.Function):
+class _MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         layers = len(parameters) // 2
@@ -299,7 +299,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
             x = F.relu(x) if relu_last or layer < len(weights) - 1 else x
         return x
     parameters = [tensor for pair in zip(weights, biases, strict=True) for tensor in pair]
-    result: Tensor = _MLP.apply(x.contiguous(), relu_last, dtype, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _MLPFunction.apply(x.contiguous(), relu_last, dtype, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
