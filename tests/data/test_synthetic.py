@@ -26,7 +26,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
 from stoker.synthetic import logs, writer
 from stoker.synthetic.clicks import ClickLog, IdColumn, Options
-from stoker.synthetic.logs import RECIPES, Part
+from stoker.synthetic.logs import RECIPES, RenderedBlock
 from stoker.synthetic.writer import source_of
 
 TEXT_RECIPES = ("criteo", "avazu", "taobao", "trivago")
@@ -308,7 +308,7 @@ def test_compressed_logs_hold_the_same_text(suffix: str, tmp_path: Path) -> None
 
 
 @cache
-def _small_criteo() -> Callable[[int, int], Part]:
+def _small_criteo() -> Callable[[int, int], RenderedBlock]:
     return source_of("criteo", Options(rows=50_000, drift=0.7, scale=0.01)).files[""][1]
 
 

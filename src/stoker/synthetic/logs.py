@@ -89,7 +89,7 @@ def joined(fields: Sequence[Bytes], separator: str) -> tuple[Bytes, list[int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RenderedBlock:
     """One rendered block of one file."""
 
     block: Bytes | None = None  # lines, see joined
@@ -99,7 +99,7 @@ class Part:
     labels: NDArray | None = None  # None: drawn with the probability of the logit
 
 
-Render = Callable[[int, int], Part]
+Render = Callable[[int, int], RenderedBlock]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,9 @@ class Source:
     spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
 
 
-def _lines(fields: Sequence[Bytes], separator: str, **truth: NDArray) -> Part:
+def _lines(fields: Sequence[Bytes], separator: str, **truth: NDArray) -> RenderedBlock:
     block, starts = joined(fields, separator)
-    return Part(block=block, starts=starts, **truth)
+    return RenderedBlock(block=block, starts=starts, **truth)
 
 
 def _runs(rows: Ints, sizes: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
@@ -150,7 +150,7 @@ def _criteo(options: Options) -> Source:
     log = _click_log(options, ids, numbers, 0.2562)
     keys = [draw.key_of(options.world, column.name, "value") for column in ids]
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         block = log.block(start, stop)
         fields = [whole(block.labels.astype(np.int64))]
         fields += [whole(v, gone) for v, gone in zip(block.numbers, block.number_missing, strict=True)]
@@ -175,7 +175,7 @@ def _avazu(options: Options) -> Source:
     key = draw.key_of(options.seed, "id")
     keys = {name: draw.key_of(options.world, name, "value") for name in ads.HEX}
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         block = log.block(start, stop)
         rows = np.arange(start, stop)
         hours = np.minimum(rows * 240 // max(options.rows, 1), 239)
@@ -219,21 +219,21 @@ def _movielens(options: Options) -> Source:
     def attribute(name: str, parents: Ints) -> Ints:
         return options.belonging(parents, (of_user | of_movie)[name], name, "of")
 
-    def ratings(start: int, stop: int) -> Part:
+    def ratings(start: int, stop: int) -> RenderedBlock:
         block, rows = log.block(start, stop), np.arange(start, stop)
         low, high = 1 + options.integers(rows, 3, "stars"), 4 + options.integers(rows, 2, "stars")
         when = 956_703_932 + rows * 89_000_000 // max(options.rows, 1)
         columns = (1 + block.ids[0], 1 + block.ids[1], np.where(block.labels, high, low), when)
         return _lines([whole(values) for values in columns], "::", logits=block.logits)
 
-    def user_lines(start: int, stop: int) -> Part:
+    def user_lines(start: int, stop: int) -> RenderedBlock:
         user = np.arange(start, stop)
         ages = ("1", "18", "25", "35", "45", "50", "56")
         fields = [whole(1 + user), chosen(("F", "M"), attribute("gender", user))]
         fields += [chosen(ages, attribute("age", user)), whole(attribute("occupation", user))]
         return _lines([*fields, whole(10_000 + attribute("zip", user))], "::")
 
-    def movie_lines(start: int, stop: int) -> Part:
+    def movie_lines(start: int, stop: int) -> RenderedBlock:
         movie = np.arange(start, stop)
         title = [constant("Film ", len(movie)), whole(1 + movie), constant(" (", len(movie))]
         title += [whole(1921 + attribute("year", movie)), constant(")", len(movie))]
@@ -320,7 +320,7 @@ def _trivago(options: Options) -> Source:
     user_of = Sampler(zipf(0.3, max(10, round(options.rows / 22 * options.scale))))
     chooser = _Chooser(options, max(100, round(min(options.rows / 15, 927_000) * options.scale)), 25, 0.08)
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         rows = np.arange(start, stop)
         session, place, size = _runs(rows, _SESSIONS)
         user = user_of(options.uniform(session, "user"))
@@ -372,7 +372,7 @@ _KINDS = ("Hotel", "Hostel", "Motel", "Resort", "Guest House", "Bed & Breakfast"
 _SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 157 properties as in the real file
 
 
-def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
+def _properties(chooser: _Chooser, start: int, stop: int) -> RenderedBlock:
     """Return lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
 
     Items whose popularity ranks have the same power of two prefer the same amenity of each set.
@@ -412,7 +412,7 @@ def _ebnerd(options: Options) -> Source:
         return pa.LargeListArray.from_arrays(pa.array(np.append(0, np.cumsum(lengths)), pa.int64()), values)
 
     def behaviours(first: int) -> Render:
-        def render(start: int, stop: int) -> Part:
+        def render(start: int, stop: int) -> RenderedBlock:
             rows = np.arange(first + start, first + stop)
             user = sampler(options.uniform(rows, "user"))
             shown = chooser(rows, user, 5 + options.integers(rows, _SLOTS - 4, "count"))
@@ -447,11 +447,11 @@ def _ebnerd(options: Options) -> Source:
                 "next_read_time": pa.array(reading + 1),
                 "next_scroll_percentage": pa.array(reading),
             }
-            return Part(table=pa.table(columns), logits=shown.logits(shown.shown))
+            return RenderedBlock(table=pa.table(columns), logits=shown.logits(shown.shown))
 
         return render
 
-    def histories(start: int, stop: int) -> Part:
+    def histories(start: int, stop: int) -> RenderedBlock:
         user = np.arange(start, stop)
         rows = options.rows + 1 + user  # row numbers that no impression uses
         lengths = 1 + options.integers(user, _HISTORY, "history")
@@ -465,7 +465,7 @@ def _ebnerd(options: Options) -> Source:
             "article_id_fixed": lists(lengths, pa.array((1000 + np.hstack(halves)[kept]).astype(np.int32))),
             "read_time_fixed": lists(lengths, pa.array(np.full(len(when), 20, dtype=np.float32))),
         }
-        return Part(table=pa.table(columns))
+        return RenderedBlock(table=pa.table(columns))
 
     return Source(
         example="ebnerd",
@@ -524,7 +524,7 @@ def _taobao(options: Options) -> Source:
     taste = _Taste(options, min(options.rows / 25, 4_162_024))
     categories = max(8, min(9_439, taste.num_items // 100))
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         rows = np.arange(start, stop)
         user, place, size = _runs(rows, _HISTORIES)
         items, best, other = taste.items(rows, user)
@@ -553,7 +553,7 @@ def _online_retail(options: Options) -> Source:
     services = np.array(["POST", "M", "D", "C2"])
     invoices = max(options.rows * len(_INVOICES) // sum(_INVOICES), 1)
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         rows = np.arange(start, stop)
         invoice, _, _ = _runs(rows, _INVOICES)
         customer = customer_of(options.uniform(invoice, "customer"))
@@ -582,7 +582,7 @@ def _online_retail(options: Options) -> Source:
             name: pa.array(values.tolist(), pa.large_string(), mask=empty.get(name)) for name, values in columns.items()
         }
         use = ~(cancelled | unknown | service)
-        return Part(table=pa.table(arrays), **_pairs(best[use], other[use]))
+        return RenderedBlock(table=pa.table(arrays), **_pairs(best[use], other[use]))
 
     return Source(example="online-retail.parquet", files={"": (options.rows, render)}, task=_TAKEN)
 
@@ -596,7 +596,7 @@ def _globo(options: Options) -> Source:
     user_of = Sampler(zipf(0.5, max(10, round(options.rows / 9 * options.scale))))
     attributes = {"environment": 3, "deviceGroup": 4, "os": 8, "country": 11, "region": 28, "referrer_type": 7}
 
-    def render(start: int, stop: int) -> Part:
+    def render(start: int, stop: int) -> RenderedBlock:
         rows = np.arange(start, stop)
         session = rows // 3
         user = user_of(options.uniform(session, "user"))
@@ -608,7 +608,7 @@ def _globo(options: Options) -> Source:
         for name, size in attributes.items():
             columns[f"click_{name}"] = 1 + np.minimum(options.belonging(user, size * 4, name) // 2, size - 1)
         table = pa.table({name: pa.array(values.astype(np.int64)) for name, values in columns.items()})
-        return Part(table=table, **_pairs(best, other))
+        return RenderedBlock(table=table, **_pairs(best, other))
 
     return Source(example="globo.parquet", files={"": (options.rows, render)}, task=_TAKEN)
 

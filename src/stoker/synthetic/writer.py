@@ -29,7 +29,7 @@ from stoker.base.units import format_size, parse_count, parse_setting, parse_sha
 from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
-from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
+from stoker.synthetic.logs import METADATA, RECIPES, RenderedBlock, Source
 from stoker.synthetic.settings import TextSettings
 
 BLOCK = 65_536
@@ -189,12 +189,12 @@ def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | No
 
 
 def _write_file(
-    stack: ExitStack, path: Path, header: str, rows: int, render: Callable[[int, int], Part],
-    spoil: Callable[[Part, int], tuple[Part, int]], meter: TruthMeter, workers: int | None,
+    stack: ExitStack, path: Path, header: str, rows: int, render: Callable[[int, int], RenderedBlock],
+    spoil: Callable[[RenderedBlock, int], tuple[RenderedBlock, int]], meter: TruthMeter, workers: int | None,
 ) -> int:  # fmt: skip
     """Write one file, which appears when ``stack`` closes; return the number of spoiled lines."""
 
-    def make(start: int, stop: int) -> tuple[Any, Part, int]:
+    def make(start: int, stop: int) -> tuple[Any, RenderedBlock, int]:
         part = render(start, stop)
         if part.block is None:
             return part.table, part, 0
@@ -215,7 +215,9 @@ def _write_file(
     return spoiled
 
 
-def _spoil(part: Part, start: int, *, kinds: Mapping[str, int], share: float, seed: int) -> tuple[Part, int]:
+def _spoil(
+    part: RenderedBlock, start: int, *, kinds: Mapping[str, int], share: float, seed: int
+) -> tuple[RenderedBlock, int]:
     """Spoil a share of the lines in place and drop them from the truth; return the block and their number."""
     if not kinds or not share or part.block is None:
         return part, 0
