@@ -28,7 +28,7 @@ _ALIGNED = 32  # examples of a shard: slices of tensors begin where whole ones d
 _MOST = 4096  # examples at once: what they leave behind for backward has its place in the caches
 
 
-class Part(NamedTuple):
+class ThreadResult(NamedTuple):
     """What a thread has computed."""
 
     moved: list[Moved]
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     parameters: Sequence[Tensor | None]  # gradients
 
 
-Compute = Callable[[Sequence[Tensor], Tensor, int], Part]
+Compute = Callable[[Sequence[Tensor], Tensor, int], ThreadResult]
 
 
 def compute_part(
@@ -49,7 +49,7 @@ def compute_part(
     inputs: Sequence[Tensor],
     labels: Tensor,
     shards: int,
-) -> Part:
+) -> ThreadResult:
     """Compute the loss over ``count`` of a node of the tree, and its gradients.
 
     Args:
@@ -74,7 +74,7 @@ def compute_part(
         [loss] = sums_by_shard(lambda each: [(each.sum() / count).float()], shards, losses)
         slopes = torch.sigmoid(x).sub_(labels).div_(count)
         found = torch.autograd.grad(logits, [*wanted, *parameters], slopes, allow_unused=True)
-    return Part(moved, loss, found[: len(wanted)], found[len(wanted) :])
+    return ThreadResult(moved, loss, found[: len(wanted)], found[len(wanted) :])
 
 
 class Together:
