@@ -19,7 +19,7 @@ from stoker.prep.fit.split_rules import SplitFile
 from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import Part, write_part
+from stoker.prep.stages.parts import LogPart, write_part
 from stoker.prep.write.encode import Encoder
 from stoker.rewrite.reorder import read_vocabulary
 
@@ -61,7 +61,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
                 both = [part_before, found[index]]
                 content |= {f"ids.{index}": np.concatenate(both), f"starts.{index}": np.cumsum([0, *map(len, both)])}
             write_part(tables[name], content)
-        part = Part(index=1, file=0, start=n, rows=n, path=Path(folder) / "part")
+        part = LogPart(index=1, file=0, start=n, rows=n, path=Path(folder) / "part")
         write_part(part.path, arrays)
         splits = SplitFile(Path(folder) / "splits")
         splits.path.write_bytes(marks.tobytes())

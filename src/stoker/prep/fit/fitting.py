@@ -20,7 +20,7 @@ from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.parse.notation import notation_of, twins_of
-from stoker.prep.stages.parts import Arrays, Part, atomic_path, is_whole, write_part
+from stoker.prep.stages.parts import Arrays, LogPart, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
 from stoker.rewrite.reorder import write_vocabulary
 
@@ -37,7 +37,7 @@ class _TableStep:
 
     table: str
     layout: Layout
-    parts: list[Part]
+    parts: list[LogPart]
     splits: SplitFile
     work: Path  # file of the ids behind the codes of every part, and of the counts by id
     vocabulary: Path
@@ -142,7 +142,7 @@ class Fitting:
         parts: the finished parts in order.
     """
 
-    def __init__(self, task: Task, parts: Sequence[Part]) -> None:
+    def __init__(self, task: Task, parts: Sequence[LogPart]) -> None:
         self.task, self.parts = task, list(parts)
         self.splits = SplitFile(task.work / "splits")
         self.any_dropped = False  # whether rows were dropped after the tables were fitted
@@ -159,16 +159,16 @@ class Fitting:
         if not self.sizes[:, 0].any() and task.like is None:
             raise no_training_row(task.schema, int(self.sizes.sum()))
 
-    def _write(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
+    def _write(self, part: LogPart, found: npt.NDArray[np.uint8]) -> None:
         self.splits.write(part, found)
         self.sizes[part.index] = np.bincount(np.minimum(found, 3), minlength=4)
 
-    def place_of(self, part: Part, row: int) -> str:
+    def place_of(self, part: LogPart, row: int) -> str:
         """Return the file and number of a row, for messages."""
         start = next(other.start for other in self.parts if other.file == part.file)
         return f"{part.name}: row {part.start - start + row + 1:,}, not counting bad lines,"
 
-    def _check_groups(self, part: Part, found: npt.NDArray[np.uint8]) -> None:
+    def _check_groups(self, part: LogPart, found: npt.NDArray[np.uint8]) -> None:
         """Raise an error if a row of a split has no group."""
         column = self.task.schema.group
         if column is None:
@@ -181,7 +181,7 @@ class Fitting:
                 f"{len(without) - 1:,} more rows near it. Let the split rule drop such rows, or fill the column."
             )
 
-    def drop(self, part: Part, rows: npt.NDArray[np.bool_]) -> None:
+    def drop(self, part: LogPart, rows: npt.NDArray[np.bool_]) -> None:
         """Drop rows from every split."""
         if rows.any():
             self.any_dropped = True
@@ -214,7 +214,7 @@ class Fitting:
         if (done := task.journal.finished("dense")) is not None:
             return [DenseFit(**values) for values in done["fit"]]
 
-        def rows_of(part: Part, look: Callable[[Any, Any], Any]) -> Any:
+        def rows_of(part: LogPart, look: Callable[[Any, Any], Any]) -> Any:
             with part.open() as arrays:
                 return look(raw_columns(arrays, task.layout), self.splits.rows(part, 0))
 

@@ -19,7 +19,7 @@ from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import Part
+from stoker.prep.stages.parts import LogPart
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
@@ -31,20 +31,20 @@ class SplitFile:
 
     path: Path
 
-    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
+    def assign(self, part: LogPart) -> npt.NDArray[np.uint8]:
         """Return [rows]: the split of every row of a part."""
         return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
-    def rows(self, part: Part, split: int) -> npt.NDArray[np.int64]:
+    def rows(self, part: LogPart, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""
         return np.flatnonzero(self.assign(part) == split)
 
-    def train_rows(self, part: Part) -> npt.NDArray[np.bool_] | None:
+    def train_rows(self, part: LogPart) -> npt.NDArray[np.bool_] | None:
         """Return bool [rows]: the training rows of a part; None if there are none."""
         splits = self.assign(part)
         return splits == 0 if splits.min(initial=DROP) == 0 else None
 
-    def write(self, part: Part, splits: npt.NDArray[np.uint8]) -> None:
+    def write(self, part: LogPart, splits: npt.NDArray[np.uint8]) -> None:
         """Write the splits of a part's rows."""
         with self.path.open("r+b") as file:
             file.seek(part.start)
@@ -82,7 +82,7 @@ class Splitter:
         files: names of the source files.
     """
 
-    def __init__(self, schema: Schema, parts: Sequence[Part], files: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, parts: Sequence[LogPart], files: Sequence[str]) -> None:
         self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
         self._files = np.array([part.file for part in self.parts])
@@ -96,14 +96,14 @@ class Splitter:
         elif self.rule.rule in ("leave_last_out", "last_touch"):
             self._fit_users()
 
-    def assign(self, part: Part) -> npt.NDArray[np.uint8]:
+    def assign(self, part: LogPart) -> npt.NDArray[np.uint8]:
         """Return [rows]: the split of every row of a part."""
         kept = self._kept(part)
         result = self._assign(part, kept)
         result[~kept] = DROP
         return result
 
-    def _kept(self, part: Part) -> npt.NDArray[np.bool_]:
+    def _kept(self, part: LogPart) -> npt.NDArray[np.bool_]:
         """Return bool [rows]: the rows that ``negative_keep`` keeps."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
@@ -111,12 +111,12 @@ class Splitter:
         with part.open() as arrays:
             return drawn | ~(arrays["labels"] <= 0.5)  # all positives and rows without label
 
-    def _position(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def _position(self, part: LogPart, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
         position: npt.NDArray[np.int64] = self._before[part.index] + np.cumsum(kept) - kept
         return position
 
-    def _assign(self, part: Part, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    def _assign(self, part: LogPart, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
         rule = self.rule.rule
         if rule == "runs":
             return _halved_runs(self._position(part, kept), self._total, self.rule.runs)
@@ -180,7 +180,7 @@ class Splitter:
             self._find_cuts(lambda: [present], len(present))
 
 
-def number_groups(parts: Sequence[Part], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
+def number_groups(parts: Sequence[LogPart], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
     """Assign numbers to the distinct values of column ``name`` ("user", "group") over all parts.
 
     Returns:
@@ -214,7 +214,7 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
     latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
 
 
-def _shares_of_rows(part: Part, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+def _shares_of_rows(part: LogPart, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Return [rows]: the share into which the hash of each row's number falls; the last share takes the rest."""
     rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
     return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)

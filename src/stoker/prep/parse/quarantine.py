@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_setting, parse_share
 from stoker.prep.parse.frames import BadLine
-from stoker.prep.stages.parts import Part, atomic_path
+from stoker.prep.stages.parts import LogPart, atomic_path
 
 _RULE = "give the label a rule in the schema, such as rule = '> 0'"
 _EARLY = 1_000_000  # from this many lines on, the share is checked while reading
@@ -74,13 +74,13 @@ def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
             file.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
 
 
-def _read(part: Part) -> Iterator[BadLine]:
+def _read(part: LogPart) -> Iterator[BadLine]:
     if part.bad:
         with part.bad_path.open(encoding="utf-8") as lines:
             yield from (BadLine(**json.loads(line)) for line in lines)
 
 
-def collect_quarantine(path: Path, parts: Iterable[Part]) -> int:
+def collect_quarantine(path: Path, parts: Iterable[LogPart]) -> int:
     """Write the bad lines of all parts to ``quarantine.jsonl``; return how many there are."""
     total = 0
     with atomic_file(path) as file:
@@ -150,9 +150,9 @@ class BadLineLimit:
         self.lines = self.bad = self.labels = 0
         self.first = ""
         self.broken: list[str] = []  # a message for each file that breaks off
-        self._parts: list[Part] = []  # the parts with bad lines
+        self._parts: list[LogPart] = []  # the parts with bad lines
 
-    def add(self, part: Part) -> None:
+    def add(self, part: LogPart) -> None:
         """Count the next part.
 
         Raises:
@@ -166,7 +166,7 @@ class BadLineLimit:
         if self.lines >= _EARLY:
             self.check()
 
-    def _add_bad(self, part: Part) -> None:
+    def _add_bad(self, part: LogPart) -> None:
         lines = list(_read(part))
         labels = [line for line in lines if line.label]
         self.labels += len(labels)

@@ -50,7 +50,7 @@ from stoker.prep.rows.negatives import NegativeSampler, item_hash
 from stoker.prep.rows.raw_rows import Rows, derivation, ingest, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import Part, atomic_path, checksum, sibling, write_part, write_rows
+from stoker.prep.stages.parts import LogPart, atomic_path, checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 dropped; UInt8
@@ -62,7 +62,7 @@ _PREFERRED = ("string", "int", "hex", "float")  # if a raw column is read as sev
 
 def featured_rows(task: Task) -> Rows:
     """Read the rows of a schema with features into parts; ``Rows.fitted_tables`` has the fitted tables."""
-    raw: list[Part] = []
+    raw: list[LogPart] = []
     parts = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
     if not any(part.rows for part in parts):
         raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
@@ -74,7 +74,7 @@ def featured_rows(task: Task) -> Rows:
     return Rows(blocks=_parts(task, filled, passes), raw=raw, fitted_tables=passes.stored)
 
 
-def _lines(task: Task, raw: list[Part]) -> list[Part]:
+def _lines(task: Task, raw: list[LogPart]) -> list[LogPart]:
     """Read the rows of the raw files, block by block; return the parts of their keys."""
     _repeat_broken_steps(task)
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
@@ -109,7 +109,7 @@ def _kept_types(source: Source) -> dict[str, pl.DataType]:
     return {item.column: there[item.column] for item in fields if item.column in there}
 
 
-def _derived(task: Task, raw: list[Part]) -> list[Part]:
+def _derived(task: Task, raw: list[LogPart]) -> list[LogPart]:
     """Read the rows that the recipe derives, a slice at a time."""
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
@@ -134,14 +134,14 @@ def _derived(task: Task, raw: list[Part]) -> list[Part]:
             )
         return file, write_rows(file, made, keys), False
 
-    parts: list[Part] = []
+    parts: list[LogPart] = []
     begin, count = 0, pl.scan_parquet(derived).select(pl.len()).collect().item()
     for file, record, reused in ordered_map(work, range(0, count, _SLICE), task.threads):
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
         made = int(record["made"])
-        parts.append(Part(index=len(parts), file=0, name=name, start=begin, rows=made, path=sibling(file)))
+        parts.append(LogPart(index=len(parts), file=0, name=name, start=begin, rows=made, path=sibling(file)))
         begin += made
     return parts
 
@@ -155,7 +155,7 @@ def _repeat_broken_steps(task: Task) -> None:
                 del task.journal.done[step]
 
 
-def _keys(task: Task, parts: Sequence[Part]) -> Path:
+def _keys(task: Task, parts: Sequence[LogPart]) -> Path:
     """Write number, label, split and, if there is one, time of every row to a file; return its path."""
     path = task.work / "keys.arrow"
     if task.journal.finished("keys", path) is not None:
@@ -198,7 +198,7 @@ class FeaturePasses:
     new dataset stores the state after the new rows.
     """
 
-    def __init__(self, task: Task, parts: Sequence[Part], keys: Path) -> None:
+    def __init__(self, task: Task, parts: Sequence[LogPart], keys: Path) -> None:
         self.task, self.sizes = task, [part.rows for part in parts]
         self._rows, self._starts = [part.rows_path for part in parts], [0, *accumulate(self.sizes)]
         self.stored: dict[str, StoredTable] = {}
@@ -283,7 +283,7 @@ def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
             writer.close()
 
 
-def _parts(task: Task, rows: Sequence[Part], passes: FeaturePasses) -> list[Part]:
+def _parts(task: Task, rows: Sequence[LogPart], passes: FeaturePasses) -> list[LogPart]:
     """Join all columns and write them as parts."""
     folder = task.work / "parts"
     folder.mkdir(exist_ok=True)
@@ -302,7 +302,7 @@ def _parts(task: Task, rows: Sequence[Part], passes: FeaturePasses) -> list[Part
         sampler = NegativeSampler(task.negatives, copied, SPLIT, read)
     done_rows = 0
 
-    def work(job: tuple[int, Part]) -> tuple[Part, Path, dict[str, Any], bool]:
+    def work(job: tuple[int, LogPart]) -> tuple[LogPart, Path, dict[str, Any], bool]:
         number, part = job
         path = folder / f"{part.index:06d}.part"
         if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
@@ -316,7 +316,7 @@ def _parts(task: Task, rows: Sequence[Part], passes: FeaturePasses) -> list[Part
             raise DataError(f"{place}: {block.bad[0].reason}. Fix the input, or the feature that makes the column.")
         return part, path, write_part(path, task.layout.arrays(block, part.name)), False
 
-    blocks: list[Part] = []
+    blocks: list[LogPart] = []
     for part, path, record, reused in ordered_map(work, enumerate(rows), task.threads):
         if not reused:
             task.journal.add(f"parts/{path.stem}", record)

@@ -29,7 +29,7 @@ from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
 from stoker.prep.parse.sources import FRAME, source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import Part, atomic_path, checksum, is_whole, write_part
+from stoker.prep.stages.parts import LogPart, atomic_path, checksum, is_whole, write_part
 from stoker.prep.stages.task import Progress, Task
 
 
@@ -37,8 +37,8 @@ from stoker.prep.stages.task import Progress, Task
 class Rows:
     """Parts with the rows to prepare, and the parts of the user's files, for counts and quarantine."""
 
-    blocks: list[Part]
-    raw: list[Part] = field(default_factory=list)
+    blocks: list[LogPart]
+    raw: list[LogPart] = field(default_factory=list)
     fitted_tables: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
 
 
@@ -48,7 +48,7 @@ def read_rows(task: Task) -> Rows:
     if task.recipe.derive is None:
         blocks = ingest(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
         return Rows(blocks=blocks, raw=blocks)
-    raw: list[Part] = []
+    raw: list[LogPart] = []
     made = Source(
         number=0, path=write_derived(task, derivation(task, raw)), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
@@ -79,7 +79,7 @@ class _PartSink:
         return write_part(path, self.layout.arrays(block, file))
 
 
-def derivation(task: Task, raw: list[Part]) -> pl.LazyFrame:
+def derivation(task: Task, raw: list[LogPart]) -> pl.LazyFrame:
     """Check and type the raw lines of every input, add their parts to ``raw``, and return the rows of the recipe."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
@@ -138,7 +138,7 @@ def _is_parquet(path: Path, raw: RawInput) -> bool:
 
 
 def _raw_frame(
-    task: Task, done: list[Part], name: str, raw: RawInput, paths: Sequence[Path], total: int
+    task: Task, done: list[LogPart], name: str, raw: RawInput, paths: Sequence[Path], total: int
 ) -> pl.LazyFrame:
     """Return one input of a recipe; ``total``: bytes of all text inputs."""
     optional = {*raw.labels, task.schema.label.column} & raw.columns.keys() if task.like is not None else set()
@@ -243,7 +243,7 @@ def ingest(
     *,
     stage: str = "read",
     total: int | None = None,
-) -> list[Part]:
+) -> list[LogPart]:
     """Write every block of every source as a part, a file ``name``/... of the work directory.
 
     Args:
@@ -273,12 +273,12 @@ def ingest(
                 path = directory / f"{stem}{sink.suffix}"
                 yield _BlockStep(name=f"{name}/{stem}", source=source, path=path, size=size, read=read, sink=sink)
 
-    parts: list[Part] = []
+    parts: list[LogPart] = []
     start, lines = 0, Counter[int]()
     # Threads that wait for Polars are idle, but more threads would need more memory for their frames.
     for step, record in task.run(steps(), executor=task.executor if sink.anywhere else None):
         source = step.source
-        part = Part(
+        part = LogPart(
             path=step.path, index=len(parts), file=source.number, name=source.name, start=start,
             lines_before=lines[source.number], **{key: record[key] for key in ("rows", "lines", "bad", "broken")},
         )  # fmt: skip

@@ -86,7 +86,7 @@ def checksum(path: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LogPart:
     """A finished block: the file of its rows, and the position of its rows and lines in the log."""
 
     path: Path

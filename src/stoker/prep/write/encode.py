@@ -17,10 +17,10 @@ from stoker.prep.fit.fitting import count_codes
 from stoker.prep.fit.split_rules import SplitFile
 from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import Arrays, Part, open_part
+from stoker.prep.stages.parts import Arrays, LogPart, open_part
 
 Array = npt.NDArray[Any]
-Slice = tuple[Part, int, int]  # rows [begin, end) of one part's rows in a split
+Slice = tuple[LogPart, int, int]  # rows [begin, end) of one part's rows in a split
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Encoder:
                     found[index] = arrays[f"ids.{index}"], np.array(arrays[f"starts.{index}"])
         return found
 
-    def _ids_of(self, part: Part, index: int, codes: Array) -> Array:
+    def _ids_of(self, part: LogPart, index: int, codes: Array) -> Array:
         """Return the ids behind the codes of a feature in a part; with hash buckets, codes are ids."""
         if index not in self._ids:
             return codes
@@ -55,7 +55,7 @@ class Encoder:
         found: Array = ids[starts[part.index] : starts[part.index + 1]][codes]
         return found
 
-    def without_ids(self, part: Part, place_of: Callable[[Part, int], str]) -> npt.NDArray[np.bool_]:
+    def without_ids(self, part: LogPart, place_of: Callable[[LogPart, int], str]) -> npt.NDArray[np.bool_]:
         """Return bool [rows]: rows in which a column with oov="drop" has a value without id.
 
         ``place_of`` returns the file and number of a row, for the error.
@@ -82,7 +82,7 @@ class Encoder:
                     )
         return drop
 
-    def counts(self, parts: Sequence[Part]) -> dict[str, npt.NDArray[np.int64]]:
+    def counts(self, parts: Sequence[LogPart]) -> dict[str, npt.NDArray[np.int64]]:
         """Return the training occurrences by id of every table; if ``parts`` are given, count again in them."""
         counts = {}
         growing = {column.table_name for column in self.layout.features if column.oov == "grow"}
@@ -129,7 +129,7 @@ class Encoder:
             "unknown": [zeros.tolist(), total.tolist()],
         }
 
-    def _tensors(self, part: Part, rows: Array, zeros: Array, ids: Array) -> dict[str, Array]:
+    def _tensors(self, part: LogPart, rows: Array, zeros: Array, ids: Array) -> dict[str, Array]:
         """Return the tensors of some rows of a part; add the number of ids that are 0 by feature to ``zeros``.
 
         Without sequences, the ids are written to ``ids`` [rows, F].
@@ -150,7 +150,7 @@ class Encoder:
                     zeros[index] += len(found) - np.count_nonzero(found)
         return out
 
-    def _bags(self, arrays: Arrays, part: Part, rows: Array, zeros: Array) -> dict[str, Array]:
+    def _bags(self, arrays: Arrays, part: LogPart, rows: Array, zeros: Array) -> dict[str, Array]:
         """Return the ids of some rows, bag by bag, and the length of each bag."""
         lengths = np.ones((len(rows), len(self.layout.features)), np.int32)
         begins = {index: _offsets(arrays[f"counts.{index}"]) for index in self.layout.sequences}
