@@ -15,7 +15,7 @@ from stoker.ops.distinct import to_slots
 from stoker.tables.slots import sharded, sharded_kernels
 from stoker.tables.slots.fast_residency import ADDRESS, USE, FastResidency
 from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
-from stoker.tables.slots.sharded import Parts, ShardedResidency, count_shards, join
+from stoker.tables.slots.sharded import RowsByShard, ShardedResidency, count_shards, join
 from stoker.tables.slots.slotted import make_residency
 
 
@@ -406,7 +406,7 @@ def test_every_row_is_a_block_of_one_shard(tables, shards):
     if not first[-1]:
         return
     rows = np.random.default_rng(len(tables)).permutation(first[-1])
-    parts, fast = Parts(*divide(rows, shards)), sharded_kernels.divide(rows, shards)
+    parts, fast = RowsByShard(*divide(rows, shards)), sharded_kernels.divide(rows, shards)
     assert all(np.array_equal(a, b) for a, b in zip(parts, fast, strict=True))
     made = ShardedResidency(first, max(1, first[-1] // 2), transient=False, shards=shards)
     for shard in range(shards):
@@ -440,7 +440,7 @@ def test_shards_plan_a_batch_without_rows(fast):
 
 @pytest.mark.parametrize("step", [1, 2, 8, 64, 1000, 2**20])
 def test_regular_ids_are_spread_over_all_shards(step):
-    parts = Parts(*divide(np.arange(8000, dtype=np.int64) * step + 3, 8))
+    parts = RowsByShard(*divide(np.arange(8000, dtype=np.int64) * step + 3, 8))
     sizes = np.diff(parts.begins)
     assert sizes.min() > 800
     assert sizes.max() < 1200

@@ -44,7 +44,7 @@ def count_shards(slots: int, rows: int, cores: int | None = None) -> int:
     return 1 << (min(most, max(1, slots // _LEAST_SLOTS)).bit_length() - 1)
 
 
-class Parts(NamedTuple):
+class RowsByShard(NamedTuple):
     """The rows of a batch, shard by shard."""
 
     blocks: Ints  # [U] their blocks
@@ -88,7 +88,7 @@ class ShardedResidency:
             FastResidency(first, int(count), transient=transient)
             for first, count in zip(firsts, np.diff(self._first_slot), strict=True)
         ]
-        self._window: deque[Parts] = deque()
+        self._window: deque[RowsByShard] = deque()
 
     def _each(self, work: Callable[[int, Residency], Any]) -> list[Any]:
         """Return what ``work`` returns for each shard, on three of four threads: others find distinct rows."""
@@ -115,7 +115,7 @@ class ShardedResidency:
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
         """Record that another batch will use the distinct addresses ``rows`` [U], as :meth:`Residency.announce`."""
         check_hints(rows, upcoming)
-        parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
+        parts = RowsByShard(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         hints = None if upcoming is None else np.ascontiguousarray(upcoming)[parts.order]
 
         def enter(number: int, shard: Residency) -> None:
@@ -134,10 +134,10 @@ class ShardedResidency:
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
         """Give slots to a batch that was not announced, before those that were."""
-        parts = Parts(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
+        parts = RowsByShard(*self._divide(np.ascontiguousarray(rows, np.int64), len(self.shards)))
         return self._plan(parts, Residency.plan_now)
 
-    def _plan(self, parts: Parts, of: Callable[[Residency, Ints], SlotPlan | None]) -> SlotPlan | None:
+    def _plan(self, parts: RowsByShard, of: Callable[[Residency, Ints], SlotPlan | None]) -> SlotPlan | None:
         total, begins = len(self.shards), parts.begins.tolist()
         own = [parts.blocks[begin:end] for begin, end in pairwise(begins)]
         sure = all(len(blocks) <= shard.free for blocks, shard in zip(own, self.shards, strict=True))

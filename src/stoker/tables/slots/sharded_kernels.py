@@ -64,7 +64,7 @@ def _pick(slots, start, stop, found):
 
 
 def divide(rows: Ints, shards: int) -> tuple[Ints, Places, Ints]:
-    """Return the rows of a batch by shard: :class:`stoker.tables.slots.sharded.Parts`."""
+    """Return the rows of a batch by shard: :class:`stoker.tables.slots.sharded.RowsByShard`."""
     blocks, order = np.empty_like(rows), np.empty(len(rows), np.int32)
     begins = np.zeros(shards + 1, np.int64)
     _divide(rows, shards.bit_length() - 1, blocks, order, begins)
