@@ -160,14 +160,14 @@ def plan(
     if settings.strategy == "mapped":
         return mapped("")
 
-    def placed(limit: int) -> _Placed:
+    def placed(limit: int) -> _TriedPlaces:
         needs.check(tables, limit, batch_size)
         resident, slots = _divide(tables, limit, needs, work)
         rest = [table for table in tables if table not in resident]
         first = Division(strategy=Cached, resident=resident, rest=rest, slots=slots)
         in_memory = store_class(store_of(first)[0]).in_memory
         division, moved, choice = weigh(first, work, limit, needs.largest_slots, profile, in_memory=in_memory)
-        return _Placed(division, moved, choice, *store_of(division))
+        return _TriedPlaces(division, moved, choice, *store_of(division))
 
     def store_of(division: Division) -> tuple[str, float, str]:
         homes = sum(needs.bytes(table) for table in division.rest)
@@ -273,7 +273,7 @@ def _uses(
     return found
 
 
-class _Placed(NamedTuple):
+class _TriedPlaces(NamedTuple):
     """The places of tables within a budget, and the reasons."""
 
     division: Division
@@ -497,7 +497,7 @@ def _map(
 
 
 def _tiers(
-    kinds: Mapping[Kind, Sequence[TableConfig]], room: float, found: _Placed, settings: MemoryBudget, needs: _Needs
+    kinds: Mapping[Kind, Sequence[TableConfig]], room: float, found: _TriedPlaces, settings: MemoryBudget, needs: _Needs
 ) -> dict[Kind, int | None]:
     """Return the bytes of the RAM tier of each kind; None for a store that needs none, if there are a few blocks only.
 
