@@ -22,7 +22,7 @@ from stoker.training.files import loading
 from stoker.training.files.logs import Logger
 from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_dataset, own_dataset
 from stoker.training.notes import ending, leak_hint
-from stoker.training.progress import Progress, TrainState
+from stoker.training.progress import LoopState, TrainState
 from stoker.training.ranks.run import open_run_directory
 from stoker.training.ranks.start import check_run, with_shards
 from stoker.training.replica import Replica
@@ -247,7 +247,7 @@ def lengths_of(run: RunDirectory, epoch: int) -> list[int]:
 
 def restore(
     run: RunDirectory, data: Dataset, replica: Replica, stream: BatchStream | HotColdStream, shown: Display
-) -> Progress:
+) -> LoopState:
     """Load the newest whole checkpoint into ``replica`` and ``stream``; without any checkpoint, start over.
 
     Raises:
@@ -260,7 +260,7 @@ def restore(
         if problems:
             raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {' '.join(problems)} {LOST}")
         shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
-        return Progress()
+        return LoopState()
     for problem in problems:
         shown.note(f"warning: {problem} Its steps are trained again.")
     manifest = run.manifest(newest)
@@ -272,7 +272,7 @@ def restore(
         if step > loaded.step:  # damaged, else it would be the newest whole one
             aside = run.set_aside(step)
             shown.note(f"the damaged checkpoint is kept as {aside}; delete it when you do not need it")
-    progress = Progress(**loaded.manifest["extra"]["progress"])
+    progress = LoopState(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
         progress.best = next(iter(run.evaluated(config.metric)), None)
     run.prune(config.keep_last, progress.best_step)  # a killed run may not have done it

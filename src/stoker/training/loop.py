@@ -33,7 +33,7 @@ from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
 from stoker.training.notes import chosen, explain, facts, stretched, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
-from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, StopSignals, TrainState, movement
+from stoker.training.progress import Diverged, Interrupted, LoopState, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
 from stoker.training.ranks.run import open_run_directory, unshared
 from stoker.training.ranks.start import find_ranks, same_ranks, together
@@ -138,7 +138,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         values["batch_size_chosen"] = vars(choice)
     if resume is None:
         on_first(ranks, "make the run directory", lambda: RunDirectory.create(run.path, values))
-    progress, lengths = Progress(), [total]
+    progress, lengths = LoopState(), [total]
     screen = Display() if not first else make_display(display) if isinstance(display, str) else display
     with screen as shown, run.locked():
         if resume is not None:

@@ -18,7 +18,7 @@ from stoker.placement.placement import Placement
 from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import rows_bytes
-from stoker.training.progress import Progress
+from stoker.training.progress import LoopState
 from stoker.training.scheduled import HotColdStream
 from stoker.training.scores.metrics import StreamingMetrics, deciding
 from stoker.training.step_time import BatchChoice
@@ -120,7 +120,7 @@ def undefined(metric: str) -> str:
     return f"all validation labels are the same: without {name}, log loss says what is best"
 
 
-def ending(progress: Progress, config: TrainConfig, total: int, *, trained: bool) -> str | None:
+def ending(progress: LoopState, config: TrainConfig, total: int, *, trained: bool) -> str | None:
     """Return a note on the end of training: stopped early, or nothing was left to do; None: neither."""
     if progress.step < total:
         name = deciding({} if progress.latest is None else progress.latest["valid"], config.metric).replace("_", " ")

@@ -38,7 +38,7 @@ _SECONDS = "seconds."  # prefix of a stage's name in the result of :func:`moved`
 
 
 @dataclass
-class Progress:
+class LoopState:
     """The loop's own state in a checkpoint."""
 
     step: int = 0
@@ -255,7 +255,7 @@ class TrainState:
     log: RunLog  # metrics.jsonl and loggers
     shown: Display  # the screen
     upload: Upload  # to the run's URL, if it has one
-    progress: Progress  # counters, running loss, best evaluation
+    progress: LoopState  # counters, running loss, best evaluation
     timer: SaveTimer
     totals: StageTotals = field(default_factory=StageTotals)  # seconds of each stage
     stop: StopSignals = field(default_factory=StopSignals)
