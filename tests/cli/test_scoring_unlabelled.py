@@ -15,7 +15,7 @@ from calling import SMALL, call, output
 import stoker
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 
 ROWS, NEW = 3000, 500
 SCHEMA = """
@@ -227,7 +227,7 @@ def test_an_interrupted_preparation_goes_on_with_the_same_counts(place: Path, tm
     given: dict[str, Any] = {"like": place / "data", "threads": 1, "block_bytes": 2000}
     run_prepare(None, tmp_path / "new.csv", out=tmp_path / "whole", **given)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: StageProgress) -> None:
         if progress.stage == "write":
             raise KeyboardInterrupt
 

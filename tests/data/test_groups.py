@@ -17,7 +17,7 @@ import stoker
 from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.cli import app
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 
 SCHEMA = Schema(
@@ -145,7 +145,7 @@ def test_an_empty_group_is_a_bad_line(tmp_path: Path) -> None:
 def test_interrupted_preparations_end_with_the_same_bytes(log: Path, tmp_path: Path) -> None:
     whole = stoker.prepare(SCHEMA, log, out=tmp_path / "a")
 
-    def stop(at: Progress) -> None:
+    def stop(at: StageProgress) -> None:
         if at.stage == "write" and at.done > at.total // 2:
             raise KeyboardInterrupt
 

@@ -22,7 +22,7 @@ from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.summary import describe_dataset
 from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 
@@ -226,7 +226,7 @@ def test_an_interrupted_run_goes_on_by_the_same_rule(tmp_path: Path) -> None:
     texts = ["2017-03-07T10:15:00.5", "2017-03-07", "20170308", "10/09/2017", "2017-03-07 09:00", "20170306"] * 4
     raw, read_so_far = log(tmp_path / "log.csv", texts), []
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: StageProgress) -> None:
         read_so_far.append(progress.done)
         if len(read_so_far) == 5:
             raise KeyboardInterrupt

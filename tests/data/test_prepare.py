@@ -26,7 +26,7 @@ from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.base.files import hash_file
 from stoker.cli.options import message_of
 from stoker.prep.parse.layout import Layout
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.ads import CATEGORICAL, COLUMNS, DENSE, criteo
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
@@ -260,7 +260,7 @@ def test_files_of_a_pattern_are_read_in_the_order_of_their_numbers(
 
 @pytest.mark.parametrize("recipe", ["movielens", "trivago", "criteo"])
 def test_progress_never_falls_within_a_stage(tmp_path: Path, recipe: str) -> None:
-    seen: dict[str, list[Progress]] = {}
+    seen: dict[str, list[StageProgress]] = {}
     raw = generated(tmp_path, recipe, 3000)
     stoker.prepare(recipe, raw, out=tmp_path / "out", progress=lambda one: seen.setdefault(one.stage, []).append(one))
     assert {"read", "fit", "write"} <= seen.keys()
@@ -750,7 +750,7 @@ def test_two_runs_into_one_directory(tmp_path: Path) -> None:
 
 _MEASURE = """
 import resource, sys
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import run_prepare
 run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=2**20, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

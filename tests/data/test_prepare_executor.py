@@ -29,7 +29,7 @@ from stoker.base.ordered import ordered_map
 from stoker.prep.parse.frames import BadLine, Field, frame_block
 from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.quarantine import write_bad_lines
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.rows.raw_rows import _RawSink
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
@@ -283,7 +283,7 @@ def test_an_executor_that_is_shut_down(tmp_path: Path) -> None:
     raw = write_log(tmp_path / "log.csv", 1500)
     executor = ThreadPoolExecutor(1)
 
-    def stop(_: Progress) -> None:
+    def stop(_: StageProgress) -> None:
         executor.shutdown(wait=False)
 
     with pytest.raises(DataError, match=r"the executor.* ended .*after shutdown.*parts are kept"):
@@ -308,7 +308,7 @@ def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_stopped_run_goes_on(tmp_path: Path, stage: str) -> None:
     raw = write_log(tmp_path / "log.csv", 1500)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: StageProgress) -> None:
         if progress.stage == stage:
             raise KeyboardInterrupt
 

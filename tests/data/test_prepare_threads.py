@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prepared import digests
 
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
 THREADS = ("stoker-prepare", "stoker-dense", "stoker-groups")
@@ -27,7 +27,7 @@ def test_none_works_on_after_an_error(tmp_path: Path, stage: str) -> None:
     lines = [f"{n % 2},u{n % 7},{n % 90},{n},{'tu' if n % 5 == 0 else 'mo'}" for n in range(3000)]
     raw.write_text("\n".join(["label,user,item,price,day", *lines]) + "\n")
 
-    def report(progress: Progress) -> None:
+    def report(progress: StageProgress) -> None:
         if progress.stage == stage:
             raise RuntimeError(stage)
 

@@ -23,7 +23,7 @@ from processes import context, start_process
 import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.dataset.dataset import Dataset
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.rewrite.classified import hot_limits, hot_mask
 from stoker.rewrite.id_order import (
@@ -410,7 +410,7 @@ def test_every_value_keeps_its_examples_and_its_count(tmp_path: Path) -> None:
 
 def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None:
     log().write_parquet(tmp_path / "log.parquet")
-    told: list[Progress] = []
+    told: list[StageProgress] = []
     report = run_prepare(LOG, tmp_path / "log.parquet", out=tmp_path / "once", reorder=SMALL, progress=told.append)
     assert report.path == tmp_path / "once"
     assert [name for name in dict.fromkeys(p.stage for p in told)][-3:] == ["look", "order", "replace"]

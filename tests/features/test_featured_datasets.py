@@ -22,7 +22,7 @@ from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.prep.features import execute
-from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.prepare import StageProgress, run_prepare
 from stoker.prep.rows import featured
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 
@@ -185,7 +185,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "whole", **given)
     reported = 0
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: StageProgress) -> None:
         nonlocal reported
         reported += 1
         if reported == steps:

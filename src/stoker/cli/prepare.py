@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stoker.prep.prepare import PrepareReport
     from stoker.prep.recipe import Recipe
     from stoker.prep.schema import Schema
-    from stoker.prep.stages.task import Progress
+    from stoker.prep.stages.task import StageProgress
 
 _STAGES = {
     "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
@@ -241,7 +241,7 @@ def _prepare(
             Bars(quiet=quiet, keep=True) as bars,
         ):
 
-            def show(progress: Progress) -> None:
+            def show(progress: StageProgress) -> None:
                 bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
 
             return run_prepare(chosen, inputs, out=folder, progress=show, **given)

@@ -35,7 +35,7 @@ from stoker.prep.inputs import Inputs, files_of
 from stoker.prep.like import times_of
 from stoker.prep.parse.sources import expand
 from stoker.prep.prepare import PrepareReport, run_prepare
-from stoker.prep.stages.task import Progress as Stage
+from stoker.prep.stages.task import StageProgress
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.checkpoint import Link
@@ -182,7 +182,7 @@ def prepare_rows(
     """
     show = asked.progress or quiet
 
-    def progress(stage: Stage) -> None:
+    def progress(stage: StageProgress) -> None:
         show("preparing new rows", stage.done, stage.total)
 
     like = _before(journal, order, asked)

@@ -51,7 +51,7 @@ from stoker.prep.rows.first_look import check_notation, fitted_to, with_one_time
 from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.settings import PrepareSettings
-from stoker.prep.stages.task import Progress, Task
+from stoker.prep.stages.task import StageProgress, Task
 from stoker.prep.write.publish import publish, warnings_of
 from stoker.rewrite.id_order import Reordering
 
@@ -89,7 +89,7 @@ class Preparation(PrepareSettings):
     grow: bool = False
     overwrite: bool = False
     executor: Executor | None = None
-    progress: Callable[[Progress], None] | None = None
+    progress: Callable[[StageProgress], None] | None = None
     block_bytes: int = BLOCK_BYTES  # of text to read at a time
     if TYPE_CHECKING:
         split: SplitRule | str | None = None  # type: ignore[assignment]
@@ -299,7 +299,7 @@ def _build_reordered(
 
     def show(what: str, done: int, total: int) -> None:
         stage, unit = _REORDERING[what]
-        task.report(Progress(stage=stage, done=done, total=total, unit=unit))
+        task.report(StageProgress(stage=stage, done=done, total=total, unit=unit))
 
     _refuse_inside(target, task.files)
     check_out(target, overwrite=settings.overwrite)

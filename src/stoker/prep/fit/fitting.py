@@ -21,7 +21,7 @@ from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.parse.notation import notation_of, twins_of
 from stoker.prep.stages.parts import Arrays, LogPart, atomic_path, is_whole, write_part
-from stoker.prep.stages.task import Progress, Task
+from stoker.prep.stages.task import StageProgress, Task
 from stoker.rewrite.reorder import write_vocabulary
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Fitting:
         executor = task.executor if task.like is None else None  # only this process has the dataset of ``like``
         for step, record in task.run(steps, executor=executor, ahead=len(steps)):
             self.tables[step.table] = record
-            task.report(Progress(stage="fit", done=len(self.tables), total=len(names), unit="steps"))
+            task.report(StageProgress(stage="fit", done=len(self.tables), total=len(names), unit="steps"))
         self.dense = self._fit_dense()
 
     def _fit_dense(self) -> list[DenseFit]:

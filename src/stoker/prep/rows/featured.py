@@ -51,7 +51,7 @@ from stoker.prep.rows.raw_rows import Rows, derivation, ingest, sources_of, writ
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
 from stoker.prep.stages.parts import LogPart, atomic_path, checksum, sibling, write_part, write_rows
-from stoker.prep.stages.task import KEPT, Progress, Task
+from stoker.prep.stages.task import KEPT, StageProgress, Task
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 dropped; UInt8
 TIME = "__time"  # Int64, as in the keys of the rows
@@ -210,7 +210,7 @@ class FeaturePasses:
         """Compute all features; ``stored`` then has the fitted tables."""
         runs = runs_of(self.task.schema.feature)
         for number, features in enumerate(runs):
-            self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
+            self.task.report(StageProgress(stage="features", done=number, total=len(runs), unit="steps"))
             path = self._folder / f"{number:03d}.arrow"
             stored = self._finished(number, path)
             if stored is None:
@@ -225,7 +225,7 @@ class FeaturePasses:
             self.stored |= stored
             self._files.append(path)
             give_back_memory()
-        self.task.report(Progress(stage="features", done=len(runs), total=len(runs), unit="steps"))
+        self.task.report(StageProgress(stage="features", done=len(runs), total=len(runs), unit="steps"))
 
     def _executor(self) -> Executor:
         like, threads, train = self.task.like, self.task.threads, pl.col(SPLIT) == SPLIT_CODES["train"]
@@ -322,7 +322,7 @@ def _parts(task: Task, rows: Sequence[LogPart], passes: FeaturePasses) -> list[L
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused
         done_rows += part.rows
-        task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
+        task.report(StageProgress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
         blocks.append(replace(part, path=path, index=len(blocks)))
         if sampler is not None:
             with blocks[-1].open() as arrays:

@@ -30,7 +30,7 @@ from stoker.prep.parse.sources import FRAME, source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import LogPart, atomic_path, checksum, is_whole, write_part
-from stoker.prep.stages.task import Progress, Task
+from stoker.prep.stages.task import StageProgress, Task
 
 
 @dataclass(kw_only=True)
@@ -118,7 +118,7 @@ def explained(task: Task) -> Iterator[None]:
 def write_derived(task: Task, rows: pl.LazyFrame) -> Path:
     """Write the rows of the recipe to a file."""
     path = task.work / "derived.parquet"
-    task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
+    task.report(StageProgress(stage="derive", done=0, total=1, unit="steps"))
     if task.journal.finished("derived", path) is None:
         for step in [step for step in task.journal.done if step.startswith("rows/")]:
             del task.journal.done[step]  # from an earlier derivation, whose rows may be in another order
@@ -129,7 +129,7 @@ def write_derived(task: Task, rows: pl.LazyFrame) -> Path:
         task.journal.add("derived", checksum(path))
     else:
         task.reused += 1
-    task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
+    task.report(StageProgress(stage="derive", done=1, total=1, unit="steps"))
     return path
 
 
@@ -287,7 +287,7 @@ def ingest(
         start += part.rows
         lines[source.number] += part.lines
         task.read[stage] += step.size
-        task.report(Progress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
+        task.report(StageProgress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
     if not start:
         which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
         reason = f" {which}: {limit.first}." if limit.bad else ""

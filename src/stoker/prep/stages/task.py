@@ -38,7 +38,7 @@ _OURS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class StageProgress:
     """The argument of the ``progress`` callback: a stage and how much of it is done, which never decreases."""
 
     stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
@@ -83,7 +83,7 @@ class Task:
     out: Path
     limit: BadLineLimit
     threads: int
-    report: Callable[[Progress], None]
+    report: Callable[[StageProgress], None]
     block_bytes: int = BLOCK_BYTES
     executor: Executor | None = None  # does the steps; None: threads
     reused: int = 0  # steps that an interrupted run had finished

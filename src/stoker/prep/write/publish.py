@@ -42,7 +42,7 @@ from stoker.prep.recipe import Recipe
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
-from stoker.prep.stages.task import Progress, Task
+from stoker.prep.stages.task import StageProgress, Task
 from stoker.prep.write.encode import Encoder, Slice
 
 _FREE = 2**20  # bytes of disk for the manifest and other small files
@@ -135,7 +135,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
         absent[name] += record["absent"]
         unknown[step.split] += np.array(record["unknown"], np.int64)
         rows += record["rows"]
-        task.report(Progress(stage="write", done=rows, total=total, unit="rows"))
+        task.report(StageProgress(stage="write", done=rows, total=total, unit="rows"))
     for name, count in absent.items():
         if count:  # no entry if all rows have labels
             splits[name]["labelled"] = splits[name]["rows"] - count
