@@ -84,7 +84,7 @@ class _Recorded:
                 each.update(held)
 
 
-class _Replay(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recorded: _Recorded, *given: Tensor) -> Tensor:
         for held, value in zip(recorded.inputs, given, strict=False):  # the parameters are where they were
@@ -141,5 +141,5 @@ class DenseGraphs:
             if sum(each is not None for each in self._seen.values()) >= _SHAPES:
                 return self._part(*inputs)
             recorded = self._seen[key] = _Recorded(self._model, self._part, inputs, parameters)
-        result: Tensor = _Replay.apply(recorded, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        result: Tensor = _ReplayFunction.apply(recorded, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return result
