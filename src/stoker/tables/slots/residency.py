@@ -71,7 +71,7 @@ class SlotPlan:
 
 
 @dataclass
-class _Row:
+class _RowRecord:
     """The reference's record of a row in a slot or in the window."""
 
     slot: int = -1
@@ -115,7 +115,7 @@ class Residency:
 
     def _prepare(self) -> None:
         """Create the records of rows and slots."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _RowRecord] = {}
         self._unused = list(range(self.slots - 1, -1, -1))
         self._users = [0] * self.slots
         self._changed: set[int] = set()
@@ -206,7 +206,7 @@ class Residency:
         hints = [0] * len(rows) if upcoming is None else upcoming.tolist()
         for row, until in zip(rows.tolist(), hints, strict=True):
             hint = self._step + min(until, FARTHEST) if until > 0 else NEVER
-            self._rows.setdefault(row, _Row()).uses.append((self._step, hint))
+            self._rows.setdefault(row, _RowRecord()).uses.append((self._step, hint))
 
     def _forget_before(self, step: int) -> None:
         """Drop hints of steps before ``step``, the first announced one: no use came then."""
@@ -217,7 +217,7 @@ class Residency:
     def _plan(self, wanted: Ints, begin: int) -> SlotPlan | None:
         """Give slots to a batch that was announced as the rows ``begin`` on of all; -1: its uses were not entered."""
         rows: list[int] = wanted.tolist()
-        known = [self._rows.get(row, _Row()) for row in rows]
+        known = [self._rows.get(row, _RowRecord()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
         missing = sum(item.slot < 0 for item in known)
         candidates = [slot for slot in self._parked if slot not in kept]
