@@ -19,7 +19,7 @@ from placed import draw, placed_run, resident_run, same
 
 from stoker.tables.autograd import Gradient
 from stoker.tables.slots.slotted import Queue, SlottedRows
-from stoker.tables.stepping import RowSteps
+from stoker.tables.stepping import RowStepper
 from stoker.tables.storage import Lease, Staged
 
 PROGRAMS = scaled(1000)
@@ -117,7 +117,7 @@ def with_one_queue_for_all_stages(patch):
 
 
 def with_a_step_for_each_lookup(patch):
-    patch.setattr(RowSteps, "collect", lambda steps, gradient, enclosing: steps.end_backward([gradient], -1))
+    patch.setattr(RowStepper, "collect", lambda steps, gradient, enclosing: steps.end_backward([gradient], -1))
 
 
 def with_kept_gradients_of_buffers(patch):

@@ -56,7 +56,7 @@ class Forward(NamedTuple):
 
     versions: Sequence[int]  # of the rows of each group
     trains: bool  # whether rows were in train mode
-    enclosing: int = -1  # the backward that it ran in (:meth:`RowSteps.enclosing`)
+    enclosing: int = -1  # the backward that it ran in (:meth:`RowStepper.enclosing`)
     born: int = 0  # see :class:`Gradient`
     shards: Shards | None = None  # of the examples, if a model has said so
 

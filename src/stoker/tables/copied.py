@@ -16,7 +16,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.growing.ids import GrowingIds
-from stoker.tables.stepping import RowSteps
+from stoker.tables.stepping import RowStepper
 from stoker.tables.storage import Rows
 
 #: attributes that the constructor creates, which are not copied
@@ -43,7 +43,7 @@ class CopiedTables(nn.Module):
     groups: list[TableGroup]
     _copied: int | None
     group_of: GroupByTable
-    _steps: RowSteps
+    _steps: RowStepper
 
     if TYPE_CHECKING:  # of the subclass
 

@@ -41,7 +41,7 @@ from stoker.tables.ranks.share import Share
 from stoker.tables.ranks.transport import Ranks
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.stepping import RowSteps, TableOptimizer, new_handle
+from stoker.tables.stepping import RowStepper, TableOptimizer, new_handle
 from stoker.tables.storage import Lease, Rows, Staged, release_all
 
 _numbers = itertools.count()
@@ -130,7 +130,7 @@ class EmbeddingTables(CopiedTables):
         self.number = next(_numbers)  # compiled code finds these tables by it
         register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
-        self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        self._steps = RowStepper(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
         self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together

@@ -56,7 +56,7 @@ _UNREAD = {
 }
 _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
-_watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # told when an optimizer steps
+_watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
 _known = (-1, -1)  # references to classes of optimizers when these were last looked for, and how many were known
 _hook: Any = None
@@ -94,7 +94,7 @@ class _Backward:
 
     __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
 
-    def __init__(self, steps: RowSteps, task: int) -> None:
+    def __init__(self, steps: RowStepper, task: int) -> None:
         self.gradients: list[Any] = []
         self._steps, self._task = steps, task
         self._again = _several_processes()
@@ -108,7 +108,7 @@ class _Backward:
         self._steps.end_backward(gradients, self._task)
 
 
-class RowSteps:
+class RowStepper:
     """Collect gradients, and update rows when it is time.
 
     Args:
@@ -654,7 +654,7 @@ def _was_reached(p: Tensor) -> bool:
         return True
 
 
-def _note_arrival(steps: weakref.ref[RowSteps], parameter: weakref.ref[Tensor], _: Tensor) -> None:
+def _note_arrival(steps: weakref.ref[RowStepper], parameter: weakref.ref[Tensor], _: Tensor) -> None:
     """Note that a gradient of a dense parameter is about to be added to what it has."""
     rows, p = steps(), parameter()
     if rows is not None and p is not None and rows.checked:
@@ -680,7 +680,7 @@ def _closure(args: Any, kwargs: Any) -> bool:
     return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
 
 
-def _check_all(check: Callable[[RowSteps], None]) -> None:
+def _check_all(check: Callable[[RowStepper], None]) -> None:
     """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
     errors: list[ConfigError] = []
     for steps in list(_watched):
@@ -728,7 +728,7 @@ class TableOptimizer(torch.optim.Optimizer):
     State of the row optimizer belongs to the tables (:func:`stoker.save`), not to this object.
     """
 
-    def __init__(self, trained: Any, steps: RowSteps, *, in_backward: bool = False) -> None:
+    def __init__(self, trained: Any, steps: RowStepper, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
         steps.settle()
         _refuse_other_norms()

@@ -29,7 +29,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.autograd import check_export, check_modes
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.stepping import Remedies, RowSteps, new_handle
+from stoker.tables.stepping import Remedies, RowStepper, new_handle
 
 _REMEDIES = Remedies(
     step="Make the bag without optimizer: its cores are then parameters like others, for an optimizer of torch's",
@@ -351,7 +351,7 @@ class TTEmbeddingBag(nn.Module):
     def _make_steps(self) -> None:
         # Not registered: it stands for cores, which are in parameters() already.
         object.__setattr__(self, "handle", new_handle("cpu"))
-        self._steps = RowSteps(self, "a TTEmbeddingBag", _REMEDIES)
+        self._steps = RowStepper(self, "a TTEmbeddingBag", _REMEDIES)
         self._steps.keep(self.handle)
 
     def accumulate(self) -> AbstractContextManager[None]:
