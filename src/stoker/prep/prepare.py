@@ -48,7 +48,7 @@ from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.first_look import check_notation, fitted_to, with_one_time_notation
-from stoker.prep.rows.raw_rows import Rows, read_rows
+from stoker.prep.rows.raw_rows import ReadRows, read_rows
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.settings import PrepareSettings
 from stoker.prep.stages.task import StageProgress, Task
@@ -461,7 +461,7 @@ def _remove(work: Path) -> None:
             time.sleep(0.02)
 
 
-def _read(task: Task) -> Rows:
+def _read(task: Task) -> ReadRows:
     """Read the rows with their features; explain an error that missing labels cause."""
     try:
         return featured_rows(task) if task.in_passes else read_rows(task)

@@ -47,7 +47,7 @@ from stoker.prep.parse.ingest import Source
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.negatives import NegativeSampler, item_hash
-from stoker.prep.rows.raw_rows import Rows, derivation, ingest, sources_of, write_derived
+from stoker.prep.rows.raw_rows import ReadRows, derivation, ingest, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
 from stoker.prep.stages.parts import LogPart, atomic_path, checksum, sibling, write_part, write_rows
@@ -60,8 +60,8 @@ _LINE = "__line"  # row of the block that a row was made from
 _PREFERRED = ("string", "int", "hex", "float")  # if a raw column is read as several types, features see the first
 
 
-def featured_rows(task: Task) -> Rows:
-    """Read the rows of a schema with features into parts; ``Rows.fitted_tables`` has the fitted tables."""
+def featured_rows(task: Task) -> ReadRows:
+    """Read the rows of a schema with features into parts; ``ReadRows.fitted_tables`` has the fitted tables."""
     raw: list[LogPart] = []
     parts = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
     if not any(part.rows for part in parts):
@@ -71,7 +71,7 @@ def featured_rows(task: Task) -> Rows:
     passes = FeaturePasses(task, filled, keys)
     passes.run()
     give_back_memory()
-    return Rows(blocks=_parts(task, filled, passes), raw=raw, fitted_tables=passes.stored)
+    return ReadRows(blocks=_parts(task, filled, passes), raw=raw, fitted_tables=passes.stored)
 
 
 def _lines(task: Task, raw: list[LogPart]) -> list[LogPart]:

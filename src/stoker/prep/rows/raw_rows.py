@@ -34,7 +34,7 @@ from stoker.prep.stages.task import StageProgress, Task
 
 
 @dataclass(kw_only=True)
-class Rows:
+class ReadRows:
     """Parts with the rows to prepare, and the parts of the user's files, for counts and quarantine."""
 
     blocks: list[LogPart]
@@ -42,12 +42,12 @@ class Rows:
     fitted_tables: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
 
 
-def read_rows(task: Task) -> Rows:
+def read_rows(task: Task) -> ReadRows:
     """Read every file into parts, through the recipe's derivation if it has one."""
     fields = task.layout.fields
     if task.recipe.derive is None:
         blocks = ingest(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
-        return Rows(blocks=blocks, raw=blocks)
+        return ReadRows(blocks=blocks, raw=blocks)
     raw: list[LogPart] = []
     made = Source(
         number=0, path=write_derived(task, derivation(task, raw)), fields=fields, format=SourceFormat(kind="parquet"),
@@ -55,7 +55,7 @@ def read_rows(task: Task) -> Rows:
     )  # fmt: skip
     # Derived rows come from the recipe: a row that does not fit is a defect, so stop at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and fix or remove it.")
-    return Rows(blocks=ingest(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
+    return ReadRows(blocks=ingest(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
 
 
 def sources_of(task: Task, fields: Sequence[Field], features: Sequence[Derivation] = ()) -> list[Source]:

@@ -39,7 +39,7 @@ from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import is_packed, source_kind, text_edges
 from stoker.prep.recipe import Recipe
-from stoker.prep.rows.raw_rows import Rows
+from stoker.prep.rows.raw_rows import ReadRows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import StageProgress, Task
@@ -52,7 +52,7 @@ _NEW, _JUDGED = 0.9, 200  # held-out ids of a column from which a warning says t
 _FEW = 100  # rows of a log that may well leave a split empty
 
 
-def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
+def publish(task: Task, rows: ReadRows, fitting: Fitting) -> dict[str, Any]:
     """Write shards, counts, quarantine and, last, the manifest; return the manifest."""
     encoder = Encoder(
         task.layout, fitting.splits, fitting.table_files, fitting.dense,
@@ -387,7 +387,7 @@ def _check_keys(task: Task, name: str) -> None:
 
 
 def _finish(
-    rows: Rows, fitting: Fitting, counts: dict[str, torch.Tensor], manifest: dict[str, Any], files: dict[str, Any]
+    rows: ReadRows, fitting: Fitting, counts: dict[str, torch.Tensor], manifest: dict[str, Any], files: dict[str, Any]
 ) -> dict[str, Any]:
     """Write quarantine, counts, vocabularies and features, then the completed manifest."""
     task, out, schema, like = fitting.task, fitting.task.out, fitting.task.schema, fitting.task.like
@@ -434,7 +434,7 @@ def _finish(
     return manifest
 
 
-def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
+def _sources(task: Task, rows: ReadRows) -> list[dict[str, Any]]:
     # The recipe reads Parquet inputs by itself: take their numbers of rows from their footers.
     read = {part.file for part in rows.raw}
     found: list[dict[str, Any]] = [
