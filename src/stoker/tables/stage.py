@@ -190,14 +190,14 @@ class Stage(Generic[Item]):
                 self.step = getattr(item, "step", self.step) + 1
                 yield item
             return
-        run = _Run(self)
+        run = _StageLoop(self)
         try:
             with ranks.guard() if ranks and run._meets else nullcontext():
                 yield from self._yielded(run)
         finally:
             run.close()
 
-    def _yielded(self, run: _Run) -> Iterator[Item]:
+    def _yielded(self, run: _StageLoop) -> Iterator[Item]:
         for upcoming, leases in run.staged():
             item, ids, offsets = self._hand_out(upcoming)
             copies = upcoming.copies
@@ -250,7 +250,7 @@ class Stage(Generic[Item]):
         return 0.0 if self._epoch_lookahead is None else self._epoch_lookahead.seconds
 
 
-class _Run:
+class _StageLoop:
     """One loop over a stage: its queues, the batches that wait in them, and those that are resident."""
 
     def __init__(self, stage: Stage[Any]) -> None:
