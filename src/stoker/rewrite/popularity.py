@@ -203,7 +203,7 @@ def true_hot_rows(dataset: Dataset, found: HotProfile) -> dict[str, int]:
     return {name: table.interval(found.threshold * max(table.accesses, 1))[0] for name, table in tables.items()}
 
 
-def _error(hot: npt.NDArray[np.bool_], inputs: Sample) -> float:
+def _error(hot: npt.NDArray[np.bool_], inputs: BlockSample) -> float:
     """Return the standard error of the share of hot inputs [n], from the variance of the blocks."""
     sizes = inputs.stops - inputs.starts
     hits = np.add.reduceat(hot.astype(np.int64), np.cumsum(sizes) - sizes)
@@ -395,7 +395,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
+class BlockSample:
     """Blocks of rows of a split, in the order of the files."""
 
     share: float  # share of the rows of the split
@@ -408,7 +408,7 @@ class Sample:
         return int((self.stops - self.starts).sum())
 
 
-def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None) -> Sample:
+def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None) -> BlockSample:
     """Draw a share of the rows of a split: the input sampler (section 4.1).
 
     Rows are drawn in blocks of up to :data:`BLOCK_ROWS` neighbours, without replacement, each block with equal
@@ -426,7 +426,7 @@ def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None
     total = -(-len(split) // block)
     starts = block * np.sort(permutation(f"{seed}/profile", total)(0, min(total, max(1, round(share * total)))))
     stops = np.minimum(starts + block, len(split))
-    return Sample(share=int((stops - starts).sum()) / max(len(split), 1), starts=starts, stops=stops)
+    return BlockSample(share=int((stops - starts).sum()) / max(len(split), 1), starts=starts, stops=stops)
 
 
 def _table_names(schema: FeatureSpec) -> list[str]:
@@ -434,7 +434,7 @@ def _table_names(schema: FeatureSpec) -> list[str]:
     return list(dict.fromkeys(feature.table for feature in schema.features))
 
 
-def count_accesses(dataset: Dataset, sample: Sample, advance: Advance) -> dict[str, npt.NDArray[np.int32]]:
+def count_accesses(dataset: Dataset, sample: BlockSample, advance: Advance) -> dict[str, npt.NDArray[np.int32]]:
     """Count the accesses of the rows of each table: the embedding logger of FAE. It takes 4 bytes per row.
 
     Raises:
@@ -447,7 +447,7 @@ def count_accesses(dataset: Dataset, sample: Sample, advance: Advance) -> dict[s
     return counts
 
 
-def first_hot_levels(dataset: Dataset, sample: Sample, hot: Int64, advance: Advance) -> Int64:
+def first_hot_levels(dataset: Dataset, sample: BlockSample, hot: Int64, advance: Advance) -> Int64:
     """Find the first level at which all ids of each sampled row are hot, [n]; Q if there is none.
 
     Args:
@@ -466,7 +466,7 @@ def first_hot_levels(dataset: Dataset, sample: Sample, hot: Int64, advance: Adva
     return levels
 
 
-def _read(dataset: Dataset, sample: Sample, advance: Advance) -> Iterator[tuple[str, Int64, Int64]]:
+def _read(dataset: Dataset, sample: BlockSample, advance: Advance) -> Iterator[tuple[str, Int64, Int64]]:
     """Read the ids of sampled rows, some rows and one table at a time.
 
     Yields:
