@@ -42,7 +42,7 @@ _ARROW_ROWS = 2**16  # of a record batch
 _KIND = "stoker.BatchStream"
 
 
-class _Shares:
+class _RankPositions:
     """The positions of the epoch in batch k of rank r.
 
     Global batch g has the positions from ``g * B`` on and belongs to rank ``g % W``. The rest at the end is divided
@@ -142,7 +142,7 @@ class BatchStream:
         self.epoch = 0
         self.position = 0  # batches of this epoch yielded so far
         world_size = reading.world_size
-        self._shares = _Shares(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
+        self._shares = _RankPositions(self.rows, self.batch_size, world_size, drop_last=reading.drop_last)
         if self.rows and not self._shares.count:
             raise ConfigError(
                 f"split {split.name} has {self.rows:,} rows, fewer than one batch of {self.batch_size:,} for each "
@@ -287,7 +287,7 @@ class BatchStream:
             f"{self._pool_rows:,}. Pass the same shuffle_memory",
         )
         if others != ranks and position < len(self):
-            full = min(_Shares(self.rows, size, others, drop_last=False).full, self._shares.full)
+            full = min(_RankPositions(self.rows, size, others, drop_last=False).full, self._shares.full)
             check(
                 position <= full,
                 f"is in the last batches of an epoch, which {others} ranks divide differently than {ranks}. Finish the "
