@@ -251,7 +251,7 @@ def _movielens(options: Options) -> Source:
     )
 
 
-class _Shown(NamedTuple):
+class _ShownItems(NamedTuple):
     """Items shown in n choices, at most K each."""
 
     items: Ints  # [n, K]
@@ -274,7 +274,7 @@ class _Chooser:
         self.per_slot = max(2, num_items // slots)
         self.sampler = options.sampler(self.per_slot)
 
-    def __call__(self, rows: Ints, users: Ints, counts: Ints) -> _Shown:
+    def __call__(self, rows: Ints, users: Ints, counts: Ints) -> _ShownItems:
         options, slots = self.options, self.slots
         cells = (rows[:, None] * slots + np.arange(slots)).ravel()
         rank = self.sampler(options.uniform(cells, "shown"))
@@ -286,7 +286,7 @@ class _Chooser:
         chance = weight / weight.sum(axis=1, keepdims=True)
         threshold = options.uniform(rows, "pick")[:, None]
         picked = np.minimum((np.cumsum(chance, axis=1) <= threshold).sum(axis=1), counts - 1)
-        return _Shown(items, shown, chance, picked)
+        return _ShownItems(items, shown, chance, picked)
 
     def utility(self, items: Ints, users: Ints) -> NDArray[np.float64]:
         """Return the utility of each list's items, [n, K], for its user; it falls with the position."""
