@@ -65,7 +65,7 @@ class _DistinctRows(torch.autograd.Function):
             if not ctx.needs_input_grad[2]:
                 pass  # frozen
             elif ctx.trains:
-                bag._steps.collect(_Slices(slices), ctx.enclosing)
+                bag._steps.collect(_CoreSlices(slices), ctx.enclosing)
             else:
                 warnings.warn(
                     "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
@@ -87,17 +87,17 @@ def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
     return bag.forward(*given)  # type: ignore[arg-type]
 
 
-class _Slices(NamedTuple):
+class _CoreSlices(NamedTuple):
     """Distinct slices of each core, and their gradients."""
 
     cores: list[tuple[Tensor, Tensor]]
 
-    def kept(self) -> _Slices:
+    def kept(self) -> _CoreSlices:
         """Return the same: it needs no copy for later."""
         return self
 
-    def scaled(self, factor: float) -> _Slices:
-        return _Slices([(digits, grad * factor) for digits, grad in self.cores])
+    def scaled(self, factor: float) -> _CoreSlices:
+        return _CoreSlices([(digits, grad * factor) for digits, grad in self.cores])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,11 +362,11 @@ class TTEmbeddingBag(nn.Module):
         """Declare each backward one step: see :meth:`stoker.EmbeddingTables.step_each_backward`."""
         self._steps.checked = False
 
-    def exchange(self, gradients: list[_Slices]) -> list[_Slices]:
+    def exchange(self, gradients: list[_CoreSlices]) -> list[_CoreSlices]:
         """Return the gradients unchanged: there is only one rank."""
         return gradients
 
-    def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
+    def apply_gradients(self, gradients: Sequence[_CoreSlices], scale: float) -> None:
         """Take one step with the sum of ``gradients`` times ``scale``."""
         assert self.optimizer is not None
         slices, rule = self._sum(gradients), self.optimizer.rule(self.tick)
@@ -378,7 +378,7 @@ class TTEmbeddingBag(nn.Module):
             update_slices(backend, core.data.view(len(core), -1), state, digits, grad.flatten(1), rule)
         self.tick += 1
 
-    def _sum(self, gradients: Sequence[_Slices]) -> _Slices:
+    def _sum(self, gradients: Sequence[_CoreSlices]) -> _CoreSlices:
         """Sum slices of all gradients in order, each slice once."""
         if len(gradients) == 1:
             return gradients[0]
@@ -387,7 +387,7 @@ class TTEmbeddingBag(nn.Module):
             digits, which = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
             grads = torch.cat([grad for _, grad in parts])
             found.append((digits, add_in_order(grads.new_zeros(len(digits), *grads.shape[1:]), which, grads)))
-        return _Slices(found)
+        return _CoreSlices(found)
 
     def _check(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int32, torch.int64):
