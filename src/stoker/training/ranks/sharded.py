@@ -138,7 +138,7 @@ class _Tree:
             self.sums[node] = found
 
 
-class _Slices:
+class _InputGradient:
     """The gradients of the slices of an input [B, ...], joined."""
 
     def __init__(self, like: Tensor) -> None:
@@ -283,7 +283,7 @@ class ShardedLoss:
         assert batch.labels is not None
         model, labels, shards, count = self.model, batch.labels, self._shards(batch), len(whole_of(batch))
         tree, trained = _Tree(shards.numbers), [each.requires_grad for each in inputs]
-        slices = [_Slices(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
+        slices = [_InputGradient(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
         part = partial(compute_part, model, parameters, count, Known(), _autocast(model.device.type))
         drawn = torch.get_rng_state()
