@@ -1,6 +1,6 @@
 """Render blocks of each raw format: row numbers in; text or an Arrow table, and true logits out.
 
-A :class:`Source` renders any rows of a log. There are three kinds of known truth:
+A :class:`SyntheticSource` renders any rows of a log. There are three kinds of known truth:
 
 * Clicks (Criteo, Avazu, MovieLens): a label with the probability of :class:`ClickLog`.
 * Choices (trivago, EB-NeRD): a user picks one of several shown items, by a softmax over utilities. The utility depends
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from stoker.prep.recipes import ads, draw, lists
 from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
-METADATA = "item metadata"  # the key of Source.metadata in Source.header
+METADATA = "item metadata"  # the key of SyntheticSource.metadata in SyntheticSource.header
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
 KAGGLE_SIZES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306),
@@ -103,7 +103,7 @@ Render = Callable[[int, int], RenderedBlock]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SyntheticSource:
     """The files of a synthetic log, and how to render any rows of them."""
 
     example: str  # a name for the log, or for its directory
@@ -134,7 +134,7 @@ def _click_log(options: Options, ids: list[IdColumn], numbers: list[NumberColumn
     return ClickLog(ids, numbers, **{**vars(options), "base_rate": options.base_rate or base_rate})
 
 
-def _criteo(options: Options) -> Source:
+def _criteo(options: Options) -> SyntheticSource:
     """Return the Criteo TSV without header: label, I1..I13, C1..C26."""
     # Shares of empty fields and of negative counts are about those of the public logs.
     empty = (0.45, 0.0, 0.21, 0.22, 0.03, 0.22, 0.04, 0.001, 0.04, 0.45, 0.04, 0.76, 0.22)
@@ -158,7 +158,7 @@ def _criteo(options: Options) -> Source:
         return _lines(fields, "\t", logits=block.logits)
 
     spoil = {"columns": 20, "label": 0, "number": 3, "hex": 15, "utf8": 22}
-    return Source(example="criteo.tsv", files={"": (options.rows, render)}, task="one log line", spoil=spoil)
+    return SyntheticSource(example="criteo.tsv", files={"": (options.rows, render)}, task="one log line", spoil=spoil)
 
 
 _AVAZU = {
@@ -169,7 +169,7 @@ _AVAZU = {
 }  # fmt: skip
 
 
-def _avazu(options: Options) -> Source:
+def _avazu(options: Options) -> SyntheticSource:
     """Return the Avazu CSV with its header: ten days from 2014-10-21, in order of time."""
     log = _click_log(options, [IdColumn(name=n, num_ids=options.sized(size)) for n, size in _AVAZU.items()], [], 0.1698)
     key = draw.key_of(options.seed, "id")
@@ -189,7 +189,7 @@ def _avazu(options: Options) -> Source:
                 fields.append(whole(values if name != "C20" else np.where(values, 100_000 + values, -1)))
         return _lines(fields, ",", logits=block.logits)
 
-    return Source(
+    return SyntheticSource(
         example="avazu.csv",
         files={"": (options.rows, render)},
         task="one log line",
@@ -204,7 +204,7 @@ _GENRES = (
 )  # fmt: skip
 
 
-def _movielens(options: Options) -> Source:
+def _movielens(options: Options) -> SyntheticSource:
     """Return ratings.dat, users.dat and movies.dat with ``::`` between fields, in a directory."""
     users = max(12, round(options.rows / 165 * options.scale))
     movies = max(20, round(min(options.rows / 50, 3_883) * options.scale))
@@ -240,7 +240,7 @@ def _movielens(options: Options) -> Source:
         genres = chosen(lists, attribute("genres", movie))
         return _lines([whole(1 + movie), np.concatenate(title, axis=1), genres], "::")
 
-    return Source(
+    return SyntheticSource(
         example="movielens",
         files={
             "ratings.dat": (options.rows, ratings),
@@ -315,7 +315,7 @@ _PLACES = (
 _CITIES = [f'"{place} {n}"' if n else f'"{place}"' for n in range(60) for place in _PLACES]
 
 
-def _trivago(options: Options) -> Source:
+def _trivago(options: Options) -> SyntheticSource:
     """Return the RecSys Challenge 2019 session CSV: impressions and prices joined by ``|`` in click-out rows."""
     user_of = Sampler(zipf(0.3, max(10, round(options.rows / 22 * options.scale))))
     chooser = _Chooser(options, max(100, round(min(options.rows / 15, 927_000) * options.scale)), 25, 0.08)
@@ -349,7 +349,7 @@ def _trivago(options: Options) -> Source:
         ]
         return _lines(fields, ",", logits=shown.logits(visible & ~unlisted[:, None] & (counts > 1)[:, None]))
 
-    return Source(
+    return SyntheticSource(
         example="trivago.csv",
         files={"": (options.rows, render)},
         task="one shown item of a click-out with two or more candidates and the clicked one among them",
@@ -398,7 +398,7 @@ _WEEK = 604_800_000_000
 _SLOTS, _HISTORY = 24, 30  # articles of an impression and of a history, at most
 
 
-def _ebnerd(options: Options) -> Source:
+def _ebnerd(options: Options) -> SyntheticSource:
     """Return impressions and histories of two weeks as four Parquet files in a directory; rows count impressions."""
     import pyarrow as pa
 
@@ -467,7 +467,7 @@ def _ebnerd(options: Options) -> Source:
         }
         return RenderedBlock(table=pa.table(columns))
 
-    return Source(
+    return SyntheticSource(
         example="ebnerd",
         files={
             "train_behaviors.parquet": (half, behaviours(0)),
@@ -519,7 +519,7 @@ def _pairs(taken: NDArray, other: NDArray) -> dict[str, Any]:
 _HISTORIES = (2, 5, 13, 30, 60, 120, 250, 520)  # rows of eight users; the pattern repeats
 
 
-def _taobao(options: Options) -> Source:
+def _taobao(options: Options) -> SyntheticSource:
     """Return the UserBehavior CSV (user, item, category, behaviour, time) without header, grouped by user."""
     taste = _Taste(options, min(options.rows / 25, 4_162_024))
     categories = max(8, min(9_439, taste.num_items // 100))
@@ -536,14 +536,14 @@ def _taobao(options: Options) -> Source:
         return _lines(fields, ",", **_pairs(best, other))
 
     spoil = {"columns": 2, "number": 1, "utf8": 3}
-    return Source(example="taobao.csv", files={"": (options.rows, render)}, task=_TAKEN, spoil=spoil)
+    return SyntheticSource(example="taobao.csv", files={"": (options.rows, render)}, task=_TAKEN, spoil=spoil)
 
 
 _INVOICES = (3, 18, 7, 30, 1, 12, 45, 12)  # lines of eight invoices; the pattern repeats
 _COUNTRIES = ("United Kingdom", "Germany", "France", "EIRE", "Spain", "Netherlands", "Belgium")
 
 
-def _online_retail(options: Options) -> Source:
+def _online_retail(options: Options) -> SyntheticSource:
     """Return invoice lines in Parquet, all columns text, with returns, unknown customers and postage."""
     import pyarrow as pa
 
@@ -584,10 +584,10 @@ def _online_retail(options: Options) -> Source:
         use = ~(cancelled | unknown | service)
         return RenderedBlock(table=pa.table(arrays), **_pairs(best[use], other[use]))
 
-    return Source(example="online-retail.parquet", files={"": (options.rows, render)}, task=_TAKEN)
+    return SyntheticSource(example="online-retail.parquet", files={"": (options.rows, render)}, task=_TAKEN)
 
 
-def _globo(options: Options) -> Source:
+def _globo(options: Options) -> SyntheticSource:
     """Return clicks in order of time, whole numbers in Parquet; with ``drift`` new articles appear all the time."""
     import pyarrow as pa
 
@@ -610,10 +610,10 @@ def _globo(options: Options) -> Source:
         table = pa.table({name: pa.array(values.astype(np.int64)) for name, values in columns.items()})
         return RenderedBlock(table=table, **_pairs(best, other))
 
-    return Source(example="globo.parquet", files={"": (options.rows, render)}, task=_TAKEN)
+    return SyntheticSource(example="globo.parquet", files={"": (options.rows, render)}, task=_TAKEN)
 
 
-RECIPES: dict[str, Callable[[Options], Source]] = {
+RECIPES: dict[str, Callable[[Options], SyntheticSource]] = {
     "criteo": _criteo, "avazu": _avazu, "taobao": _taobao, "trivago": _trivago, "movielens": _movielens,
     "online-retail": _online_retail, "globo": _globo, "ebnerd": _ebnerd,
 }  # fmt: skip

@@ -29,7 +29,7 @@ from stoker.base.units import format_size, parse_count, parse_setting, parse_sha
 from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
-from stoker.synthetic.logs import METADATA, RECIPES, RenderedBlock, Source
+from stoker.synthetic.logs import METADATA, RECIPES, RenderedBlock, SyntheticSource
 from stoker.synthetic.settings import TextSettings
 
 BLOCK = 65_536
@@ -160,7 +160,7 @@ def _metadata_path(path: Path, taken: tuple[Path, ...]) -> Path:
     return path
 
 
-def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) -> None:
+def _check_place(out: Path, files: list[Path], source: SyntheticSource, overwrite: bool) -> None:
     """Raise ConfigError if ``out`` is a file for a directory or the reverse, or if a file exists."""
     single = "" in source.files
     if single and out.is_dir():
@@ -173,7 +173,7 @@ def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) 
         raise ConfigError(message, settings=("out", "overwrite"))
 
 
-def source_of(recipe: str, options: Options) -> Source:
+def source_of(recipe: str, options: Options) -> SyntheticSource:
     """Return the source of a recipe, whose name may have dashes or underscores."""
     build = RECIPES.get(recipe.replace("_", "-"))
     if build is None:
