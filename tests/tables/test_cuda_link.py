@@ -174,10 +174,10 @@ def test_rows_that_a_failed_device_did_not_deliver_are_never_stored(monkeypatch)
 
 
 def simulated_job(link, slots):
-    from stoker.tables.links.cuda_link import _Staged
+    from stoker.tables.links.cuda_link import _BufferedWriteback
 
     places = np.flatnonzero(slots)[:3]
-    return _Staged(0, places, link._take_off(places))
+    return _BufferedWriteback(0, places, link._take_off(places))
 
 
 @pytest.mark.parametrize("seed", range(scaled(20)))

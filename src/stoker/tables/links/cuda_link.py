@@ -180,12 +180,12 @@ class CudaLink(QueuedLink):
     def write_back(self, number: int, rows: Ints, slots: Ints) -> None:
         for part in self._parts(len(rows)):
             # Also after an error: these rows have left their slots.
-            self._post(_Staged(number, rows[part], self._take_off(slots[part])))
+            self._post(_BufferedWriteback(number, rows[part], self._take_off(slots[part])))
         self._raise()
 
     def store(self, rows: Ints, slots: Ints) -> None:
         for part in self._parts(len(rows), self._bulk):
-            job = _Staged(-1, rows[part], self._take_off(slots[part]))
+            job = _BufferedWriteback(-1, rows[part], self._take_off(slots[part]))
             try:
                 self.home.store(job.rows, job.arrive())
             finally:
@@ -365,7 +365,7 @@ class _Buffer:
         return device
 
 
-class _Staged(Writeback):
+class _BufferedWriteback(Writeback):
     """A writeback in a buffer."""
 
     def __init__(self, number: int, rows: Ints, buffer: _Buffer) -> None:
