@@ -182,7 +182,7 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
     return costs, cold.fetched / max(cold.fetching, 1e-9), cold.written / max(cold.storing, 1e-9)
 
 
-class _Step(NamedTuple):
+class _BatchCosts(NamedTuple):
     """Seconds of the quickest batch, and mean rows of several batches."""
 
     planning: float
@@ -193,7 +193,7 @@ class _Step(NamedTuple):
     written: float
 
 
-def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
+def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _BatchCosts:
     """Run batches through the storage and time them."""
     stats, queue = storage.stats, storage.queue()
     seen = []
@@ -213,7 +213,7 @@ def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
         seen.append((*times, stats.rows, stats.fetched, stats.written))
     queue.close()
     figures = np.array(seen, np.float64)
-    return _Step(*figures[:, :3].min(axis=0).tolist(), *figures[:, 3:].mean(axis=0).tolist())
+    return _BatchCosts(*figures[:, :3].min(axis=0).tolist(), *figures[:, 3:].mean(axis=0).tolist())
 
 
 def _wait(storage: SlottedRows) -> None:
