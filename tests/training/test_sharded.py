@@ -30,7 +30,7 @@ from stoker.tables.ranks.share import share_of
 from stoker.tables.shards import one_thread
 from stoker.testing import make_dataset
 from stoker.training.ranks.sharded import ShardedLoss, each_on_one_thread, own_threads
-from stoker.training.ranks.sums import Alike, Step, Sums, add_over_ranks
+from stoker.training.ranks.sums import Alike, StepSums, Sums, add_over_ranks
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 14, "eval_every": 7, "shards": 8, "tensorboard": False,
@@ -339,7 +339,7 @@ def test_an_error_of_a_shard_reaches_the_caller_and_threads_are_alone() -> None:
 SAME = Alike(0, 0, 0, 0)
 
 
-def _of_a_rank(ranks: Ranks, batch: int) -> Step:
+def _of_a_rank(ranks: Ranks, batch: int) -> StepSums:
     """Sums over 4 shards of two parameters; the second one has a gradient on the last rank only."""
     last = ranks.rank == ranks.size - 1
     sums = {

@@ -48,7 +48,7 @@ class Sums(NamedTuple):
     grads: list[Tensor | None]  # of the parameters
 
 
-class Step(NamedTuple):
+class StepSums(NamedTuple):
     """What all ranks found in a step."""
 
     sums: Sums | None  # of all shards; None: the batch is empty
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 def add_over_ranks(
     ranks: Ranks, shards: int, batch: int, own: Mapping[Node, Sums | None], parameters: Sequence[Tensor],
     reached: Sequence[bool], note: int, alike: Alike,
-) -> Step:  # fmt: skip
+) -> StepSums:  # fmt: skip
     """Return the sums over all shards on every rank. Each rank adds a slice; then the slices are gathered.
 
     Args:
@@ -120,7 +120,7 @@ def add_over_ranks(
     shaped = [
         grad.view_as(each) if any_ else None for grad, each, any_ in zip(grads, parameters, some[1:], strict=True)
     ]
-    return Step(Sums(loss.view(()), shaped) if some[0] else None, seen, notes)
+    return StepSums(Sums(loss.view(()), shaped) if some[0] else None, seen, notes)
 
 
 def _flat(sums: Sums | None, parameters: Sequence[Tensor]) -> Tensor:
