@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.trie import NodeBlocks, Sums, Trie, cpu_kernels
+from stoker.ops.tt.trie import NodeBlocks, SumOrder, Trie, cpu_kernels
 
 _FILL = 2**22  # values of a fresh core: one chunk
 
@@ -97,7 +97,7 @@ def _back_through(block: NodeBlocks, operands: tuple[Tensor, Tensor], grad: Tens
     return used, sum_places(passed, block.children)
 
 
-def sum_places(values: Tensor, sums: Sums, factors: Tensor | None = None) -> Tensor:
+def sum_places(values: Tensor, sums: SumOrder, factors: Tensor | None = None) -> Tensor:
     """Return the sum of the ``values`` [n, width] of each place [places, width]; ``factors``: in order of places."""
     found = torch.nn.functional.embedding_bag(
         sums.order, values, sums.starts, mode="sum", per_sample_weights=factors, include_last_offset=True

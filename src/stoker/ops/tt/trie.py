@@ -36,7 +36,7 @@ def cpu_kernels(*tensors: Tensor) -> Any:
     return cpu
 
 
-class Sums(NamedTuple):
+class SumOrder(NamedTuple):
     """Which values are summed into each place, and in which order: CHUNK of them first, then these sums."""
 
     order: Tensor  # [n] the values, by place
@@ -51,7 +51,7 @@ class NodeBlocks(NamedTuple):
     parents: Tensor  # [G * B] place of the parent among the values before; padding repeats another one of its block
     digits: Tensor | None  # [G] digit of each block; None: block g has digit g, and there are as many as slices
     first: Tensor | None  # [n + 1] first block of each distinct digit, and G; None: each has one
-    children: Sums  # of the nodes' places, into those of their parents, in order of their prefix
+    children: SumOrder  # of the nodes' places, into those of their parents, in order of their prefix
 
 
 @dataclass(frozen=True)
@@ -169,16 +169,16 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def sums_into(places: Tensor, count: int) -> Sums:
+def sums_into(places: Tensor, count: int) -> SumOrder:
     """Return how values are summed into their ``places`` [n], of which there are ``count``."""
     order, counts = _ordered(places, max(1, count))[1], torch.bincount(places, minlength=count)
     starts = _starts(counts)
     if len(places) <= CHUNK or int(counts.max()) <= CHUNK:
-        return Sums(order, starts, None)
+        return SumOrder(order, starts, None)
     each = -(-counts // CHUNK)
     chunks = _starts(each)
     begins = torch.arange(int(chunks[-1])) * CHUNK + (starts[:-1] - chunks[:-1] * CHUNK).repeat_interleave(each)
-    return Sums(order, torch.cat([begins, starts[-1:]]), chunks)
+    return SumOrder(order, torch.cat([begins, starts[-1:]]), chunks)
 
 
 def _in_blocks(before: Level, above: Tensor, count: int, level: Level, rows: int) -> tuple[NodeBlocks, Tensor]:

@@ -27,7 +27,7 @@ from stoker.ops.reference import addresses, bag_of, factors, update_rows
 from stoker.ops.tree import Shards
 from stoker.ops.tt.lookup import Values, expand, fill_core, gradients, sum_places
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.trie import Sums, Trie, build_trie, sums_into
+from stoker.ops.tt.trie import SumOrder, Trie, build_trie, sums_into
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
@@ -135,7 +135,7 @@ class _Wanted(NamedTuple):
 
     trie: Trie
     places: Tensor  # of the ids, in their shape: of the row of each
-    sums: Sums | None  # for a GPU: of the ids [L] into their places
+    sums: SumOrder | None  # for a GPU: of the ids [L] into their places
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Expanded:
     values: Values
     bags: Bags  # places among the rows
     space: AddressSpace
-    sums: Sums | None
+    sums: SumOrder | None
 
 
 class CompressedGroup(TableGroup):
