@@ -160,7 +160,7 @@ def _load_into(
     resuming = optimizer is not None or extra_state is not None
     with ExitStack() as stack:
         links = stack.enter_context(reading(directory, manifest)) if dense is None else []
-        tensors = _Tensors(stack.enter_context(_dense_file(directory / DENSE, dense)))
+        tensors = _FileTensors(stack.enter_context(_dense_file(directory / DENSE, dense)))
         saved = _Saved(directory, manifest, tensors, module, links, larger=larger)
         saved.check(optimizers, extra_state, resuming=resuming)
         if stream is not None:  # first: it may refuse its position
@@ -208,7 +208,7 @@ def dense_part(links: Sequence[Link], module: nn.Module) -> Iterator[Callable[[]
     """
     path, manifest, _ = links[-1]
     with safe_open(path / DENSE, framework="pt") as file:
-        saved = _Saved(path, manifest, _Tensors(file), module_state.unwrap(module), links)
+        saved = _Saved(path, manifest, _FileTensors(file), module_state.unwrap(module), links)
         saved.raw_ids = {name: {key: [*parts] for key, parts in saved.read_raw_ids(name)} for name in saved.tables}
         yield saved.fill_dense
 
@@ -230,7 +230,7 @@ def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
     return kind
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _FileTensors(Mapping[str, Tensor]):
     """The tensors of an open file, read when they are needed."""
 
     def __init__(self, file: Any) -> None:
@@ -256,7 +256,7 @@ class _Saved:
     """The contents of a checkpoint of either format, and the module to load it into."""
 
     def __init__(
-        self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module,
+        self, directory: Path, manifest: Mapping[str, Any], tensors: _FileTensors, module: nn.Module,
         links: Sequence[Link], *, larger: bool = False,
     ) -> None:  # fmt: skip
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
