@@ -30,7 +30,7 @@ from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_b
 
 
 @dataclass(frozen=True)
-class DatasetArguments(LogSettings):
+class SyntheticDatasetArguments(LogSettings):
     """The arguments of :func:`dataset`."""
 
     out: str | Path
@@ -48,7 +48,7 @@ class DatasetArguments(LogSettings):
         curve: Curve | str | Path | None = None  # type: ignore[assignment]
 
 
-@with_arguments_of(DatasetArguments)
+@with_arguments_of(SyntheticDatasetArguments)
 def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
     """Write a dataset of generated rows, in order of time: training, then validation, then test rows.
 
@@ -77,7 +77,7 @@ def dataset(out: str | Path, **given: Any) -> tuple[Dataset, SyntheticTruth]:
     >>> len(data.train), len(data.valid), round(truth.best_auc, 2)
     (2000, 1000, 0.8)
     """
-    asked, out = DatasetArguments(out, **given), Path(out)
+    asked, out = SyntheticDatasetArguments(out, **given), Path(out)
     sizes, scale, workers = asked.sizes, asked.scale, asked.workers
     if (out / "manifest.json").exists():
         raise DataError(f"{out} already holds a dataset. Choose another directory, or delete the dataset.")
