@@ -15,7 +15,7 @@ from stoker.base.files import hash_file
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
-from stoker.prep.fit.split_rules import SplitFile, Splitter, no_training_row
+from stoker.prep.fit.split_rules import SplitAssigner, SplitFile, no_training_row
 from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
@@ -150,7 +150,7 @@ class Fitting:
         self.table_files: dict[str, Path] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dense: list[DenseFit] = []
-        splitter = Splitter(task.inner, self.parts, [path.name for path in task.files])
+        splitter = SplitAssigner(task.inner, self.parts, [path.name for path in task.files])
         self.splits.path.write_bytes(b"")
         for part in self.parts:
             found = splitter.assign(part)

@@ -73,7 +73,7 @@ def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
     return targets
 
 
-class Splitter:
+class SplitAssigner:
     """Assign rows to splits: 0 train, 1 valid, 2 test, 255 dropped.
 
     Args:

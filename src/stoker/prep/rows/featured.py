@@ -32,7 +32,7 @@ from stoker.prep.features.execute import Executor, check_present, derive, runs_o
 from stoker.prep.features.fitted import LABEL, FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
-from stoker.prep.fit.split_rules import Splitter, no_training_row
+from stoker.prep.fit.split_rules import SplitAssigner, no_training_row
 from stoker.prep.parse.frames import (
     KEPT_TYPES,
     BadLine,
@@ -162,7 +162,7 @@ def _keys(task: Task, parts: Sequence[LogPart]) -> Path:
         task.reused += 1
         return path
     names = [file.name for file in task.files]
-    splitter = Splitter(task.splitting, parts, names)
+    splitter = SplitAssigner(task.splitting, parts, names)
     train = 0
 
     def tables() -> Iterator[pl.DataFrame]:
