@@ -41,6 +41,8 @@ MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+#: Class names of two things, and why.
+SHARED_NAMES = {"Split"}  # the rows of a split, and the feature whose name in a schema is ``split``: both are public
 STUBS = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.pyi"))
 NAMES = {".".join(("stoker", *(path.parent if path.stem == "__init__" else path.with_suffix("")).parts)): path
          for path in FILES}  # fmt: skip
@@ -135,6 +137,22 @@ def test_folders_and_modules_are_small_and_explained() -> None:
         assert len(text.splitlines()) <= LONGEST, path
         assert ast.get_docstring(nodes(text)[0]), f"{path} has no docstring"  # type: ignore[arg-type]
     assert {folder: modules for folder, modules in count.items() if modules > MODULES} == {}
+
+
+def shared_names(texts: Mapping[Path, str]) -> dict[str, list[str]]:
+    """Return the names of several classes, and where these are; ``_Part`` and ``Part`` are one name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, text in texts.items():
+        for node in nodes(text):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    assert set(shared_names({path: (ROOT / path).read_text() for path in FILES})) == SHARED_NAMES
+    texts = {Path("a.py"): "class _Part: ...\nclass Parts: ...", Path("b.py"): "def f():\n    class Part: ..."}
+    assert shared_names(texts) == {"Part": ["a.py:1", "b.py:2"]}
 
 
 @cache
