@@ -265,7 +265,7 @@ class _StageLoop:
         self._queues = [storage.queue() for _, storage in stage._groups]
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first waiting batch: leases by index of the group
-        self._ready: deque[_Staged] = deque()
+        self._ready: deque[_LeasedBatch] = deque()
         self._grown: deque[Grown] = deque()  # steps of tables that grow whose batches may not have trained yet
         self._asked: SimpleQueue[_Upcoming | None] = SimpleQueue()  # batches of ranks; None: the stream has ended
         grows = self.tables.divided and self.tables.raw is not None
@@ -273,7 +273,7 @@ class _StageLoop:
         self._asking = sys.maxsize if self._meets else 0  # batches that ranks may ask for, in all
         self._count = 0  # that they have asked for
 
-    def staged(self) -> Iterator[_Staged]:
+    def staged(self) -> Iterator[_LeasedBatch]:
         """Yield the batches with resident rows."""
         return self._threaded() if self.stage.background else self._inline()
 
@@ -425,7 +425,7 @@ class _StageLoop:
             found = iter(epoch_lookahead.upcoming(item))
         return [next(found) if _keeps(storage) else None for _, storage in groups]
 
-    def _next(self, *, busy: bool) -> _Staged | None:
+    def _next(self, *, busy: bool) -> _LeasedBatch | None:
         """Make the next waiting batch resident.
 
         ``busy``: batches are in flight, whose rows may leave too few slots. Then the batch waits, and the result is
@@ -448,7 +448,7 @@ class _StageLoop:
         self.stage.ahead.judge(any(queue.guesses for queue in self._deciding), len(self._waiting))
         return first, leases
 
-    def _inline(self) -> Iterator[_Staged]:
+    def _inline(self) -> Iterator[_LeasedBatch]:
         stage, ready = self.stage, self._ready
         for done in itertools.count():
             self._ask(done)
@@ -465,9 +465,9 @@ class _StageLoop:
                 return
             yield ready.popleft()
 
-    def _threaded(self) -> Iterator[_Staged]:
+    def _threaded(self) -> Iterator[_LeasedBatch]:
         stage, changed = self.stage, threading.Condition()
-        ready: SimpleQueue[_Staged | BaseException | None] = SimpleQueue()
+        ready: SimpleQueue[_LeasedBatch | BaseException | None] = SimpleQueue()
         outstanding, stop = 0, False  # batches staged and not done; whether the loop was left
 
         def work() -> None:
@@ -531,7 +531,7 @@ class _StageLoop:
                     self._ready.append(left)
 
 
-_Staged = tuple[_Upcoming, list[Lease | None]]
+_LeasedBatch = tuple[_Upcoming, list[Lease | None]]
 
 
 def _finders(threads: int) -> int:
