@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.base.errors import CheckpointError
-from stoker.live.journal import Known, Log, Order, _hash
+from stoker.live.journal import KnownLog, Log, Order, _hash
 from stoker.training.files.rundir import RunDirectory
 
 
@@ -26,15 +26,15 @@ def test_a_known_beginning_is_found(tmp_path: Path) -> None:
     assert (log.bytes, length, log.text, found) == (3, 3, "", {})
     digest = log.sha256
     path.write_bytes(b"abcdef")
-    known = {size: {digest: Known(shown, "log.gz")} for size, shown in ((3, "a"), (4, "b"), (9, "c"))}
+    known = {size: {digest: KnownLog(shown, "log.gz")} for size, shown in ((3, "a"), (4, "b"), (9, "c"))}
     assert _hash(path, "log", known)[2] == {3: "a"}
     path.write_bytes(gzip.compress(b"abcdef"))
     assert _hash(path, "log", known)[1:] == (6, {3: "a"})
     assert _hash(path, "log2", known)[1:] == (6, {}), "equal rows of another log"
     empty = _hash(Path("/dev/null"), "", {})[0].sha256
-    assert _hash(path, "log", {0: {empty: Known("a", "log")}})[2] == {}, "an empty log is the beginning of all"
+    assert _hash(path, "log", {0: {empty: KnownLog("a", "log")}})[2] == {}, "an empty log is the beginning of all"
     path.write_bytes(b"abcdef")
-    one = {3: {digest: Known("a", "other", one_row=True)}}
+    one = {3: {digest: KnownLog("a", "other", one_row=True)}}
     assert _hash(path, "log", one)[2] == {}, "of one row"
     assert _hash(path, "other", one)[2] == {3: "a"}, "which has grown"
 

@@ -40,7 +40,7 @@ _ORDER = "update.json"
 _BLOCK = 2**20  # bytes of a log that are hashed at a time
 
 
-class Known(NamedTuple):
+class KnownLog(NamedTuple):
     """A log that others may begin with."""
 
     shown: object  # None: it was used
@@ -55,7 +55,7 @@ class Known(NamedTuple):
         return not self.one_row or self.name == name
 
 
-_BySize: TypeAlias = dict[int, dict[str, Known]]  # size -> sha256 -> what is known
+_BySize: TypeAlias = dict[int, dict[str, KnownLog]]  # size -> sha256 -> what is known
 
 
 class Log(NamedTuple):
@@ -76,7 +76,7 @@ class Log(NamedTuple):
         """What two files of one log have in common: their bytes, or the name and the text."""
         return {self.sha256, (plain_name(Path(self.name)), self.text or self.sha256)}
 
-    def add_to(self, known: _BySize, one: Known) -> None:
+    def add_to(self, known: _BySize, one: KnownLog) -> None:
         """Note its bytes, and what they are decompressed, as those with which others may begin."""
         known.setdefault(self.bytes, {}).setdefault(self.sha256, one)
         if self.text:
@@ -176,14 +176,14 @@ class UpdateJournal:
                 log = Log(**{key: entry[key] for key in Log._fields if key in entry})
                 used |= dict.fromkeys(log.keys, (line["number"], log.name))
                 if entry.get("rows") != 0:  # others may begin with the same header
-                    log.add_to(known, Known(None, log.name, entry.get("rows") == 1))
+                    log.add_to(known, KnownLog(None, log.name, entry.get("rows") == 1))
         source = Schema.from_dict(base["schema"]).source
         hashed = {}
         for path in sorted(files, key=lambda path: path.stat().st_size):
             log, _, _ = hashed[path] = _hash(path, names.get(path, path.name), known)
             rows = 2 if source_kind(path, source.kind) == "parquet" else count_rows(path, source, 2)
             if path.name not in lookups and rows:
-                log.add_to(known, Known(names.get(path, path), log.name, rows == 1))
+                log.add_to(known, KnownLog(names.get(path, path), log.name, rows == 1))
         fresh: list[tuple[Path, Log]] = []
         described: list[tuple[Path, Log]] = []
         left_out: list[str] = []
@@ -334,9 +334,9 @@ def _hash(path: Path, name: str, known: _BySize) -> tuple[Log, int, dict[int, ob
     return Log(name, size, digest, text, length), length, {size: one.shown for size, one in found.items()}
 
 
-def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, Known]]:
+def _hash_pieces(pieces: Iterator[bytes], known: _BySize) -> tuple[int, str, dict[int, KnownLog]]:
     """Return the size and sha256 of bytes; and the sizes of known logs that they begin with, with what is known."""
-    digest, done, found = hashlib.sha256(), 0, dict[int, Known]()
+    digest, done, found = hashlib.sha256(), 0, dict[int, KnownLog]()
     stops = sorted(known, reverse=True)
     for piece in pieces:
         rest = memoryview(piece)
