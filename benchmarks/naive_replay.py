@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from stoker.base.errors import ConfigError
-from stoker.placement.replay import CacheStrategy, Counts
+from stoker.placement.replay import CacheStrategy, HitCounts
 from stoker.tables.slots.residency import known_bytes
 from stoker.tables.slots.window import Ahead
 
@@ -28,7 +28,7 @@ Row = tuple[int, int]  # (id within its table, position of the table): the great
 def replay_reference(
     batches: Sequence[Mapping[Row, int]], slots: int, strategy: CacheStrategy, *, in_flight: int = 1,
     pinned: frozenset[Row] = frozenset(),
-) -> Counts:  # fmt: skip
+) -> HitCounts:  # fmt: skip
     """Simulate one strategy, slowly, in code that is short enough to check by reading.
 
     Args:
@@ -91,7 +91,7 @@ def replay_reference(
         idle = any(next_use(row, step) == math.inf for row in resident - kept - hot)
         ahead.judge(idle and len(resident - pinned) == room, known - step - 1)
         size -= bytes_of(batch)
-    return Counts(hits, lookups_hit, misses, compulsory, written_back)
+    return HitCounts(hits, lookups_hit, misses, compulsory, written_back)
 
 
 def _hot_rows(batches: Sequence[Mapping[Row, int]], slots: int, in_flight: int) -> set[Row]:

@@ -24,7 +24,7 @@ from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.base.progress import quiet
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
-from stoker.placement.replay import CacheStrategy, Counts, IdTrace, _most_used, _pinned, record, row_size, simulate
+from stoker.placement.replay import CacheStrategy, HitCounts, IdTrace, _most_used, _pinned, record, row_size, simulate
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset
 
@@ -225,19 +225,19 @@ def test_a_trace_worked_by_hand() -> None:
     """Three slots, one table. After step 1 they hold 1, 2 and 3; step 2 needs 4, and one of the three leaves."""
     batches = [[(1, 0), (2, 0), (1, 0)], [(1, 0), (3, 0)], [(4, 0)], [(2, 0), (2, 0), (2, 0)], [(3, 0)]]
 
-    def run(name: str) -> Counts:
+    def run(name: str) -> HitCounts:
         return replay_reference(counted(batches), 3, CacheStrategy.parse(name))
 
     # lru: 2 leaves for 4 (used at step 0 only), then 3 for 2 (tie of 1 and 3 at step 1: 3 is rarer), then 1 for 3.
-    assert run("lru") == Counts(hits=1, lookups_hit=1, misses=6, compulsory=4, written_back=3)
+    assert run("lru") == HitCounts(hits=1, lookups_hit=1, misses=6, compulsory=4, written_back=3)
     # lfu: 2 and 3 were used once, 1 twice: 3 leaves for 4, 2 is hit three times over; then 4 leaves for 3.
-    assert run("lfu") == Counts(hits=2, lookups_hit=4, misses=5, compulsory=4, written_back=2)
+    assert run("lfu") == HitCounts(hits=2, lookups_hit=4, misses=5, compulsory=4, written_back=2)
     # With one batch known: at step 2 only the use of 2 at step 3 is known; 1 and 3 tie, 3 leaves. Then 4 leaves for 3.
-    assert run("lookahead-1") == Counts(hits=2, lookups_hit=4, misses=5, compulsory=4, written_back=2)
+    assert run("lookahead-1") == HitCounts(hits=2, lookups_hit=4, misses=5, compulsory=4, written_back=2)
     # With two known, 1 leaves, and all else is a hit.
-    assert run("lookahead-2") == run("belady") == Counts(3, 5, 4, 4, 1)
+    assert run("lookahead-2") == run("belady") == HitCounts(3, 5, 4, 4, 1)
     # Only row 1 is in two batches in a row.
-    assert run("host-pipelined") == Counts(hits=1, lookups_hit=1, misses=6, compulsory=4, written_back=5)
+    assert run("host-pipelined") == HitCounts(hits=1, lookups_hit=1, misses=6, compulsory=4, written_back=5)
 
 
 def test_equal_ids_leave_from_the_last_table() -> None:

@@ -94,7 +94,7 @@ class CacheStrategy:
         )
 
 
-class Counts(NamedTuple):
+class HitCounts(NamedTuple):
     """Hits and misses of a strategy over a trace."""
 
     hits: int  # distinct rows of batches that were resident
@@ -512,7 +512,7 @@ def _figures(strategy: CacheStrategy, run: _Run, trace: IdTrace, row_bytes: int,
 class _Run(NamedTuple):
     """What a simulation counted."""
 
-    counts: Counts
+    counts: HitCounts
     ahead: int  # most batches known ahead
     window_bytes: int  # most bytes of them
 
@@ -587,7 +587,7 @@ def _replayed(
             size -= own
     report(strategy.name, trace.steps, trace.steps)
     # Each row is fetched for its first use, whatever the strategy.
-    counted = Counts(trace.places - misses, trace.lookups - missed, misses, trace.num_rows, written)
+    counted = HitCounts(trace.places - misses, trace.lookups - missed, misses, trace.num_rows, written)
     return _Run(counted, widest, int(largest))
 
 
@@ -641,7 +641,7 @@ def _hot_cold(trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: in
 
 def simulate(
     trace: IdTrace, strategy: CacheStrategy, slots: int, in_flight: int = 1, report: Progress = quiet
-) -> Counts:
+) -> HitCounts:
     """Replay one strategy on a trace whose rows in flight fit the slots."""
     replayed = _hot_cold if strategy.kind == "hot-cold" else _replayed
     return replayed(trace, strategy, slots, in_flight, report).counts
