@@ -20,7 +20,7 @@ from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import Arrays, LogPart, open_part
 
 Array = npt.NDArray[Any]
-Slice = tuple[LogPart, int, int]  # rows [begin, end) of one part's rows in a split
+PartSlice = tuple[LogPart, int, int]  # rows [begin, end) of one part's rows in a split
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Encoder:
                     np.add.at(counts[column.table_name], ids, by_code)
         return counts
 
-    def encode(self, slices: Sequence[Slice], split: int) -> tuple[dict[str, Array], dict[str, Any]]:
+    def encode(self, slices: Sequence[PartSlice], split: int) -> tuple[dict[str, Array], dict[str, Any]]:
         """Encode the shard of some rows of a split.
 
         Returns:

@@ -43,7 +43,7 @@ from stoker.prep.rows.raw_rows import ReadRows
 from stoker.prep.schema import RULE_KEYS, GrowingRows, Schema
 from stoker.prep.stages.parts import atomic_path
 from stoker.prep.stages.task import StageProgress, Task
-from stoker.prep.write.encode import Encoder, Slice
+from stoker.prep.write.encode import Encoder, PartSlice
 
 _FREE = 2**20  # bytes of disk for the manifest and other small files
 _SHARD_BYTES = 2**26  # most bytes of a shard, because each thread has one in memory
@@ -95,7 +95,7 @@ class _ShardStep:
     encoder: Encoder
     out: Path
     file: str  # within ``out``
-    slices: list[Slice]
+    slices: list[PartSlice]
     split: int
 
     @property
@@ -145,10 +145,10 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
     }
 
 
-def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list[Slice]]]:
+def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list[PartSlice]]]:
     """Yield the file and the slices of every shard of a split, of ``most`` rows."""
     number, room = 0, most
-    slices: list[Slice] = []
+    slices: list[PartSlice] = []
     for part in fitting.parts:
         begin, end = 0, int(fitting.sizes[part.index, split])
         while begin < end:
