@@ -29,7 +29,7 @@ from stoker.training.scores.evaluation import check_dataset, scoring
 from stoker.training.scores.tiles import tiled_scores, try_blocks
 
 _REMEDY = "Pass the dataset: stoker.Scorer(run, data=...)"
-Scores = npt.NDArray[np.float32]
+ScoreArray = npt.NDArray[np.float32]
 
 
 def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
@@ -127,7 +127,7 @@ class Scorer:
         """The raw columns that rows must have."""
         return self.encoder.columns
 
-    def score(self, rows: Any, *, unknown: bool = False) -> Scores:
+    def score(self, rows: Any, *, unknown: bool = False) -> ScoreArray:
         """Return the probability of label 1 for each row, float32 [n].
 
         Args:
@@ -157,7 +157,7 @@ class Scorer:
                 try_blocks(self.model, batch)
         return ""
 
-    def score_together(self, requests: Sequence[Any]) -> list[Scores]:
+    def score_together(self, requests: Sequence[Any]) -> list[ScoreArray]:
         """Return the scores of several requests, each a table or a list of objects of JSON (``parsed``).
 
         Raises:
@@ -166,7 +166,7 @@ class Scorer:
         with self.lock:
             return self._together(requests)
 
-    def _together(self, requests: Sequence[Any]) -> list[Scores]:
+    def _together(self, requests: Sequence[Any]) -> list[ScoreArray]:
         pieces: list[Any] = []
         encoder = self.encoder
         for rows in requests:
@@ -183,10 +183,10 @@ class Scorer:
         ends = np.cumsum([len(rows) for rows in requests])
         return [scores[end - len(rows) : end] for end, rows in zip(ends, requests, strict=True)]
 
-    def score_batch(self, batch: Batch) -> Scores:
+    def score_batch(self, batch: Batch) -> ScoreArray:
         """Return the scores of rows that are encoded."""
         with self.lock, scoring(self.model):
-            scores: Scores = tiled_scores(self.model, batch).cpu().numpy()
+            scores: ScoreArray = tiled_scores(self.model, batch).cpu().numpy()
         return scores
 
 

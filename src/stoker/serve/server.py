@@ -31,7 +31,7 @@ from stoker.prep.parse.json_lines import parsed
 from stoker.serve.background import give_way
 from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.retrieve import Retrieved, Retriever
-from stoker.serve.scorer import Scorer, Scores
+from stoker.serve.scorer import ScoreArray, Scorer
 from stoker.serve.settings import ServeSettings
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -47,7 +47,7 @@ class _Waiting:
 
     rows: Rows
     since: float
-    scores: asyncio.Future[tuple[Scores, dict[str, Any]]]
+    scores: asyncio.Future[tuple[ScoreArray, dict[str, Any]]]
 
 
 class _Figures:
@@ -256,7 +256,7 @@ class Server:
         del request
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
-    async def _scores(self, rows: Rows) -> tuple[Scores, dict[str, Any]]:
+    async def _scores(self, rows: Rows) -> tuple[ScoreArray, dict[str, Any]]:
         self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
         self.figures.waiting.inc()  # here, since another process of --workers may answer /metrics
@@ -374,7 +374,7 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
     return found
 
 
-def _numbers(scores: Scores) -> Scores:
+def _numbers(scores: ScoreArray) -> ScoreArray:
     """Return scores that JSON can have."""
     if (odd := np.isnan(scores)).any():
         raise RequestError(
