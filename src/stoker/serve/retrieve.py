@@ -31,7 +31,7 @@ from stoker.training.scores.evaluation import scoring
 
 _EXACT = 2**22  # items whose products are computed at a time
 _REMEDY = "Pass the dataset: stoker.Retriever(run, data=...)"
-Vectors = npt.NDArray[np.float32]
+VectorArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -39,7 +39,7 @@ class Retrieved(Shown):
     """The best items of some users, the best first."""
 
     items: list[list[Any]]  # [m][k] values of the column that identifies an item
-    scores: Vectors  # [m, k] as of the model, within rounding
+    scores: VectorArray  # [m, k] as of the model, within rounding
     version: Mapping[str, Any]  # update and step of the model; empty of a model in memory
 
     def summary(self) -> str:
@@ -87,7 +87,7 @@ class Retriever:
         self._data = data if data is None or isinstance(data, Dataset) else Dataset(data)
         self._known: list[tuple[str, Catalogue]] = []  # sha256 of manifests, and the items then: of the last two
         self.items: pa.Array = pa.array([])  # [n] values
-        self.vectors: Vectors  # [n, W]
+        self.vectors: VectorArray  # [n, W]
         self._index: Any = None
         encoder = self.scorer.encoder
         if isinstance(source, RecModel):
@@ -190,7 +190,7 @@ class Retriever:
                 batch = encoder.encode(frame.with_columns(more))
             with scoring(model):
                 inputs = model.inputs(batch.to(model.device))
-                asked: Vectors = model._logits(model.users, inputs).cpu().numpy()
+                asked: VectorArray = model._logits(model.users, inputs).cpu().numpy()
             bias = float(model.bias.detach())
         if (odd := ~np.isfinite(asked).all(1)).any():
             raise DataError(f"row {odd.argmax()}: this user has no vector, as a value is too large for the model.")
@@ -204,7 +204,7 @@ class Retriever:
         return Retrieved(items=values, scores=scores, version=version)
 
 
-def _nearest(vectors: Vectors, user: Vectors, k: int) -> npt.NDArray[np.int64]:
+def _nearest(vectors: VectorArray, user: VectorArray, k: int) -> npt.NDArray[np.int64]:
     """Return the places of the k largest products, block by block; among equal ones the first items."""
     best, found = np.empty(0, np.int64), np.empty(0, np.float32)
     for start in range(0, len(vectors), _EXACT):
@@ -218,7 +218,7 @@ def _nearest(vectors: Vectors, user: Vectors, k: int) -> npt.NDArray[np.int64]:
     return best
 
 
-def _near(index: Any, vectors: Vectors, user: Vectors, k: int) -> npt.NDArray[np.int64]:
+def _near(index: Any, vectors: VectorArray, user: VectorArray, k: int) -> npt.NDArray[np.int64]:
     places = np.sort(index.search(user, k).keys.astype(np.int64))
     rest = np.setdiff1d(np.arange(min(2 * k, len(vectors))), places)[: k - len(places)]  # if it finds fewer
     places = np.append(places, rest)
