@@ -36,7 +36,7 @@ Size: TypeAlias = "int | ir.Value"  # known or not
 Int: TypeAlias = ir.Value  # int64
 Float: TypeAlias = ir.Value  # float32
 Double: TypeAlias = ir.Value  # float64
-Values = list[ir.Value]
+IRValues = list[ir.Value]
 _NUMBERS = {"Int": types.int64, "Float": types.float32, "Double": types.float64, "None": types.void}
 
 
@@ -123,10 +123,10 @@ class Vec:
     The right side of an operator may be a number: it applies to every element.
     """
 
-    def __init__(self, b: ir.IRBuilder, parts: Values) -> None:
+    def __init__(self, b: ir.IRBuilder, parts: IRValues) -> None:
         self.b, self.parts = b, parts
 
-    def _lift(self, other: Vec | ir.Value | float) -> Values:
+    def _lift(self, other: Vec | ir.Value | float) -> IRValues:
         """Return ``other`` in the shape of this."""
         if isinstance(other, Vec) and len(other.parts) == len(self.parts) and other.parts[0].type == self.parts[0].type:
             return other.parts
@@ -228,7 +228,7 @@ def _lanes(b: ir.IRBuilder, value: ir.Value, start: int, count: int, padded: int
 
 
 def add_lanes(
-    b: ir.IRBuilder, kind: ir.Type, parts: Values, change: Callable[[ir.Value], ir.Value] | None = None
+    b: ir.IRBuilder, kind: ir.Type, parts: IRValues, change: Callable[[ir.Value], ir.Value] | None = None
 ) -> ir.Value:
     """Return sixteen sums of type ``kind``, each of every 16th element of ``parts``, in order, after ``change``."""
     total = ir.Constant(ir.VectorType(kind, LANES), [0.0] * LANES)
