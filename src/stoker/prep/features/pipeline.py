@@ -21,7 +21,7 @@ from stoker.prep.features.tables import joined
 
 _SLICE = 2**15  # rows of a frame whose leading features are computed at a time
 _THREADS = 2
-_Rows = TypeVar("_Rows", "pl.DataFrame", "pl.LazyFrame")
+_AnyFrame = TypeVar("_AnyFrame", "pl.DataFrame", "pl.LazyFrame")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def _labels(label: str) -> pl.Expr:
     return pl.col(label).cast(pl.Float64).alias(LABEL)
 
 
-def _without_helpers(frame: _Rows) -> _Rows:
+def _without_helpers(frame: _AnyFrame) -> _AnyFrame:
     names = frame.collect_schema().names()
     return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith("__fold:")])
 
