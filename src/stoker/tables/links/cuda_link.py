@@ -36,8 +36,8 @@ from stoker.tables.slots.residency import Ints, SlotPlan
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Held, Home, MemoryHome
 
-Reading = Literal["auto", "staged", "direct"]
-_WAYS: tuple[Reading, ...] = ("staged", "direct")
+ReadWay = Literal["auto", "staged", "direct"]
+_WAYS: tuple[ReadWay, ...] = ("staged", "direct")
 
 _BUFFER = 8 * 2**20  # most bytes of a buffer: the processor gathers one while others are copied
 _BUFFERS = 4  # in each direction
@@ -154,7 +154,7 @@ class CudaLink(QueuedLink):
 
     def __init__(
         self, home: Home, slots: Rows, stats: TransferStats, *, streams: Streams | None = None,
-        reading: Reading = "auto", buffer_bytes: int = _BUFFER, buffers: int = _BUFFERS,
+        reading: ReadWay = "auto", buffer_bytes: int = _BUFFER, buffers: int = _BUFFERS,
     ) -> None:  # fmt: skip
         super().__init__(home, slots, stats)
         self.streams = streams = Streams(slots.weight.device) if streams is None else streams
@@ -414,7 +414,7 @@ def _copy_rows(target: Rows, source: Rows) -> None:
         _copy(tensor, values)
 
 
-def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
+def _reading(home: Home, streams: Streams, wanted: ReadWay) -> ReadWay:
     """Choose how to read ``home``."""
     can = isinstance(home, MemoryHome) and home.pinned and streams.reads_host
     if wanted == "direct" and not can:
@@ -434,7 +434,7 @@ def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
     return min(seconds, key=lambda way: seconds[way])
 
 
-def _times(home: Home, streams: Streams) -> dict[Reading, float]:
+def _times(home: Home, streams: Streams) -> dict[ReadWay, float]:
     """Time each way of reading for a few MiB of rows from all over ``home``."""
     held = copy.copy(home)
     held.held = Held(home.num_rows)  # do not time rows that were never stored
@@ -443,7 +443,7 @@ def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))
     slots = np.arange(count, dtype=np.int64)
     target = home.empty(count, partial(streams.scratch, streams.incoming))
-    seconds: dict[Reading, float] = {}
+    seconds: dict[ReadWay, float] = {}
     for way in _WAYS:
         link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)
 
