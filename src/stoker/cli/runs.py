@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _PLACED = ("device_memory", "host_memory", "home_path")
 
-Run = Annotated[Path, typer.Argument(help="Run directory (the best checkpoint), checkpoint, or URL.")]
+RunPath = Annotated[Path, typer.Argument(help="Run directory (the best checkpoint), checkpoint, or URL.")]
 RowsToScore = Annotated[
     Path | None, typer.Option(help="Dataset, or raw rows such as today.csv. (default: the dataset of the run)")
 ]
@@ -59,7 +59,7 @@ class _Scored(Settings):
 
 @takes(_Scored, MachineConfig, of_run=_PLACED)
 def evaluate(
-    run: Run,
+    run: RunPath,
     data: Data = None,
     k: int | None = typer.Option(None, "--k", help="k of nDCG@k and hit rate@k. (default: that of the run)", min=1),
     *,
@@ -95,7 +95,7 @@ def evaluate(
 
 @takes(_Scored, MachineConfig, of_run=_PLACED)
 def predict(
-    run: Run,
+    run: RunPath,
     out: Annotated[
         Path,
         typer.Option(
