@@ -64,7 +64,7 @@ Overwrite = Annotated[bool, option("Results", "Replace an existing dataset.", "-
 Plot = Annotated[Path | None, option("Results", "Draw the curve to this .png file (needs matplotlib).", default=...)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Start = Annotated[
+StartOption = Annotated[
     str | None,
     typer.Option(
         "--from", help="Step of a checkpoint, or start. (default: the newest checkpoint with that many steps before it)"
