@@ -61,7 +61,7 @@ _MOST_FINDERS = 4  # threads that find distinct rows: of four threads of torch, 
 _PATIENCE = 8  # checks without stalls before the first shrink; twice as many before each later one
 
 Item = TypeVar("Item")
-Lookup = Tensor | tuple[Any, ...]  # ids, with offsets and weights if there are any, and a time
+LookupInput = Tensor | tuple[Any, ...]  # ids, with offsets and weights if there are any, and a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Stage(Generic[Item]):
     def __init__(
         self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int | None, in_flight: int | None,
         background: bool, *, epoch_lookahead: bool = False, progress: Progress | None = None,
-        lookups: Callable[[Item], Lookup] | None = None,
+        lookups: Callable[[Item], LookupInput] | None = None,
     ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
@@ -539,7 +539,7 @@ def _finders(threads: int) -> int:
     return 0 if threads == 1 else max(1, min(_MOST_FINDERS, threads // 4))
 
 
-def _lookups_of_batch(item: Any) -> Lookup:
+def _lookups_of_batch(item: Any) -> LookupInput:
     """Return ids, offsets and weights of a :class:`Batch`, or of an object with these attributes."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
@@ -589,7 +589,7 @@ def stage(
     background: bool | None = None,
     epoch_lookahead: bool = False,
     progress: Progress | None = None,
-    lookups: Callable[[Item], Lookup] | None = None,
+    lookups: Callable[[Item], LookupInput] | None = None,
 ) -> Stage[Item]:
     """Iterate over the batches of ``stream``, with the rows of each in fast memory.
 
