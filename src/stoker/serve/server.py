@@ -38,14 +38,14 @@ ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
 _ITEMS = 2**17  # that a request may ask for, of all its users
 _SWEEP = 1.0  # seconds between two looks at idle connections
-Rows: TypeAlias = Any  # a list of objects, or an Arrow table
+RequestRows: TypeAlias = Any  # a list of objects, or an Arrow table
 
 
 @dataclass
 class _Waiting:
     """A request whose rows wait for their scores."""
 
-    rows: Rows
+    rows: RequestRows
     since: float
     scores: asyncio.Future[tuple[ScoreArray, dict[str, Any]]]
 
@@ -205,7 +205,7 @@ class Server:
 
     async def _score(self, request: web.Request) -> web.Response:
         if request.content_type == ARROW:
-            rows: Rows = await self._read(arrow_rows, await self._body(request), self._max_body)
+            rows: RequestRows = await self._read(arrow_rows, await self._body(request), self._max_body)
         else:
             rows = _objects((await self._json(request, ["rows"]))["rows"], "rows")
         scores, version = await self._scores(rows)
@@ -256,7 +256,7 @@ class Server:
         del request
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
-    async def _scores(self, rows: Rows) -> tuple[ScoreArray, dict[str, Any]]:
+    async def _scores(self, rows: RequestRows) -> tuple[ScoreArray, dict[str, Any]]:
         self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
         self.figures.waiting.inc()  # here, since another process of --workers may answer /metrics
@@ -302,7 +302,7 @@ class Server:
                 batch, size, shared = [], 0, len(batch) > 1
                 each = self._waiting.get()
 
-    def _scored(self, requests: Sequence[Rows]) -> list[Any]:
+    def _scored(self, requests: Sequence[RequestRows]) -> list[Any]:
         """Return the scores of each request with the version of the model, or its error."""
         scorer = self.scorer
         with scorer.lock:
