@@ -41,8 +41,11 @@ MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-#: Class names of two things, and why.
-SHARED_NAMES = {"Split"}  # the rows of a split, and the feature whose name in a schema is ``split``: both are public
+#: Names of a class and of something else, and why.
+SHARED_NAMES = {
+    "Array",  # an array in machine code, and in modules that use NumPy ``NDArray[Any]``
+    "Split",  # the rows of a split, and the feature that is called ``split`` in a schema: users see both
+}
 STUBS = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.pyi"))
 NAMES = {".".join(("stoker", *(path.parent if path.stem == "__init__" else path.with_suffix("")).parts)): path
          for path in FILES}  # fmt: skip
@@ -140,19 +143,29 @@ def test_folders_and_modules_are_small_and_explained() -> None:
 
 
 def shared_names(texts: Mapping[Path, str]) -> dict[str, list[str]]:
-    """Return the names of several classes, and where these are; ``_Part`` and ``Part`` are one name."""
+    """Return the names of a class and another class or a type, and where these are; ``_Part`` and ``Part`` are one."""
     found: dict[str, list[str]] = defaultdict(list)
+    classes = set()
     for path, text in texts.items():
         for node in nodes(text):
             if isinstance(node, ast.ClassDef):
-                found[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
-    return {name: places for name, places in found.items() if len(places) > 1}
+                classes.add(name := node.name.lstrip("_"))
+                found[name].append(f"{path}:{node.lineno}")
+        for node in nodes(text)[0].body:  # type: ignore[attr-defined]
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if not (name := ast.unparse(target).lstrip("_")).isupper():  # a constant
+                    found[name].append(f"{path}:{node.lineno}")
+    return {name: found[name] for name in sorted(classes) if len(found[name]) > 1}
 
 
 def test_no_class_name_stands_for_two_things() -> None:
     assert set(shared_names({path: (ROOT / path).read_text() for path in FILES})) == SHARED_NAMES
-    texts = {Path("a.py"): "class _Part: ...\nclass Parts: ...", Path("b.py"): "def f():\n    class Part: ..."}
-    assert shared_names(texts) == {"Part": ["a.py:1", "b.py:2"]}
+    texts = {
+        Path("a.py"): "class _Part: ...\nclass Rows: ...\nInts = list[int]",
+        Path("b.py"): "def f():\n    class Part: ...\n_Rows = list[int]\nInts = list[int]",
+    }
+    assert shared_names(texts) == {"Part": ["a.py:1", "b.py:2"], "Rows": ["a.py:2", "b.py:3"]}
 
 
 @cache
