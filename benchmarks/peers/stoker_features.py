@@ -36,7 +36,7 @@ def job(folder, clock, out):
     with clock("binary features from text"):
         properties = f.Properties(name="property", column="properties", most=PROPERTIES)
         fitted, binary = f.fit_apply([properties], metadata, label="item_id")
-    names = fitted.learned["property"].table["value"].to_list()
+    names = fitted.fitted_tables["property"].table["value"].to_list()
     binary = binary.select(f"property_{k + 1}" for k in range(len(names)))
     binary.columns = names
     binary.select(sorted(names)).write_parquet(out / "binary.parquet")

@@ -155,8 +155,8 @@ def test_however_parts_and_shards_are_cut(
             run_prepare(schema(**KINDS[kind]), source, out=folder / "lying", threads=threads)
         except DataError:  # no training row
             return
-        folder = TemporaryFolder()
-        report = run_prepare(schema(**KINDS[kind]), source, out=folder.path, threads=threads)
+        held = TemporaryFolder()
+        report = run_prepare(schema(**KINDS[kind]), source, out=held.path, threads=threads)
         stoker.Dataset(report.path).save(folder / "saved")
     assert digests(folder / "saved") == digests(folder / "lying")
 

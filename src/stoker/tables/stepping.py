@@ -58,7 +58,8 @@ _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
-_known = (-1, -1)  # references to classes of optimizers when these were last looked for, and how many were known
+#: references to classes of optimizers when these were last looked for, and how many were known
+_known: tuple[tuple[int, ...], int] = (), -1
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -630,7 +631,7 @@ def _find_optimizers() -> None:
     """Find the optimizers that have not stepped yet."""
     global _known
     kinds = _kinds(torch.optim.Optimizer)
-    references = sum(map(sys.getrefcount, kinds))  # each optimizer refers to its class
+    references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
     if (references, len(_optimizers)) != _known:  # one may have replaced another
         found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
         _optimizers.update(each for each in found if "param_groups" in vars(each) and type(each) is not TableOptimizer)
