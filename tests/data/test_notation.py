@@ -527,9 +527,10 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
     files: dict[str, Any] = {
         "days": days.dt.date(), "times": days, "ms": days.cast(pl.Datetime("ms")),
         "zone": days.dt.replace_time_zone("UTC"), "none": pl.Series("when", [None] * 60),
+        "empty": pl.Series("when", [None] * 60, dtype=pl.String), "texts": days.dt.strftime("%Y-%m-%dT%H:%M"),
     }  # fmt: skip
     for name, each in files.items():
-        column = each.reshape((-1, 1)).arr.to_list() if nested else each
+        column = pl.select(pl.concat_list(each)).to_series() if nested else each
         pl.DataFrame({"label": [0, 1] * 30, "when": column}).write_parquet(tmp_path / f"{name}.parquet")
     columns = {"sequence" if nested else "categorical": [{"name": "when"}]}
     schema = stoker.Schema.from_dict(
@@ -543,7 +544,9 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
 
     wanted = sorted(set(days.dt.strftime("%Y-%m-%d %H:%M:%S.000000")))
     assert known("days", "times") == known("ms", "days", "none") == known("times", "ms") == wanted
-    assert known("none", "days") == sorted(set(days.dt.strftime("%Y-%m-%d")))
+    assert known("empty", "days", "times") == wanted
+    assert known("days", "texts") == known("texts", "times") == sorted(set(files["texts"]))
+    assert known("none", "days") == known("days", "empty") == sorted(set(days.dt.strftime("%Y-%m-%d")))
     for pair in (("days", "zone"), ("zone", "times")):
         with pytest.raises(stoker.DataError, match=r"column when holds Date.*Convert it to texts as in the log"):
             known(*pair)
