@@ -17,6 +17,8 @@ import pytest
 import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
+from stoker.prep.parse import floats
+from stoker.prep.parse.floats import in_way
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, PLAIN, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
@@ -341,6 +343,18 @@ def test_floats_with_an_exponent_share_a_hash_bucket() -> None:
     odd = ["1e5", "12e4", "1e+99999", "0.0000", "2.5E", "00000012345678", "123456789012345678"]
     for way in (PLAIN, "1|1e-07", "1|1e-04", "1|1.0E-7"):
         assert written(pl.Series(odd), way).to_list() == odd
+
+
+def test_one_odd_text_among_many_ids_costs_no_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spreadsheets damage a few long ids; a way to write floats is then refused without writing all ids in it."""
+    looked: list[int] = []
+    monkeypatch.setattr(floats, "in_way", lambda texts, way: looked.append(len(texts)) or in_way(texts, way))
+    ids = [str(10**12 + number) for number in range(2_000)]
+    for odd in ("1.23457E+12", "1e+05"):
+        assert notation_of(pl.Series([*ids, odd])) == "1"
+    assert max(looked) <= 1_000
+    assert notation_of(pl.Series([*ids[1:], "1e+05"])) == "1|1e-04"
+    assert max(looked) == 2_000
 
 
 def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:

@@ -78,12 +78,9 @@ def notation_of(texts: pl.Series) -> str:
 
 
 def _digits_of(decimals: pl.Series) -> int:
-    """Return how many digits all decimals have after the point, if a zero shows that it is always so; else 0.
-
-    A zero behind the point shows that they are numbers: 2.10 is another version than 2.1.
-    """
+    """Return how many digits all decimals have after the point, if zeros show that it is always so; else 0."""
     digits = decimals.str.extract(r"\.(\d+)$").str.len_bytes().unique()
-    shown = decimals.str.ends_with("0").any() and decimals.str.contains(r"\.0").any()
+    shown = decimals.str.ends_with("0").any() and decimals.str.contains(r"\.0").any()  # 2.10 may be a version
     return digits[0] if len(digits) == 1 and digits[0] > 1 and shown else 0
 
 
