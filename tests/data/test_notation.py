@@ -17,8 +17,10 @@ import pytest
 import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
+from stoker.prep.parse import floats
+from stoker.prep.parse.floats import in_way
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.parse.notation import AS_TYPED, agreed, notation_of, text_of_floats, written
+from stoker.prep.parse.notation import AS_TYPED, PLAIN, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
 
 SCHEMA = {
@@ -293,6 +295,24 @@ def test_truth_values_of_postgres_and_of_hash_buckets(tmp_path: Path) -> None:
     assert notation_of(pl.Series(["t", "f", "m"])) == notation_of(pl.Series(["t"])) == ""
 
 
+def test_hash_buckets_of_an_earlier_dataset_keep_truth_values_and_exponents_as_they_are(tmp_path: Path) -> None:
+    """Those that today are one text were several then."""
+    texts = ["True", "False", "true", "1e-05", "0.00001", "1.0E-5", "7", "7.0"] * 8
+    rows = pl.DataFrame({"label": [0, 1] * 32, "hash": texts})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "hash", "hash_buckets": 99_991}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data")
+    manifest = json.loads((data.path / "manifest.json").read_text())
+    manifest["notation"][""] = "plain"
+    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    wanted = encoder.encode(rows.drop("label")).ids.flatten().tolist()
+    assert len({*wanted}) == 7, "only 7 and 7.0 are one"
+    [found] = stoker.prepare(None, rows, out=tmp_path / "new", like=data.path).test.batches(64)
+    assert found.ids.flatten().tolist() == wanted
+    day = pl.DataFrame({"hash": [datetime(2024, 1, 5).date()]})
+    assert encoder.encode(day).ids == encoder.encode(day.cast(pl.String)).ids
+
+
 FLOATS = [1e-4, 1.2e-4, 1e-5, 2.5e-6, -1e-6, 1e-7, 1.5e-10, 0.5, 3.0, 100000.0, 123456.0, 12000000.0, 12345678.5]
 WRITTEN = {
     "Python": "0.0001 0.00012 1e-05 2.5e-06 -1e-06 1e-07 1.5e-10 0.5 3.0 100000.0 123456.0 12000000.0 12345678.5",
@@ -319,10 +339,22 @@ def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: s
 
 def test_floats_with_an_exponent_share_a_hash_bucket() -> None:
     for number, *others in zip(*(row.split() for row in WRITTEN.values()), strict=True):
-        assert set(written(pl.Series([number, *others] * 40), "plain")) == {number.removesuffix(".0")}
+        assert set(written(pl.Series([number, *others] * 40), PLAIN)) == {number.removesuffix(".0")}
     odd = ["1e5", "12e4", "1e+99999", "0.0000", "2.5E", "00000012345678", "123456789012345678"]
-    for way in ("plain", "1|1e-07", "1|1e-04", "1|1.0E-7"):
+    for way in (PLAIN, "1|1e-07", "1|1e-04", "1|1.0E-7"):
         assert written(pl.Series(odd), way).to_list() == odd
+
+
+def test_one_odd_text_among_many_ids_costs_no_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spreadsheets damage a few long ids; a way to write floats is then refused without writing all ids in it."""
+    looked: list[int] = []
+    monkeypatch.setattr(floats, "in_way", lambda texts, way: looked.append(len(texts)) or in_way(texts, way))
+    ids = [str(10**12 + number) for number in range(2_000)]
+    for odd in ("1.23457E+12", "1e+05"):
+        assert notation_of(pl.Series([*ids, odd])) == "1"
+    assert max(looked) <= 1_000
+    assert notation_of(pl.Series([*ids[1:], "1e+05"])) == "1|1e-04"
+    assert max(looked) == 2_000
 
 
 def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
@@ -353,6 +385,16 @@ def test_decimals_of_one_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
         assert notation_of(pl.Series(others)) in ("", "1")
 
 
+def test_versions_are_not_decimals(tmp_path: Path) -> None:
+    """An older client of version 4.1 is not one of 4.10."""
+    texts = [f"4.{minor}" for minor in range(10, 31)]
+    rows = pl.DataFrame({"label": [0, 1, 1] * 7, "flag": texts})
+    data = stoker.prepare(stoker.Schema.from_dict(LIKE), rows, out=tmp_path / "data", split="random:1,0")
+    assert ids_like(data, ["4.1", "4.10", "4.2", "4.20"], tmp_path / "new") == [
+        [0], *ids_like(data, ["4.10"], tmp_path / "new"), [0], *ids_like(data, ["4.20"], tmp_path / "new")
+    ]  # fmt: skip
+
+
 def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
     values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}
@@ -372,7 +414,7 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
             == Like(data.path).vocabulary("flag")["value"].to_list()
         )
     manifest = json.loads((data.path / "manifest.json").read_text())
-    assert manifest["notation"].pop("") == "plain"
+    assert manifest["notation"].pop("") == PLAIN
     (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
     zeros = rows.with_columns(bucket=pl.col("bucket").cast(pl.Decimal(12, 2)).cast(pl.String)).drop("label")
     encoder = RowEncoder(FittedSchema.of(Like(data.path)))
@@ -499,9 +541,10 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
     files: dict[str, Any] = {
         "days": days.dt.date(), "times": days, "ms": days.cast(pl.Datetime("ms")),
         "zone": days.dt.replace_time_zone("UTC"), "none": pl.Series("when", [None] * 60),
+        "empty": pl.Series("when", [None] * 60, dtype=pl.String), "texts": days.dt.strftime("%Y-%m-%dT%H:%M"),
     }  # fmt: skip
     for name, each in files.items():
-        column = each.reshape((-1, 1)).arr.to_list() if nested else each
+        column = pl.select(pl.concat_list(each)).to_series() if nested else each
         pl.DataFrame({"label": [0, 1] * 30, "when": column}).write_parquet(tmp_path / f"{name}.parquet")
     columns = {"sequence" if nested else "categorical": [{"name": "when"}]}
     schema = stoker.Schema.from_dict(
@@ -515,7 +558,9 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
 
     wanted = sorted(set(days.dt.strftime("%Y-%m-%d %H:%M:%S.000000")))
     assert known("days", "times") == known("ms", "days", "none") == known("times", "ms") == wanted
-    assert known("none", "days") == sorted(set(days.dt.strftime("%Y-%m-%d")))
+    assert known("empty", "days", "times") == wanted
+    assert known("days", "texts") == known("texts", "times") == sorted(set(files["texts"]))
+    assert known("none", "days") == known("days", "empty") == sorted(set(days.dt.strftime("%Y-%m-%d")))
     for pair in (("days", "zone"), ("zone", "times")):
         with pytest.raises(stoker.DataError, match=r"column when holds Date.*Convert it to texts as in the log"):
             known(*pair)

@@ -32,7 +32,7 @@ def test_a_number_is_missing_in_every_type(nulls: list[str], kind: str) -> None:
     numbers: list[Any] = [
         pl.Series([-1, 2]), pl.Series([-1.0, 2.0]), pl.Series([-1, 2], dtype=pl.Float32),
         pl.Series([-1, 2], dtype=pl.Int8), pl.Series([Decimal("-1.00"), Decimal("2.00")]),
-        pl.Series(["-1", "2"]), pl.Series(["-1.0", "2"]),
+        pl.Series(["-1", "2"]), pl.Series(["-1.0", "2"]), pl.Series(["-1.00", "2"]),
         pl.Series(["-1", "2"], dtype=pl.Categorical), pl.Series([b"-1", b"2"]),
     ]  # fmt: skip
     for values in numbers:
@@ -52,6 +52,9 @@ def test_numbers_mean_missing_as_the_schema_reads_them() -> None:
 def test_a_text_with_zeros_before_it_is_no_number() -> None:
     """A missing zip code is no missing price."""
     assert read(pl.Series(["00000", "0"]), "string", ["00000"]) == [None, "0"]
+    assert read(pl.Series(["01.00", "1.00.00", "1.001", "1.10"]), "string", ["1", "1.1"]) == [
+        "01.00", "1.00.00", "1.001", None
+    ]  # fmt: skip
     assert read(pl.Series(["00000", "0"]), "float", ["00000"]) == [None, 0]
     assert read(pl.Series([0, 1]), "float", ["00000"]) == [0, 1]
 

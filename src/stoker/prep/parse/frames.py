@@ -31,6 +31,7 @@ from stoker.prep.parse.notation import (  # fmt: skip
     DOTTED,
     MIXED,
     PLAIN,
+    PLAIN_NUMBERS,
     UNLISTED,
     fits_moment,
     is_moment,
@@ -312,7 +313,7 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     clock = series.dtype in (pl.Time, pl.Duration) and not is_moment(item.notation)  # a value has one ISO form
     if item.notation == AS_TYPED or clock:
         return series.dt.to_string("iso")
-    plain = series.dtype == pl.Date and item.notation in (PLAIN, UNLISTED)
+    plain = series.dtype == pl.Date and item.notation in (PLAIN, PLAIN_NUMBERS, UNLISTED)
     if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
         raise DataError(
             f"column {item.column} holds {series.dtype}, which texts write in many ways, and no known text says "

@@ -21,8 +21,9 @@ from stoker.prep.parse.floats import CANDIDATE, EXPONENT, PYTHON, has_match, in_
 AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
 WHOLE, DOTTED, LOWER, CAPITAL, UPPER, LETTERS = "1", "1.0", "true", "True", "TRUE", "t"
 #: of texts of which a dataset keeps no list: 136 for 136.0 and 1.36E2, true for True, and no times
-PLAIN = "plain"
-UNLISTED = "unlisted"  # likewise, of a dataset that hashes decimals with their zeros
+PLAIN = "plain text"
+PLAIN_NUMBERS = "plain"  # likewise, of an earlier dataset that hashes truth values and exponents as they are written
+UNLISTED = "unlisted"  # likewise, of one that hashes decimals with their zeros
 MIXED = "mixed"  # of a column whose known texts agree on nothing
 FLAGS, DOTTED_FLAGS = "1/0", "1.0/0.0"  # of few texts, with both: true is 1
 _FEW = 8  # texts of a column of truth values at most: two, and some that updates bring
@@ -37,7 +38,7 @@ _TRUE, _FALSE = r"^([Tt]rue|TRUE|1|1\.0)$", r"^([Ff]alse|FALSE|0|0\.0)$"
 _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
-    **dict.fromkeys((WHOLE, UNLISTED), (r"\.0$", [_TO_WHOLE])),
+    **dict.fromkeys((WHOLE, PLAIN_NUMBERS, UNLISTED), (r"\.0$", [_TO_WHOLE])),
     PLAIN: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [(_WORD_TRUE, "true"), (_WORD_FALSE, "false"), _TO_WHOLE]),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
     LOWER: ("^-?[TF0-9]", [(_TRUE, "true"), (_FALSE, "false"), _TO_WHOLE]),
@@ -77,9 +78,10 @@ def notation_of(texts: pl.Series) -> str:
 
 
 def _digits_of(decimals: pl.Series) -> int:
-    """Return how many digits all decimals have after the point, if a zero shows that it is always so; else 0."""
+    """Return how many digits all decimals have after the point, if zeros show that it is always so; else 0."""
     digits = decimals.str.extract(r"\.(\d+)$").str.len_bytes().unique()
-    return digits[0] if len(digits) == 1 and digits[0] > 1 and decimals.str.ends_with("0").any() else 0
+    shown = decimals.str.ends_with("0").any() and decimals.str.contains(r"\.0").any()  # 2.10 may be a version
+    return digits[0] if len(digits) == 1 and digits[0] > 1 and shown else 0
 
 
 def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:

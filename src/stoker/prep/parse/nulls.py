@@ -18,6 +18,7 @@ from stoker.prep.parse.notation import DECIMAL_COMMA, text_of_decimals, with_poi
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?")
 _WIDEST = {"text": pl.String, "string": pl.String, "int": pl.Int128, "hex": pl.UInt64, "float": pl.Float64}
+_ZEROS = r"^-?(0|[1-9][0-9]*)\.[0-9]*0$"  # a number with zeros at its end
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")
 
 
@@ -45,6 +46,9 @@ def without_nulls(series: pl.Series, nulls: Sequence[str], kind: str, decimal: s
     if not meant:
         return series
     listed = pl.Series(meant, dtype=_WIDEST[name]).cast(values.dtype, strict=False)
+    if name == "string" and any(map(_NUMBER.fullmatch, meant)):
+        short = values.str.contains(_ZEROS).fill_null(False)
+        values = values.zip_with(~short, text_of_decimals(values)) if short.any() else values
     return series.set(values.is_in(listed.implode()).fill_null(False), None)
 
 
@@ -61,10 +65,9 @@ def _meant(nulls: tuple[str, ...], kind: str, decimal: str) -> list[Any]:
     plain = [_plain(text) for text in texts if _NUMBER.fullmatch(text)]
     if kind == "float":
         return [float(text) for text in plain]
-    whole = [text for text in plain if "." not in text]
     if kind == "int":
-        return [int(text) for text in whole if abs(int(text)) < 2**64]
-    return [*nulls, *plain, *(f"{text}.0" for text in whole)]
+        return [int(text) for text in plain if "." not in text and abs(int(text)) < 2**64]
+    return [*nulls, *plain]
 
 
 def _plain(number: str) -> str:

@@ -120,16 +120,20 @@ def with_one_time_notation(task: Task) -> Task:
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
         types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
-        for name in {item.column for item in raw_fields(task.schema) if item.kind == "string"}:
+        for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
-            if task.recipe.derive is None and len(shapes) > 1 and any(kind.is_temporal() for kind in own.values()):
+            if task.recipe.derive is not None or not any(kind.is_temporal() for kind in own.values()):
+                continue
+            if len(shapes) > 1 and "text" in shapes:
+                first = _first_values(one for one in sources_of(task, [item]) if _shape(own[one.path]) == "text")
+                if first is not None:
+                    notation = notation_of(first[1])
+                    found[name] = notation if is_moment(notation) else MIXED
+                    continue
+                shapes.remove("text")  # there is none
+            if len(shapes) > 1:
                 found[name] = _DAY_AND_TIME if shapes == {"date", "time"} else MIXED
-            if name in found and "text" in shapes:
-                sources = sources_of(task, [Field(column=name, kind="string")])
-                first = _first_values(one for one in sources if _shape(own[one.path]) == "text")
-                notation = "" if first is None else notation_of(first[1])
-                found[name] = notation if is_moment(notation) else MIXED
     return replace(task, schema=replace(task.schema, notation=found)) if found else task
 
 
@@ -155,6 +159,7 @@ def _first_values(sources: Iterable[Source]) -> tuple[str, pl.Series] | None:
         for _, _, read in source.blocks(_BLOCK):
             block = read()
             texts = block.columns[item]
+            texts = texts.list.first() if isinstance(texts.dtype, pl.List) else texts
             if texts.dtype != pl.String and len(texts):
                 return None
             if texts.count():
