@@ -641,6 +641,46 @@ def test_optimizers_that_step_less_often_than_the_rows_are_no_mistake() -> None:
     assert tables.tick == 6
 
 
+@pytest.mark.parametrize("how", ["each step", "in turn", "skipped"])
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: str, cleared: bool) -> None:
+    """Its gradients are there when the forward of the rows begins, but the rows took no step with them."""
+    tables, head = made(), nn.Sequential(nn.Linear(FEATURES * DIM, 4), nn.Linear(4, 1))
+    head[0].bias.requires_grad_(False)
+    one, two = (torch.optim.SGD(each.parameters(), lr=0.01) for each in head)
+    refused: Any = (
+        contextlib.nullcontext()
+        if cleared
+        else pytest.raises(stoker.ConfigError, match=r"steps once for|of its last step")
+    )
+    with refused:
+        for step, ids in enumerate(batches(8)):
+            mine = [one, two] if how == "each step" else [(one, two)[step % 2]] if how == "in turn" else [one]
+            if cleared:
+                for each in mine:
+                    each.zero_grad()
+            sum(p.square().sum() for p in head.parameters()).backward()  # type: ignore[union-attr]
+            head(tables(ids).flatten(1)).sum().backward()
+            if how != "skipped" or step % 4 != 2:
+                for each in mine:
+                    each.step()
+    assert not cleared or tables.tick == 8
+
+
+def test_tables_that_are_gone_leave_nothing_on_parameters_of_other_models() -> None:
+    other = nn.Linear(2, 1)
+    idle = torch.optim.SGD(other.parameters(), lr=0.1)
+    tables = made()
+    for ids in batches(3):
+        tables(ids).sum().backward()
+    hooks = other.weight._backward_hooks
+    assert hooks
+    del tables
+    gc.collect()
+    assert not hooks
+    idle.step()
+
+
 def test_an_error_of_one_of_two_tables_leaves_no_count_behind() -> None:
     one, two, head, ids = made(), made(), nn.Linear(FEATURES * DIM, 1), batches(1)[0]
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)

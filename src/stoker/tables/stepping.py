@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
 
 from stoker.base.errors import ConfigError
 
@@ -43,17 +44,8 @@ _MARK_READ = torch.tensor(_MARK).item()
 _NOTHING = nullcontext()
 #: Settings of torch's optimizers, which loops change in ``param_groups``.
 _UNREAD = {
-    "weight_decay",
-    "betas",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "eps",
-    "amsgrad",
-    "maximize",
-    "alpha",
-    "lr_decay",
-}
+    "weight_decay", "betas", "momentum", "dampening", "nesterov", "eps", "amsgrad", "maximize", "alpha", "lr_decay",
+}  # fmt: skip
 _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
@@ -148,7 +140,9 @@ class RowStepper:
         self._arrived: dict[Tensor, int] = {}  # those that got a gradient since the last backward ended, and in which
         self._reached: set[Tensor] = set()  # those that got one in a backward that reached the rows
         self._hooks: dict[Tensor, Any] = {}  # on these parameters
+        weakref.finalize(self, lambda hooks: [each.remove() for each in hooks.values()], self._hooks)
         self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped once
+        self._ended: dict[int, TensorWeakRef] = {}  # a gradient of each optimizer, by its id, when the rows' step ended
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -286,8 +280,13 @@ class RowStepper:
         self._count += 1
         reached, self._reached = self._reached, set()
         self._added.update({p: self._added[p] + 1 for p in reached if p in self._added})
-        if self._count - self._settled > 1 and self.checked:
-            self._look_back()
+        if self.checked:
+            if self._count - self._settled > 1:
+                self._look_back()
+            elif self._count == 1:
+                _find_optimizers()
+            found = [(id(each), _first_gradient(each)) for each in list(_optimizers)]
+            self._ended = {key: TensorWeakRef(grad) for key, grad in found if grad is not None}
         self._mark()
 
     def discard(self) -> None:
@@ -473,15 +472,19 @@ class RowStepper:
                 "without the tables' handle. If rows are meant to be left out, say so: tables.step_each_backward()."
             )
 
-    def _behind(self, count: int, new: Collection[torch.optim.Optimizer] = ()) -> Iterator[Tensor]:
-        """Yield the dense parameters of optimizers that last stepped before the rows' step ``count``, or are new."""
+    def _behind(self, count: int, new: Collection[torch.optim.Optimizer] = ()) -> Iterator[torch.optim.Optimizer]:
+        """Yield the optimizers of dense parameters that last stepped before the rows' step ``count``, or are new."""
         if self._count < self._unwatched:
             return
         if self._count - self._settled < 3:  # not in each step of rows that train alone
             _find_optimizers()
-        for optimizer in list(_optimizers):
-            if self._counts.get(optimizer, 0) < count or optimizer in new:
-                yield from (p for p in _parameters(optimizer) if p.requires_grad and p is not self.handle)
+        yield from (each for each in list(_optimizers) if self._counts.get(each, 0) < count or each in new)
+
+    def _unseen(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the dense parameters that are not watched."""
+        known, handle = self._added, self.handle
+        groups = (group["params"] for group in optimizer.param_groups)
+        return [p for own in groups for p in own if p not in known and p.requires_grad and p is not handle]
 
     def _change_thread(self) -> None:
         """Watch no gradients while several threads train: they share them, and hooks may not change in a backward."""
@@ -492,14 +495,16 @@ class RowStepper:
 
     def _look_ahead(self) -> None:
         """Watch dense parameters: does their next gradient start anew, or is it added to one of an earlier step?"""
-        for p in self._behind(self._count, self._new):
-            if p not in self._added:
-                self._watch(p, int(_any(p.grad)))
+        for optimizer in self._behind(self._count, self._new):
+            ended = self._ended.get(id(optimizer))  # if replaced, the rows took no part in what is there now
+            cleared = ended is not None and ((grad := ended()) is None or grad is not _first_gradient(optimizer))
+            for p in self._unseen(optimizer):
+                self._watch(p, int(not cleared and _any(p.grad)))
 
     def _look_back(self) -> None:
         """Do so after backwards whose forwards all came before them: gradients that were added to have a version."""
-        for p in self._behind(self._count - 1):
-            if (grad := p.grad) is not None and p not in self._added and _was_reached(p):
+        for p in (p for optimizer in self._behind(self._count - 1) for p in self._unseen(optimizer)):
+            if (grad := p.grad) is not None and _was_reached(p):
                 graph = grad.grad_fn  # with create_graph=True a backward copies or adds
                 added = grad._version > (graph is not None) or type(graph).__name__ == "AddBackward0"
                 self._watch(p, 1 + added)
@@ -640,6 +645,11 @@ def _find_optimizers() -> None:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Return the gradient of the first parameter that trains."""
+    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad), None)
 
 
 def _any(grad: Tensor | None) -> bool:
