@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_190,
     "dataset": 3_100,
     "optim": 600,
-    "tables": 13_265,
+    "tables": 13_270,
     "models": 2_010,
     "placement": 2_900,
     "training": 11_150,
     "rewrite": 1_910,
-    "prep": 13_320,
-    "synthetic": 1_660,
+    "prep": 13_330,
+    "synthetic": 1_670,
     "cli": 3_410,
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_045
+ALL_LINES = 66_060
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -219,8 +219,9 @@ class RowStepper:
         """End the backward ``task``: step, or keep the gradients for a later step."""
         self._running.pop(task, None)
         trained = self.trained
-        arrived, self._arrived = self._arrived, {}
-        self._reached.update(p for p, each in list(arrived.items()) if each >= task)  # also in reentrant backwards
+        if self._arrived:
+            arrived, self._arrived = self._arrived, {}
+            self._reached.update(p for p, each in list(arrived.items()) if each >= task)  # also in reentrant backwards
         if trained is None or not gradients:
             return
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
@@ -285,8 +286,7 @@ class RowStepper:
                 self._look_back()
             elif self._count == 1:
                 _find_optimizers()
-            found = [(id(each), _first_gradient(each)) for each in list(_optimizers)]
-            self._ended = {key: TensorWeakRef(grad) for key, grad in found if grad is not None}
+            self._ended = {id(o): TensorWeakRef(g) for o in list(_optimizers) if (g := _first_gradient(o)) is not None}
         self._mark()
 
     def discard(self) -> None:
@@ -519,10 +519,11 @@ class RowStepper:
             if (hook := self._hooks.pop(p, None)) is not None:
                 hook.remove()
 
-    def settle(self) -> None:
-        """Forget what is known of gradients: all optimizers have stepped."""
+    def settle(self, *, counted: bool = False) -> None:
+        """Forget what is known of gradients: all optimizers have stepped, and are ``counted`` if so."""
+        if not counted:
+            self._counts.update(dict.fromkeys(_optimizers, self._count))
         self._settled = self._count
-        self._counts.update(dict.fromkeys(_optimizers, self._count))
         self._forget(list(self._hooks))
         self._arrived.clear()
         self._reached.clear()
@@ -558,8 +559,8 @@ class RowStepper:
             own = [p for p in _parameters(optimizer) if p in self._added]
             count = max((self._added.get(p, 0) for p in own if p.grad is not None), default=0)
             self._forget(own)
-        if all(self._counts.get(each) == self._count for each in _optimizers):
-            self.settle()
+        if len(_optimizers) == 1 or all(self._counts.get(each) == self._count for each in _optimizers):
+            self.settle(counted=True)
         if not self.checked or self.deferred or self.trained is None:
             return
         inside = self._count - self._count_before
@@ -592,7 +593,7 @@ class RowStepper:
 
     def _is_wanted(self) -> bool:
         """Return False if rows were frozen since the forward, or the backward is for other inputs (``inputs=...``)."""
-        if self.node is None or not self.trained.handle.requires_grad:
+        if self.node is None or self.handle is None or not self.handle.requires_grad:
             return self.node is None
         try:
             return bool(torch._C._will_engine_execute_node(self.node))
