@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_900,
     "training": 11_150,
     "rewrite": 1_910,
-    "prep": 13_330,
+    "prep": 13_350,
     "synthetic": 1_670,
     "cli": 3_410,
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_060
+ALL_LINES = 66_090
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -102,7 +102,7 @@ def job(folder, clock, out):
             pairs = added(counts.apply(pairs).collect(), share, label="rank").drop(f"all_{tag}")
         pairs = pairs.drop("user_id", "session_id", "city")
         merge = f.Merge(name="merged", on="item", file="item_metadata.csv", number_columns="stars")
-        joined = f.Fitted(features=(merge,), learned={"merged": f.FittedTable(table=known)})
+        joined = f.Fitted(features=(merge,), fitted_tables={"merged": f.FittedTable(table=known)})
         pairs = joined.apply(pairs).collect()
     with clock("difference features"):
         pairs = added(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import naive_features as naive
 import numpy as np
@@ -442,3 +443,35 @@ def test_the_feature_of_the_guide_works() -> None:
     for line in lines:  # every example in the table can be made
         feature = eval(line.split("`")[-2], vars(f))
         assert feature.kind == line.split("`")[1]
+
+
+def test_names_of_before_of_fitted_features_still_work() -> None:
+    with pytest.warns(FutureWarning, match="Learned is now called Fittable"):
+        base = f.Learned  # type: ignore[attr-defined]
+    with pytest.warns(FutureWarning, match="LearnedTable is now called FittedTable"):
+        table = f.LearnedTable  # type: ignore[attr-defined]
+
+    @dataclass(frozen=True, kw_only=True)
+    class Largest(base):  # type: ignore[misc]
+        kind: ClassVar[str] = "largest"
+        column: str
+
+        @property
+        def inputs(self) -> tuple[str, ...]:
+            return (self.column,)
+
+        def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> Any:
+            return table(table=rows.select(pl.col(self.column).max().alias("most")).collect())
+
+        def attach(self, frame: pl.LazyFrame, learned: Any, train: pl.Expr | None = None) -> pl.LazyFrame:
+            return frame.with_columns(pl.lit(learned.table["most"][0]).alias(self.name))
+
+    try:
+        rows = pl.DataFrame({"x": [3, 7], "y": [0, 1]})
+        fitted = f.fit([Largest(column="x")], rows, label="y")
+        assert fitted.apply(rows).collect()["largest_x"].to_list() == [7, 7]
+        assert fitted.learned is fitted.fitted_tables
+    finally:
+        del f.KINDS["largest"]
+    with pytest.raises(AttributeError, match="no attribute 'Learner'"):
+        f.Learner  # type: ignore[attr-defined]  # noqa: B018

@@ -14,6 +14,9 @@ is a ``[[feature]]`` with ``kind = "..."``. docs/features.md has a table of them
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from stoker.prep.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
 from stoker.prep.features.fitted import CountEncoding, Fittable, FittedTable, MeanTargetEncoding, Merge, Properties
 from stoker.prep.features.past import Difference, History, Past, PastCount, Previous, Rank, SinceLast
@@ -38,3 +41,13 @@ __all__ = [
     "PastCount", "Previous", "Properties", "Rank", "RowLocal", "RowSteps", "SinceLast", "Split", "Subtract",
     "TimeParts", "check_features", "feature_from_dict", "fit", "fit_apply",
 ]  # fmt: skip
+
+_FORMER = {"Learned": Fittable, "LearnedTable": FittedTable}  # names of before
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _FORMER[name]
+    warnings.warn(f"stoker.features.{name} is now called {now.__name__}.", FutureWarning, stacklevel=2)
+    return now

@@ -64,6 +64,11 @@ class Fittable(Derivation):
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``FittedTable.folds``
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        if "learn" in vars(cls):  # the name of ``fit`` before
+            setattr(cls, "fit", vars(cls)["learn"])  # noqa: B010  (mypy refuses to replace a method)
+        super().__init_subclass__(**given)
+
     @property
     def has_table(self) -> bool:
         return True

@@ -42,6 +42,11 @@ class Fitted:
                         "has, too. Fit the features again."
                     )
 
+    @property
+    def learned(self) -> dict[str, FittedTable]:
+        """The name of ``fitted_tables`` before."""
+        return self.fitted_tables
+
     def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """Return new rows, in order, with all features as they were fitted on the training rows.
 
