@@ -59,7 +59,8 @@ def run(case):
 
     def gradient(grad):
         same = len(set(case["dims"])) == 1
-        return torch.from_numpy(grad.reshape(case["batch"], -1, case["dims"][0]) if same else grad)
+        given = torch.from_numpy(grad.reshape(case["batch"], -1, case["dims"][0]) if same else grad)
+        return given.clone()  # in memory of torch, as autograd's are: gradients in memory of others are copied
 
     def step(given, grad):
         if feed:
