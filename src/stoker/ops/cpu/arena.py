@@ -31,6 +31,15 @@ def flat(tensor: Tensor) -> np.ndarray:
     return array.reshape(-1)
 
 
+def borrowed(grad: Tensor) -> np.ndarray:
+    """View a contiguous float32 tensor as :func:`flat` does, but so that :func:`is_foreign` still returns False for it.
+
+    After ``Tensor.numpy()`` torch lets NumPy own the memory, and a gradient of the next step there would be copied.
+    """
+    array: np.ndarray = np.from_dlpack(grad.detach())
+    return array.reshape(-1)
+
+
 class Arena:
     """Float32 tensors on the CPU whose memory is recycled."""
 

@@ -18,7 +18,7 @@ from stoker.ops.codegen.llvm_rows import DECOUPLED
 from stoker.ops.codegen.native import Kernel
 from stoker.ops.codegen.threads import kernel_threads
 from stoker.ops.cpu import kernels
-from stoker.ops.cpu.arena import Arena, flat
+from stoker.ops.cpu.arena import Arena, borrowed, flat
 from stoker.ops.lamb import ROWS, Touched, combined, scales
 from stoker.ops.rule import RowRule
 from stoker.ops.select import offsets_fit
@@ -37,9 +37,9 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     if grad.stride(2) != 1 and dim > 1:
         grad = grad.contiguous()
     if grad.is_contiguous():
-        return flat(grad), features * dim, dim
+        return borrowed(grad), features * dim, dim
     extent = (batch - 1) * grad.stride(0) + (features - 1) * grad.stride(1) + dim
-    return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
+    return borrowed(grad.as_strided((extent,), (1,))), grad.stride(0), grad.stride(1)
 
 
 def _ids(bags: Bags) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -292,7 +292,7 @@ class CpuBackend(Backend):
     ) -> None:
         if bags.ids.numel():
             if grad.dtype == torch.float32 and grad.is_contiguous():  # the other way takes four calls of torch
-                memory, example_stride = flat(grad), grad.numel() // len(grad)
+                memory, example_stride = borrowed(grad), grad.numel() // len(grad)
             else:
                 memory, example_stride, _ = _strided(grad.to(torch.float32).reshape(len(grad), 1, -1))
             count = sum(len(part.columns) for part in parts)
