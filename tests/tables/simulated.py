@@ -203,7 +203,7 @@ def _alias(bags: Bags) -> Bags:
     """Other tensors on the same memory: what is queued does not keep it, as kernels do not."""
     ids, offsets, weights = (None if t is None else t.detach() for t in (bags.ids, bags.offsets, bags.weights))
     assert ids is not None
-    return replace(bags, ids=ids, offsets=offsets, weights=weights)
+    return bags._replace(ids=ids, offsets=offsets, weights=weights)
 
 
 def log_outputs(tables: EmbeddingTables) -> list[torch.Tensor]:

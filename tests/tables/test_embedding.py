@@ -220,6 +220,22 @@ def test_an_optimizer_of_another_kind_begins_with_its_own_state():
         assert torch.equal(found.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("dims", [(4, 4), (4, 8)], ids=["one width", "two widths"])
+@pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
+def test_memory_of_a_gradient_remains_that_of_torch(dims, strided):
+    """Else FSDP could not resize it, and a gradient of the next step in the same memory would be copied first."""
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name=f"t{n}", num_embeddings=9, embedding_dim=dim) for n, dim in enumerate(dims)],
+        optimizer=stoker.SGD(lr=0.1),
+    )
+    found = tables(torch.tensor([[1, 2], [3, 4]]))
+    grad = torch.ones(2, 2 * found[0].numel()).view(2, *found.shape[1:-1], -1)
+    grad = grad[..., : found.shape[-1]] if strided else grad[..., : found.shape[-1]].contiguous()
+    found.backward(grad)
+    assert tables.tick == 1
+    assert grad.untyped_storage().resizable()
+
+
 def test_offsets_without_any_entry_are_refused():
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name="t", num_embeddings=4, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0),

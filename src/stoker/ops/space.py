@@ -6,7 +6,7 @@ Tables of equal width are end to end in one address space, so that one kernel ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
@@ -170,8 +170,7 @@ def make_space(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Bags:
+class Bags(NamedTuple):
     """The lookups of one batch in one group."""
 
     ids: Tensor  # [B, F] (one id a bag) or flat [L], int32 or int64, local to each feature's table
@@ -190,7 +189,7 @@ class Bags:
         if self.ids.device.type == "cpu":
             return self
         offsets, weights = (None if part is None else part.cpu() for part in (self.offsets, self.weights))
-        return replace(self, ids=self.ids.cpu(), offsets=offsets, weights=weights)  # with its shards
+        return self._replace(ids=self.ids.cpu(), offsets=offsets, weights=weights)  # with its shards
 
 
 class Part(NamedTuple):

@@ -246,8 +246,9 @@ class EmbeddingTables(CopiedTables):
 
     def shards_of(self, batch: int) -> Shards | None:
         """Return the shards of a batch of this size; None if it is one. Of a rank's examples, the own ones."""
-        own = Shards.of(batch, self._shards) if self.share is None else self.share.shards
-        return None if self._shards == 1 else own
+        if self._shards == 1:
+            return None
+        return Shards.of(batch, self._shards) if self.share is None else self.share.shards
 
     @property
     def tick(self) -> int:
@@ -475,7 +476,7 @@ class EmbeddingTables(CopiedTables):
         total = places = None
         if given is not None and weights:
             total = torch.zeros(given.numel(), device=given.device)
-            places = self.splitter.split(replace(call, weights=torch.arange(len(total), device=ids.device)))
+            places = self.splitter.split(call._replace(weights=torch.arange(len(total), device=ids.device)))
         grads = self.splitter.apart(grad)
         for index, lookups in enumerate(self.splitter.split(call)):
             group, pooling, mine = self.groups[index], self.splitter.groups[index], grads[index]
@@ -507,7 +508,7 @@ class EmbeddingTables(CopiedTables):
         """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
         if not gradients:
             return
-        if any(each.born != self.born for each in gradients):
+        if self.raw is not None and any(each.born != self.born for each in gradients):
             self._births.check(self._apart(gradients))
         tick, alone = self.tick + 1, gradients[0]
         shards = self.shards_of(len(alone.grad))

@@ -7,7 +7,7 @@ then D values ``q`` of 8 bits, or two in a byte. 0 is always exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +117,7 @@ class QuantizedRows(Storage):
         space.check(bags.ids, bags.offsets)
         distinct, inverse = torch.unique(addresses(bags.ids, space.bases, bags.offsets), return_inverse=True)
         self.weight = self.gather(distinct.view(-1).numpy()).weight
-        return Lease(replace(bags, ids=inverse.view(bags.ids.shape)), slot_space(space, max(1, len(distinct))))
+        return Lease(bags._replace(ids=inverse.view(bags.ids.shape)), slot_space(space, max(1, len(distinct))))
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
         return Rows(torch.from_numpy(dequantize(self._data[rows], self._dim, self._bits)), {})

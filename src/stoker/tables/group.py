@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -159,7 +158,7 @@ class TableGroup:
             self._by_rows(work, lookups)
         else:
             if lookups.bags.shards is not None:
-                lease.bags = replace(lease.bags, shards=lookups.bags.shards)
+                lease.bags = lease.bags._replace(shards=lookups.bags.shards)
             if layers:
                 self._update_layers(grad, lease, rule, keys)
             else:

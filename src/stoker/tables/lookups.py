@@ -9,7 +9,6 @@ D columns, L ids in all, T steps of a feature.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -169,7 +168,7 @@ class StepLayout:
             else:
                 starts[:, self.slices[name]] = begins[:, mine]
         expanded[-1] = offsets[-1]
-        return replace(bags, ids=bags.ids.reshape(-1), offsets=expanded)
+        return bags._replace(ids=bags.ids.reshape(-1), offsets=expanded)
 
 
 class GroupLookups:
@@ -435,7 +434,7 @@ class Splitter:
     def split(self, call: Bags) -> list[Lookups]:
         """Return the lookups of each group in a call, which has passed :meth:`check`."""
         if call.weights is not None:
-            call = replace(call, weights=call.weights.reshape(-1))
+            call = call._replace(weights=call.weights.reshape(-1))
         return [group.select(call) for group in self.groups]
 
     def join(self, pooled: Sequence[Tensor]) -> Tensor:

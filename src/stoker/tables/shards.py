@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags,
     ``which``, in the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
     """
     sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
-    backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))
+    backend.update(sums, {}, slot_space(space, count), bags._replace(ids=which), grad, _SUM, Rounding(()))
     return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
 
 
@@ -65,7 +64,7 @@ def square_sum(values: Tensor, shards: Shards | None) -> float:
 
 def in_shards(lookups: Lookups, shards: Shards | None) -> Lookups:
     """Return the lookups with the shards of their examples."""
-    return lookups if shards is None else lookups._replace(bags=replace(lookups.bags, shards=shards))
+    return lookups if shards is None else lookups._replace(bags=lookups.bags._replace(shards=shards))
 
 
 def by_shard(
@@ -114,7 +113,7 @@ def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards 
     else:
         distinct, which = torch.unique(keys, return_inverse=True)
     which = which.to(torch.int32).view(bags.ids.shape)
-    values = row_gradients(backend, len(distinct), space, replace(bags, shards=shards), which, grad)
+    values = row_gradients(backend, len(distinct), space, bags._replace(shards=shards), which, grad)
     counts = torch.bincount(which.view(-1), minlength=len(distinct))
     distinct, order = distinct.sort()
     rows, node = (distinct, distinct * 0) if len(nodes) == 1 else (distinct // len(nodes), distinct % len(nodes))

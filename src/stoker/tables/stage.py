@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -394,7 +394,7 @@ class _StageLoop:
             self._grown.append(grown)
             while self._grown[0].taken:
                 self._grown.popleft()
-        rows = call if grown is None else replace(call.cpu(), ids=grown.call.ids[grown.mine])
+        rows = call if grown is None else call.cpu()._replace(ids=grown.call.ids[grown.mine])
         parts = self.tables.splitter.split(rows)
         reach = stage.ahead.batches + (stage._in_flight or 2)
         asked = {index: group.ask(parts[index], reach) for index, group in stage._divided}

@@ -13,7 +13,6 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,7 +120,7 @@ class Lease:
 
     def use(self, bags: Bags) -> None:
         """Look up with the offsets and weights of ``bags``, which has the ids of this lease."""
-        self.bags = bags if self._lock is None else replace(bags, ids=self.bags.ids)
+        self.bags = bags if self._lock is None else bags._replace(ids=self.bags.ids)
 
     def serves(self, ids: Tensor) -> bool:
         """Return True if the rows are those of ``ids``, which NumPy can change unnoticed."""

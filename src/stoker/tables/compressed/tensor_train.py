@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -179,7 +179,7 @@ class CompressedGroup(TableGroup):
             wanted = wanted or self.storage.acquire(lease.bags, lease.space).token
             trie, (places, sums) = wanted.trie.on(self.storage.weight.device, (wanted.places, wanted.sums))
             values = expand(self.storage.slices(), trie)
-            bags, space = replace(lease.bags, ids=places), roomy_space(lease.space, trie.count)
+            bags, space = lease.bags._replace(ids=places), roomy_space(lease.space, trie.count)
             found = lease.token = _Expanded(self.version, wanted, trie, values, bags, space, sums)
         return found
 
@@ -220,7 +220,7 @@ class CompressedGroup(TableGroup):
 
     def _row_sums(self, found: _Expanded, grad: Tensor, shards: Shards | None) -> Tensor:
         """Sum the gradient of each row in order of occurrence, over ``shards`` by their tree: [places, D]."""
-        bags, rows = replace(found.bags, shards=shards), found.values.rows
+        bags, rows = found.bags._replace(shards=shards), found.values.rows
         sums = found.sums
         if sums is None or shards is not None:
             return row_gradients(self.backend, len(rows), found.space, bags, bags.ids, grad)

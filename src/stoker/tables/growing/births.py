@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -90,7 +89,7 @@ class Births:
         if not fits:
             release_all(leases)
             leases = [None] * len(self.groups)
-        return replace(call, ids=rows.to(device)), leases
+        return call._replace(ids=rows.to(device)), leases
 
     def ahead(
         self, call: Bags, time: int | None, frozen: frozenset[str], *, grows: bool, ranks: Ranks | None,

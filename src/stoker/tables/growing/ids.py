@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -244,7 +244,7 @@ class GrowingIds:
             self._show(committed=True)
             work = self._work(call, keeps=False)
             self._run(work, np.arange(len(self.tables)), grows=False)
-            return replace(call, ids=torch.from_numpy(work.out).view(call.ids.shape))
+            return call._replace(ids=torch.from_numpy(work.out).view(call.ids.shape))
 
     def _show(self, *, committed: bool) -> None:
         """Undo the steps ahead, or do them again."""
@@ -322,7 +322,7 @@ class GrowingIds:
             places = self._state.pools[2 * tables, BASE] + work.births[begins + np.arange(total)]
             places.sort()  # the pools of the tables are in their order
             births = Newborn(tables, places - self._state.pools[2 * tables, BASE], self._state.entries[places, KEY])
-        rows = replace(call, ids=torch.from_numpy(work.out).view(call.ids.shape))
+        rows = call._replace(ids=torch.from_numpy(work.out).view(call.ids.shape))
         grown = Grown(call, time, frozen, rows, births, int(counts[:, REFUSED].sum()), clock=clock)
         if keeps:
             grown.changes, grown.touches = (

@@ -209,7 +209,7 @@ class DividedGroup(TableGroup):
             wide = torch.int64 if self.space.num_rows >= 2**31 else torch.int32
             parts = list(rows[order].to(wide).split(counts))
         wanted, notes = ranks.exchange_noted(work, parts, [note])
-        return _Told(Lookups(replace(bags, ids=ids), lookups.space), counts, wanted, [each for [each] in notes])
+        return _Told(Lookups(bags._replace(ids=ids), lookups.space), counts, wanted, [each for [each] in notes])
 
     def _heard(self, told: _Told) -> Asked:
         """Find out which of the own rows are wanted."""

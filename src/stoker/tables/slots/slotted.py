@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -237,7 +237,7 @@ class SlottedRows(Storage):
             raise
         tables, rows = self._labels or (None, None)
         lease = Lease(
-            replace(bags, ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
+            bags._replace(ids=ids, offsets=offsets, weights=weights), slot_space(space, self.num_slots),
             tables=tables, rows=rows, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
