@@ -125,6 +125,22 @@ def test_layer_chain_lets_nan_through(products):
     assert out.isnan().flatten().tolist() == [False, False, True, False, False]
 
 
+@pytest.mark.parametrize("of", ["a weight", "a bias", "infinities"])
+def test_layer_chain_lets_nan_of_its_layers_through(of, products):
+    """Also where finite inputs and weights overflow to infinities of both signs, whose sum is undefined."""
+    layers = [nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.fill_(1.0)
+        if of == "infinities":
+            layers[0].weight.fill_(3e38)
+            layers[1].weight[:, 0] = -1.0
+        else:
+            (layers[1].weight[3] if of == "a weight" else layers[1].bias)[2] = torch.nan
+    parts = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    assert mlp(torch.full((5, 4), 9.0), *parts, relu_last=False).isnan().all()
+
+
 @pytest.mark.parametrize("hidden", [(), (8,), (16, 1, 4)])
 @pytest.mark.parametrize("columns", [0, 3])
 @pytest.mark.parametrize("own", [(True,), (False,), (True, False), (False, True)])

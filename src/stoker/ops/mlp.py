@@ -20,7 +20,6 @@ Legend: B examples, C columns of an input, L layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -43,8 +42,6 @@ _Single = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 class _Products:
     """Matrix products in the library that torch chooses: MKL, where torch has it."""
-
-    hides_nan = False
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -128,12 +125,10 @@ def _passes_nan(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 class _OneDNN(_Products):
     """The same products in oneDNN's own operators."""
 
-    hides_nan = True  # the fused ReLU turns NaN to 0
-
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "relu" if relu else "none", [], "")
-        return result
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return result.relu_() if relu else result  # oneDNN's own would turn NaN to 0
 
     @staticmethod
     def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,12 +282,9 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
     ``weights[0]``: they must be zero, and have no effect (see :data:`ALIGN`).
     """
     dtype = _dtype(x)
-    plain = _is_plain(x, weights[0], dtype) or (
-        _products(dtype, x.device.type).hides_nan and not math.isfinite(float(x.detach().sum()))
-    )
-    if plain and shards_here() > 1:  # one that is not finite would change the operations of others
-        raise Apart
-    if plain:
+    if _is_plain(x, weights[0], dtype):
+        if shards_here() > 1:
+            raise Apart
         x = x[:, : weights[0].shape[1]]
         for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             x = F.linear(x, weight, bias)
@@ -355,7 +347,7 @@ class _NormedMLP(torch.autograd.Function):
         chain, inner = [], []
         for norm, own, *four in zip(norms, of_batch, *(rest[at::4] for at in range(4)), strict=True):
             gain, shift, weight, bias = four
-            inner.append(z.relu_())  # not fused with the product: that would hide NaN
+            inner.append(z.relu_())
             chain.append(_Norm.of(norm, z, gain, shift, own))
             z = products.linear(z, weight * chain[-1].a, torch.addmv(bias, weight, chain[-1].c), False)
         ctx.save_for_backward(embedded, dense, *parameters, *inner)
