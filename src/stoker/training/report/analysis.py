@@ -49,7 +49,8 @@ def analyse(
     """Measure what each column brings, calibration, slices, the best possible cache, and this machine.
 
     A column brings the log loss that shuffling its values among the rows of the sample adds (permutation importance,
-    Breiman 2001): with its standard error over rows. The sequences of one history are shuffled together. Columns that ``seconds`` do not suffice for have none.
+    Breiman 2001): with its standard error over rows. The sequences of one history are shuffled together. Columns that
+    ``seconds`` do not suffice for have none.
 
     Args:
         model: the trained model. It does not change.
