@@ -408,6 +408,36 @@ def test_every_value_keeps_its_examples_and_its_count(tmp_path: Path) -> None:
     )
 
 
+def test_new_rows_are_refused_if_ids_that_are_a_formula_moved(tmp_path: Path) -> None:
+    log(600).write_parquet(tmp_path / "log.parquet")
+    run_prepare(LOG, tmp_path / "log.parquet", out=tmp_path / "plain")
+    run_reorder(tmp_path / "plain", tmp_path / "listed", how=SMALL, tables=["user", "item"])
+    run_reorder(tmp_path / "plain", tmp_path / "hashed", how=SMALL, tables=["bucket"])
+    found = stoker.prepare(files=tmp_path / "log.parquet", like=tmp_path / "listed", out=tmp_path / "new")
+    assert found.counts["item"].equal(Dataset(tmp_path / "listed").counts["item"])
+    with pytest.raises(DataError, match=r"hashed is reordered, also table bucket, whose ids are hashes"):
+        stoker.prepare(files=tmp_path / "log.parquet", like=tmp_path / "hashed", out=tmp_path / "other")
+
+
+@pytest.mark.parametrize("split", ["b", "c"])
+def test_other_rows_of_any_split_are_other_data(tmp_path: Path, split: str) -> None:
+    rows = log(600)
+    other = rows.with_columns(label=(pl.col("part") == split) ^ pl.col("label").cast(pl.Boolean))
+    for name, frame in (("first", rows), ("second", other)):
+        frame.with_columns(pl.col("label").cast(pl.Int64)).write_parquet(tmp_path / f"{name}.parquet")
+        run_prepare(LOG, tmp_path / f"{name}.parquet", out=tmp_path / name)
+    first, second = Dataset(tmp_path / "first"), Dataset(tmp_path / "second")
+    assert first.train.data_hash == second.train.data_hash
+    profile = stoker.profile(first, device_memory="2KiB")
+    for again in (False, True):
+        assert run_reorder(first, tmp_path / "reordered", how=SMALL, tables=["item"]).reused == again
+        stoker.classify(first, profile, tmp_path / "classified")
+    with pytest.raises(DataError, match="already holds a dataset"):
+        run_reorder(second, tmp_path / "reordered", how=SMALL, tables=["item"])
+    with pytest.raises(DataError, match="already holds a dataset"):
+        stoker.classify(second, profile, tmp_path / "classified")
+
+
 def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None:
     log().write_parquet(tmp_path / "log.parquet")
     told: list[StageProgress] = []

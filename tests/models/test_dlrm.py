@@ -165,6 +165,7 @@ def test_rankmixer_equals_the_formula_token_by_token() -> None:
 
 def test_rankmixer_says_which_tokens_fit() -> None:
     assert [RankMixer(FeatureSpec.from_sizes(0, [5] * n)).tokens for n in (1, 3, 4, 26)] == [1, 2, 4, 16]
+    assert RankMixer(KAGGLE, embedding_dim=4).tokens == 8  # 16 slices of 8 would leave the last of 117 inputs empty
     with pytest.raises(ConfigError, match="width 64 is not a multiple of its 3 tokens"):
         RankMixer(KAGGLE, tokens=3)
     with pytest.raises(ConfigError, match="cannot cut 4 inputs into 3 slices of 2: the last would be empty"):

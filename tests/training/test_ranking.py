@@ -120,6 +120,9 @@ def test_undefined_metrics() -> None:
         RankingMetrics(k=0)
     with pytest.raises(ValueError, match="must all be"):
         RankingMetrics().update(torch.zeros(2), torch.zeros(2), np.zeros(3, np.int32))
+    last = RankingMetrics()
+    last.update(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]), np.array([0, 2**31 - 1]))
+    assert (last.compute()["mrr"], last.compute()["groups"]) == (1.0, 2)
     for groups in (np.array([0, 2**31]), np.array([-1, 0]), np.array([0.2, 0.7])):
         with pytest.raises(ValueError, match="whole numbers from 0"):
             RankingMetrics().update(torch.zeros(2), torch.zeros(2), groups)

@@ -25,7 +25,7 @@ from stoker.cli import app
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.advice import advise
-from stoker.training.report.analysis import FILE, analyse, shuffled, stored
+from stoker.training.report.analysis import FILE, analyse, shuffled, stored, work_of
 from stoker.training.report.charts import bars, chart
 from stoker.training.report.page import read
 
@@ -191,7 +191,7 @@ def test_shuffled_moves_whole_bags_of_one_feature(data: st.DataObject) -> None:
         dense=torch.zeros(rows, 0), ids=torch.tensor(flat, dtype=torch.int64), offsets=offsets,
         weights=torch.arange(len(flat)).float(),
     )  # fmt: skip
-    found = shuffled(batch, feature, torch.tensor(order))
+    found = shuffled(batch, [feature], torch.tensor(order))
     assert found.offsets is not None
     assert found.weights is not None
     for row in range(rows):
@@ -209,6 +209,13 @@ def test_bytes_of_tensor_trains_are_those_of_their_cores() -> None:
     kept = [part for core in group.storage.cores for part in (core.weight, *core.state.values())]
     assert stored(model, model.tables[0]) == sum(part.nbytes for part in kept)
     assert stored(model, model.tables[1]) == 10 * 17 * 4
+
+
+def test_products_of_each_token_are_work() -> None:
+    model = stoker.RankMixer(stoker.FeatureSpec.from_sizes(0, [10, 10]), embedding_dim=4, width=8)
+    batch = stoker.Batch(dense=torch.zeros(1, 0), ids=torch.ones(1, 2, dtype=torch.int64))
+    tokens = 2 * 4 * 8 + model.blocks[0].first.weight.numel() * 2 * len(model.blocks)
+    assert work_of(model, batch)["operations"] == 6 * (tokens + 8)
 
 
 QUIET: dict[str, Any] = {

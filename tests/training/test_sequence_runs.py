@@ -15,6 +15,7 @@ from stoker import synthetic
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS, SequenceModel
 from stoker.testing import make_dataset
+from stoker.training.report.analysis import analyse
 
 #: recipe -> rows of the generated log, the pairs of its history, and their steps
 LOGS: dict[str, tuple[int, dict[str, str], int]] = {
@@ -40,6 +41,14 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
         files = sorted(raw.iterdir()) if raw.is_dir() else [raw]
         found[name] = stoker.prepare(name, files, out=folder / "data")
     return found
+
+
+def test_the_sequences_of_one_history_are_shuffled_together(logs: dict[str, Dataset]) -> None:
+    data = logs["taobao"]
+    found = analyse(MODELS["din"](data.schema, seed=1), data, stoker.TrainConfig(), rows=300, seconds=600)
+    brings = {each["name"]: each["loss"] for each in found["columns"]}
+    assert brings.keys() == {feature.name for feature in data.schema.features} | set(data.schema.dense)
+    assert brings["items"] == brings["categories"] != 0
 
 
 @pytest.mark.parametrize("log", LOGS)

@@ -53,6 +53,12 @@ def mix(x: Tensor) -> Tensor:
     return heads.transpose(0, 2).flatten(2)
 
 
+def _cut(inputs: int, tokens: int) -> int:
+    """Return the inputs of each slice; 0 if the last slice would be empty."""
+    size = math.ceil(inputs / tokens)
+    return size if (tokens - 1) * size < inputs else 0
+
+
 class RankMixer(RecModel):
     """Tokens of all inputs that are mixed without parameters, each with its own feed-forward network.
 
@@ -68,7 +74,8 @@ class RankMixer(RecModel):
 
     Args:
         spec: columns and table sizes.
-        tokens: T. None: the largest power of two that is at most the number of features and 16.
+        tokens: T. None: the largest power of two that is at most the number of features and 16, and leaves no slice
+            empty.
         width: W, a multiple of T.
         blocks: number of blocks; the paper has 2.
         expansion: hidden columns of the feed-forward networks, in multiples of W.
@@ -89,8 +96,9 @@ class RankMixer(RecModel):
     ) -> None:
         super().__init__(spec, **settings)
         inputs = len(spec.dense) + len(spec.features) * self.embedding_dim
-        fitting = 2 ** int(math.log2(max(1, min(len(spec.features), _MOST_TOKENS))))
-        self.tokens = fitting if tokens is None else tokens
+        halved = (_MOST_TOKENS >> times for times in range(_MOST_TOKENS.bit_length()))
+        fitting = (count for count in halved if count <= len(spec.features) and _cut(inputs, count))
+        self.tokens = next(fitting, 1) if tokens is None else tokens
         if min(self.tokens, width, blocks, expansion) < 1:
             raise ConfigError(
                 f"RankMixer with tokens={tokens}, width={width}, blocks={blocks} and expansion={expansion}: all must "
@@ -101,11 +109,11 @@ class RankMixer(RecModel):
                 f"RankMixer width {width} is not a multiple of its {self.tokens} tokens. Give a width such as "
                 f"{self.tokens * math.ceil(width / self.tokens)}, or other tokens."
             )
-        self.slice = math.ceil(inputs / self.tokens)
-        if (self.tokens - 1) * self.slice >= inputs:
+        self.slice = _cut(inputs, self.tokens)
+        if not self.slice:
             raise ConfigError(
-                f"RankMixer cannot cut {inputs} inputs into {self.tokens} slices of {self.slice}: the last would be "
-                "empty. Give fewer tokens."
+                f"RankMixer cannot cut {inputs} inputs into {self.tokens} slices of {math.ceil(inputs / self.tokens)}: "
+                "the last would be empty. Give fewer tokens."
             )
         self.width, self.expansion = width, expansion
         self._spare = self.tokens * self.slice - inputs

@@ -104,6 +104,12 @@ class Like:
                 "prepared like it. Take a dataset that stoker prepare made."
             ) from error
         self.recipe = recipe if recipe is not None else self._found(named, preset)
+        hashed = {column.table_name for column in self.schema.features if column.hash_buckets is not None}
+        if moved := sorted(hashed & (self.data.reordered or {"tables": {}})["tables"].keys()):
+            raise DataError(
+                f"{path} is reordered, also table {moved[0]}, whose ids are hashes of the values (hash_buckets). New "
+                "rows would get the ids of before. Reorder the source without this table, and train on that."
+            )
         self.fitted_tables: dict[str, FittedTable] = {}
         for name in manifest.get("files", {}):
             if name.startswith(("vocab/", f"{FEATURES}/features.json")):

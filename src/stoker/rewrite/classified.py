@@ -32,7 +32,6 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.progress import Progress, quiet
 from stoker.base.units import format_size, quoted
-from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import describe_file, write_manifest
 from stoker.dataset.row_files import GroupWriter, kept_writer, write_group_file
@@ -40,7 +39,7 @@ from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 from stoker.placement.expected import expect, phases, split_hot, uses_of
-from stoker.rewrite.derived import derived_at, write_shards
+from stoker.rewrite.derived import derived_at, source_of, write_shards
 from stoker.rewrite.hot_profile import HotProfile
 from stoker.training.defaults import batch_for
 from stoker.training.scheduled import TRAINED_PER_TESTED
@@ -189,9 +188,7 @@ def write_classified(
                 "hot_rows": {table: int(limit) for table, limit in hot_rows.items()},
                 "profile_hash": profile_hash,
                 "profile": dict(profile),
-                "source": str(data.path.resolve()),
-                "source_data_hash": split.data_hash,
-                "stoker_version": __version__,
+                **source_of(data),
             },
         }
         write_manifest(folder, manifest)

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
+from stoker.base.files import hash_json
 from stoker.base.ordered import ordered_map
+from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import make_gather, new_tensor
 from stoker.dataset.shards import write_shard
@@ -31,10 +33,21 @@ def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:
     except DataError:
         return None  # not usable; the writer says what is wrong with it
     known = there.manifest.get(record)
-    if known is None or there.path.resolve() == data.path.resolve() or there.kept_names != data.kept_names:
+    if known is None or there.path.resolve() == data.path.resolve():
         return None
-    source = known["source_data_hash"], known.get("source_schema_hash", there.schema_hash)
-    return there if source == (data.train.data_hash, data.schema_hash) else None
+    mine = source_of(data)
+    return there if all(known.get(name) == mine[name] for name in mine if name.endswith("_hash")) else None
+
+
+def source_of(data: Dataset) -> dict[str, Any]:
+    """Return what the manifest of a dataset says of its source, ``data``, and of who made it."""
+    return {
+        "source": str(data.path.resolve()),
+        "source_schema_hash": data.schema_hash,
+        "source_data_hash": data.train.data_hash,
+        "source_files_hash": hash_json({file: entry["sha256"] for file, entry in data._files()}),
+        "stoker_version": __version__,
+    }
 
 
 def write_shards(

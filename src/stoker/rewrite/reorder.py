@@ -33,7 +33,7 @@ from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, describe_file, write_counts, write_manifest
 from stoker.dataset.shards import Shard
-from stoker.rewrite.derived import derived_at, table_ids, write_shards
+from stoker.rewrite.derived import derived_at, source_of, table_ids, write_shards
 from stoker.rewrite.id_order import IdWindows, Reordering, TableUse, blocks_of_shuffled, blocks_of_windows, new_ids
 
 BLOCK_IDS = 128  # neighbouring ids of a block
@@ -89,7 +89,7 @@ def reorder(
         out: directory to make.
         how: the settings; None means bisection within tiers of similar counts, without the hottest ids.
         tables: tables to reorder. None takes those with a vocabulary and at least 1,000 rows. In other tables the id is
-            a formula of the value (``hash_buckets``, ``modulo``), which is no longer valid after reordering.
+            a formula of the value (``hash_buckets``), so new rows cannot be prepared or scored after reordering.
         overwrite: replace an existing dataset.
         progress: called with (what, done, in all).
 
@@ -155,10 +155,8 @@ def run_reorder(
                 "tables": {name: asdict(report) for name, report in told.items()},
                 "settings": settings,
                 "hash": order_hash,
-                "source": str(data.path.resolve()) if note is None else None,
-                "source_schema_hash": data.schema_hash,
-                "source_data_hash": data.train.data_hash,
-                "stoker_version": __version__,
+                **source_of(data),
+                **({} if note is None else {"source": None}),
             },
         }
         if note is not None:

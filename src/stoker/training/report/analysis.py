@@ -20,7 +20,7 @@ from stoker.base.device import cpu_count, cpu_model, rate
 from stoker.base.errors import ConfigError, DataError, require
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.models import RecModel
+from stoker.models import RecModel, SequenceModel
 from stoker.ops.tt.shape import TTShape
 from stoker.placement.replay import replay
 from stoker.tables.config import TableConfig, bytes_of_row
@@ -49,7 +49,8 @@ def analyse(
     """Measure what each column brings, calibration, slices, the best possible cache, and this machine.
 
     A column brings the log loss that shuffling its values among the rows of the sample adds (permutation importance,
-    Breiman 2001): with its standard error over rows. Columns that ``seconds`` do not suffice for have none.
+    Breiman 2001): with its standard error over rows. The sequences of one history are shuffled together. Columns that
+    ``seconds`` do not suffice for have none.
 
     Args:
         model: the trained model. It does not change.
@@ -78,7 +79,7 @@ def analyse(
         "split": split.name, "rows": len(labels), "columns": columns,
         "tables": _tables(model, batch, data), "calibration": _calibration(logits, labels),
         "slices": _slices(model, data, batch, known, logits, labels), "cache": _cache(data, config),
-        "machine": limits(model.device), "work": _work(model, batch), "chosen": _chosen(data, config),
+        "machine": limits(model.device), "work": work_of(model, batch), "chosen": _chosen(data, config),
     }  # fmt: skip
 
 
@@ -101,12 +102,14 @@ def _columns(
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).to(model.device)
     features = model.spec.features
     sizes = [model.spec.num_embeddings[feature.table] for feature in features]
+    history = model.history.values() if isinstance(model, SequenceModel) else ()
+    steps = [f for f, feature in enumerate(features) if feature.name in history]  # as long as each other in each row
     wanted: list[tuple[str, str | None, Any]] = [
-        (features[f].name, features[f].table, lambda f=f: shuffled(batch, f, order))
+        (features[f].name, features[f].table, lambda f=f: shuffled(batch, steps if f in steps else [f], order))
         for f in sorted(range(len(features)), key=lambda f: -sizes[f])
     ]
     for place, name in enumerate(model.spec.dense):
-        wanted.append((name, None, lambda place=place: replace(batch, dense=_with(batch.dense, place, order))))
+        wanted.append((name, None, lambda place=place: replace(batch, dense=_with(batch.dense, [place], order))))
     end = time.perf_counter() + seconds
     for name, table, make in wanted:
         if time.perf_counter() > end:
@@ -116,19 +119,19 @@ def _columns(
         yield {"name": name, "table": table, "loss": float(more.mean()), "error": error}
 
 
-def _with(values: Tensor, column: int, order: Tensor) -> Tensor:
-    """Return a copy with one column in another order."""
+def _with(values: Tensor, columns: list[int], order: Tensor) -> Tensor:
+    """Return a copy with some columns in another order."""
     found = values.clone()
-    found[:, column] = values[order, column]
+    found[:, columns] = values[order][:, columns]
     return found
 
 
-def shuffled(batch: Batch, feature: int, order: Tensor) -> Batch:
-    """Return the batch with the bags of one feature from rows ``order`` [B]."""
+def shuffled(batch: Batch, features: list[int], order: Tensor) -> Batch:
+    """Return the batch with the bags of some features from rows ``order`` [B]."""
     if batch.offsets is None:
-        return replace(batch, ids=_with(batch.ids, feature, order))
+        return replace(batch, ids=_with(batch.ids, features, order))
     bags = torch.arange(len(batch.offsets) - 1, device=batch.ids.device).view(len(batch), -1)
-    bags = _with(bags, feature, order).flatten()
+    bags = _with(bags, features, order).flatten()
     lengths = batch.offsets.diff()[bags]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     places = torch.arange(int(offsets[-1]), device=bags.device) + (
@@ -232,13 +235,14 @@ def _cache(data: Dataset, config: TrainConfig) -> dict[str, Any] | None:
     return {"steps": found.steps, "rates": {each.strategy: each.hit_rate for each in found.strategies}}
 
 
-def _work(model: RecModel, batch: Batch) -> dict[str, float]:
+def work_of(model: RecModel, batch: Batch) -> dict[str, float]:
     """Return the least work of a training step, for an example: products, and bytes of rows.
 
     A product by a weight takes two operations forward and four backward. A row is read in a lookup, and read and
     written in an update, with its state.
     """
-    weights = sum(each.numel() for each in model.dense_parameters() if each.dim() == 2)
+    named = model.named_parameters()
+    weights = sum(each.numel() for name, each in named if each.dim() >= 2 and not name.endswith("bias"))
     state, moved = model.embeddings.optimizer.state, 0.0
     for f, feature in enumerate(model.spec.features):
         table = next(table for table in model.tables if table.name == feature.table)

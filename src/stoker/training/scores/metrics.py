@@ -290,8 +290,8 @@ def _pieces(keys: Keys) -> Iterator[Keys]:
     """Yield whole groups, about :data:`_PIECE` rows at a time."""
     start = 0
     while start < len(keys):
-        last = keys[min(start + _PIECE, len(keys)) - 1] >> _GROUP
-        stop = int(np.searchsorted(keys, (last + np.uint64(1)) << _GROUP, side="left"))
+        last = keys[min(start + _PIECE, len(keys)) - 1] | np.uint64(2**33 - 1)
+        stop = int(np.searchsorted(keys, last, side="right"))
         yield keys[start:stop]
         start = stop
 
