@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stoker.base.errors import CheckpointError, errors_as
+from stoker.base.progress import Counted
 from stoker.tables.growing.ids import RAW_BYTES, merged
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import (
@@ -271,7 +272,8 @@ def join(directory: str | Path) -> int:
     manifest = dict(links[-1].manifest)
     entries = manifest.pop("tables")
     del manifest["parent"]
-    with writing(target) as writer:
+    total = sum(int(entry["num_embeddings"]) for entry in entries)
+    with writing(target) as writer, Counted("joining rows", total, "rows") as counted:
         tables = []
         for number, entry in enumerate(entries):
             saved, shards = SavedTable(links, entry), []
@@ -279,6 +281,7 @@ def join(directory: str | Path) -> int:
                 file = f"tables/{number:03d}.{place:05d}.safetensors"
                 writer.write(file, f"table {saved.name!r}", {"weight": rows.weight, **rows.state})
                 shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+                counted.add(len(rows.weight))
             kept = {name: value for name, value in entry.items() if name not in ("changed", "deleted")}
             if "clock" in entry:
                 size = SHARD_BYTES // RAW_BYTES
