@@ -21,14 +21,14 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_290,
+    "base": 2_330,
     "ops": 7_190,
     "dataset": 3_100,
     "optim": 600,
     "tables": 13_270,
     "models": 2_010,
     "placement": 2_900,
-    "training": 11_150,
+    "training": 11_210,
     "rewrite": 1_910,
     "prep": 13_350,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_210
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

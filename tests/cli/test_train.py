@@ -16,6 +16,7 @@ import pytest
 from calling import SMALL, call, output
 from processes import Python
 
+from stoker.base import progress
 from stoker.cli import COMMANDS, main
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
@@ -71,6 +72,18 @@ def test_evaluate_finds_the_best_checkpoint_and_the_dataset(run: Path, capsys: p
     assert json.loads(out)["auc"] == report["valid"]["auc"]
     code, out, _ = output(capsys, "evaluate", run)
     assert f"{report['test']['auc']:.4f}" in out
+
+
+def test_long_work_of_evaluate_and_predict_has_bars(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 100 GiB takes minutes to check and to read."""
+    seen: dict[str, tuple[int, int, str]] = {}
+    monkeypatch.setattr(progress.Bars, "__call__", lambda bars, what, *more: seen.update({what: more}))
+    size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*.safetensors"))
+    assert call("evaluate", run) == 0
+    assert call("predict", run, "--out", tmp_path / "scores.csv") == 0
+    assert seen["checking files"] == (size, size, "bytes")
+    assert {"reading rows", "evaluating test", "scoring"} <= seen.keys()
+    assert seen["scoring"] == (200, 200, "rows")
 
 
 def test_predict_writes_scores(run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

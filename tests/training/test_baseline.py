@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from scipy import sparse
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
-from stoker.training.tools.baseline import baseline, saved_baselines
+from stoker.training.tools.baseline import _Design, baseline, saved_baselines
 
 
 def columns(data: Dataset, name: str) -> tuple[sparse.csr_matrix, np.ndarray]:
@@ -84,3 +85,19 @@ def test_labels_of_one_kind_are_refused(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", rows=20)
     with pytest.raises(DataError, match="no training rows of both labels"):
         baseline(data, rows=1)
+
+
+def test_only_ids_of_the_fitted_rows_have_weights(tmp_path: Path) -> None:
+    """Tables may have a hundred million rows; L-BFGS keeps about thirty numbers of eight bytes for each weight."""
+    data = make_dataset(tmp_path / "data", rows=600)
+    schema = replace(data.schema, num_embeddings=dict.fromkeys(data.schema.num_embeddings, 10**9))
+    batches = list(data.train.batches(16, limit=64))
+    design = _Design(schema, batches)
+    features = range(len(schema.features))
+    seen = sum(len({int(id) for batch in batches for id in batch.ids[:, place]}) for place in features)
+    assert design.width == seen + len(schema.dense)
+    assert design.matrix(batches[0]).shape == (16, design.width)
+    other = next(iter(data.valid.batches(64)))
+    entries = design.matrix(other)[:, :seen].sum(axis=1)
+    known = [{int(id) for batch in batches for id in batch.ids[:, place]} for place in features]
+    assert entries.A1.tolist() == [sum(int(row[place]) in known[place] for place in features) for row in other.ids]

@@ -232,6 +232,58 @@ def test_plain_lines_tell_of_long_work_once(
         assert capsys.readouterr().err.count(said) == (epoch > 0)
 
 
+def test_work_that_is_done_again_gets_a_new_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("stoker.training.display.time.monotonic", lambda: now[0])
+    with ProgressBar() as bar:
+        bar.start(0, 1000, "")
+        for _ in range(2):
+            for done in (0, 10, 20):
+                bar.work("evaluating valid", done, 20, unit="rows")
+                now[0] += 5.0
+            now[0] += 500.0  # of training
+        bar.work("evaluating valid", 0, 20, unit="rows")
+        now[0] += 5.0
+        bar.work("evaluating valid", 10, 20, unit="rows")
+        assert bar._bar.tasks[1].fields["status"] == "rows  2/s  5.0 s left"
+
+
+def test_plain_lines_of_very_long_work_come_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("stoker.training.display.time.monotonic", lambda: now[0])
+    shown = PlainLines()
+    for done in range(100):
+        shown.work("writing the checkpoint", done, 100, unit="rows")
+        now[0] += 1.0
+    assert [line.split()[3] for line in capsys.readouterr().err.splitlines()] == ["3", "34", "65", "96"]
+
+
+def test_checkpoints_and_evaluations_of_a_run_are_shown(tmp_path: Path) -> None:
+    """A checkpoint of 100 GiB takes minutes."""
+
+    class Watching(Display):
+        def __init__(self) -> None:
+            self.seen: dict[str, list[int]] = {}
+
+        def work(self, what: str, done: int, total: int, *, unit: str = "bytes") -> None:
+            self.seen.setdefault(f"{what} ({total:,} {unit})", []).append(done)
+
+    shown, data = Watching(), make_dataset(tmp_path / "data", rows=2000)
+    settings: dict[str, Any] = {"batch_size": 64, "embedding_dim": 4, "display": shown}
+    stoker.train(data, out=tmp_path / "run", steps=5, **settings)
+    rows = sum(data.schema.num_embeddings.values())
+    written = shown.seen[f"writing the checkpoint ({rows} rows)"]
+    assert written == sorted(written)
+    assert (written[0], written[-1], len(set(written))) == (0, rows, 1 + len(data.schema.num_embeddings))
+    assert {"evaluating valid (200 rows)", "evaluating test (200 rows)"} <= shown.seen.keys()
+    again = Watching()
+    stoker.train(resume=tmp_path / "run", steps=10, display=again)
+    assert f"reading rows ({rows} rows)" in again.seen
+    assert any(name.startswith("checking files") for name in again.seen)
+
+
 def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:
     assert stoker.TrainConfig(home_path=tmp_path).to_dict()["home_path"] == str(tmp_path)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import stoker
 from stoker.base.errors import ConfigError, DataError
 from stoker.cli import app
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.advice import advise
@@ -91,6 +92,27 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
     again = RunDirectory(run).read(FILE)
     for name in ("columns", "tables", "calibration", "slices", "cache", "work", "rows", "checkpoint"):
         assert again[name] == analysis[name]
+
+
+def test_rows_are_placed_as_in_the_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of 100 GiB that trained in 4 GiB must not be loaded whole."""
+    seen = list[set[str]]()
+
+    def watched(model: Any, *given: Any) -> dict[str, Any]:
+        seen.append({type(group.strategy).__name__ for group in model.embeddings.groups})
+        return analyse(model, *given)
+
+    monkeypatch.setattr("stoker.training.report.page.analyse", watched)
+    figures = []
+    for name, memory in (("whole", None), ("placed", "1KiB")):
+        run = tmp_path / name
+        stoker.train(Dataset(made / "d"), out=run, **{**SMALL, "steps": 5, "device_memory": memory})
+        stoker.report(run, again=True)
+        found = RunDirectory(run).read(FILE)
+        figures.append((found["calibration"], found["slices"]))
+    assert figures[0] == figures[1]
+    assert seen[0] == {"Device"}
+    assert seen[1] - {"Device"}, "no rows are in slots or in a file"
 
 
 def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stoker.base.files import seal, unseal
 from stoker.dataset.batch import Batch
 from stoker.tables.changes import Change
 from stoker.tables.storage import Rows
-from stoker.training.files import checkpoint
+from stoker.training.files import checkpoint, segments
 from stoker.training.files.segments import SavedTable, join
 
 PLACEMENTS: dict[str, Any] = {
@@ -198,6 +199,26 @@ def test_single_rows_can_be_read_from_a_chain(tmp_path: Path) -> None:
     assert saved.changed(2).tolist() == last.tolist()
     assert join(run.paths[2]) == 2
     assert [link.path for link in checkpoint.chain(run.paths[3])] == run.paths[2:], "segments after it remain valid"
+
+
+def test_scattered_rows_are_gathered_without_opening_a_file_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A roll-back of a million rows must not read the row numbers of a segment a million times."""
+    run = Training(tmp_path)
+    for steps in (2, 1):
+        run.train(steps)
+        run.save()
+    links = checkpoint.chain(run.paths[-1])
+    saved = SavedTable(links, next(each for each in links[-1].manifest["tables"] if each["name"] == "C3"))
+    seen = Counter[Path]()
+    opened = segments._opened
+    monkeypatch.setattr(segments, "_opened", lambda path: (seen.update([path]), opened(path))[1])
+    rows = np.array([0, 75, 150, 225, 299])
+    mine = run.model.embeddings.group_of["C3"].gather("C3", rows)
+    for one, other in zip(saved.gather(rows).tensors, mine.tensors, strict=True):
+        assert torch.equal(one, other)
+    assert max(seen.values()) == 2
 
 
 def test_each_row_of_a_chain_can_be_read_alone(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Stages are bars in a terminal, and lines with the time elsewhere. Numba keeps compiled kernels on disk, so a machine
 compiles them once. Code that compiles calls :func:`compiling`; code that shows it, such as the command line, gives a
-function to :func:`listening`.
+function to :func:`listening`. In the same way :class:`Counted` counts long work, such as reading a checkpoint, for what
+:func:`showing` names.
 """
 
 from __future__ import annotations
@@ -27,6 +28,47 @@ def quiet(what: str, done: int, total: int) -> None:
     """Show no progress."""
 
 
+_shown: Callable[[str, int, int, str], Any] | None = None
+
+
+@contextmanager
+def showing(show: Callable[[str, int, int, str], Any]) -> Iterator[None]:
+    """Call ``show`` with (what, done, total, unit) of the work that :class:`Counted` counts within the block."""
+    global _shown
+    before, _shown = _shown, show
+    try:
+        yield
+    finally:
+        _shown = before
+
+
+class Counted:
+    """Count how much of some work is done, for what :func:`showing` names.
+
+    >>> with showing(print), Counted("reading rows", 10, "rows") as counted:
+    ...     counted.add(4)
+    reading rows 0 10 rows
+    reading rows 4 10 rows
+    reading rows 10 10 rows
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._done, self._total, self._unit = what, 0, total, unit
+
+    def add(self, amount: int) -> None:
+        """Note that ``amount`` more is done."""
+        self._done = min(self._done + amount, self._total)
+        if _shown is not None and self._total:
+            _shown(self._what, self._done, self._total, self._unit)
+
+    def __enter__(self) -> Counted:
+        self.add(0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.add(self._total)
+
+
 def in_notebook() -> bool:
     """Return True in a notebook where Rich can draw bars, for which it needs ipywidgets."""
     if "ipykernel" not in sys.modules or find_spec("ipywidgets") is None or find_spec("rich") is None:
@@ -39,7 +81,8 @@ def in_notebook() -> bool:
 class Bars:
     """A bar for every stage that is still running after two seconds; call it with (what, done, total).
 
-    If standard error is not a terminal, one line every 30 seconds shows the time and the last stage that was reported.
+    It also shows what :class:`Counted` counts within its block. If standard error is not a terminal, one line every 30
+    seconds shows the time and the last stage that was reported.
 
     Args:
         quiet: show nothing.
@@ -54,8 +97,10 @@ class Bars:
         self._ended = threading.Event()
         self._begun: dict[str, tuple[float, int]] = {}  # stage -> when it was first reported, and how much was done
         self._line = ("", 0, 0, "")
+        self._showing = showing(self)
 
     def __enter__(self) -> Bars:
+        self._showing.__enter__()
         return self
 
     def __call__(self, what: str, done: int, total: int, unit: str = "") -> None:
@@ -109,6 +154,7 @@ class Bars:
             print(f"{time.strftime('%H:%M:%S')} {what}: {amount} ({done / total:.0%})", file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:
+        self._showing.__exit__(None, None, None)
         self._ended.set()
         if self._bar is not None:
             self._bar.stop()

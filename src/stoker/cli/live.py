@@ -94,7 +94,8 @@ def rollback(
     """
     from stoker.live.history import rollback as go_back
 
-    found = go_back(run, to)
+    with Bars(quiet=as_json):
+        found = go_back(run, to)
     if not printed({"run": str(run), "checkpoint": str(found)}, as_json):
         say(f"{run} is at {found.name} now")
 
@@ -114,7 +115,8 @@ def compact(
     """
     from stoker.live.history import compact as join_updates
 
-    found = join_updates(run, to)
+    with Bars(quiet=as_json):
+        found = join_updates(run, to)
     record = {"run": str(run), "checkpoint": str(found.checkpoint), "joined": found.joined, "freed": found.freed}
     if not printed(record, as_json):
         say(found.summary())

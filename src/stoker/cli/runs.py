@@ -78,13 +78,14 @@ def evaluate(
     from stoker.training.scores.metrics import metric_grid
 
     wanted = _Scored.taken_from(settings)
-    loaded, dataset, chosen, size = _open(run, data, wanted, settings)
-    split, rows = wanted.split, wanted.rows
-    places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
-    metrics = finite(run_evaluation(
-        loaded.model, chosen, rows=rows, batch_size=size, lookahead=LOOKAHEAD, k=places,
-        catalogue=catalogue_of(loaded.model, dataset, loaded.path),
-    ))  # fmt: skip
+    split = wanted.split
+    with Bars(quiet=as_json):
+        loaded, dataset, chosen, size = _open(run, data, wanted, settings)
+        places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
+        metrics = finite(run_evaluation(
+            loaded.model, chosen, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD, k=places,
+            catalogue=catalogue_of(loaded.model, dataset, loaded.path),
+        ))  # fmt: skip
     if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return
     if absent := len(chosen) - chosen.labelled:
@@ -125,8 +126,9 @@ def predict(
     check_scores_file(out)
     with _data_to_score(run, data, keep or (), quiet=as_json) as (data, bad):
         wanted = _Scored.taken_from(settings)
-        loaded, _, chosen, size = _open(run, data, wanted, settings)
-        count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD)
+        with Bars(quiet=as_json):
+            loaded, _, chosen, size = _open(run, data, wanted, settings)
+            count = write_scores(loaded.model, chosen, out, rows=wanted.rows, batch_size=size, lookahead=LOOKAHEAD)
     found = {"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count, "bad_lines": bad}
     if not printed(found, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
@@ -345,7 +347,8 @@ def report(
     """
     from stoker.training.report.page import report as write_report
 
-    made = write_report(run, out, again=again)
+    with Bars(quiet=as_json):
+        made = write_report(run, out, again=again)
     if not printed({"run": str(run), "out": str(made)}, as_json):
         say(f"report: {made}")
 

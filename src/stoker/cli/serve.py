@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import install, require
+from stoker.base.progress import Bars
 from stoker.cli.options import MovedData, OneObject, printed, say, takes
 from stoker.serve.settings import ExportSettings, ServeSettings
 
@@ -42,7 +43,8 @@ def export(
     """
     from stoker.serve.export import export as run_export
 
-    found = run_export(run, out, data=data, **settings)
+    with Bars(quiet=as_json):
+        found = run_export(run, out, data=data, **settings)
     if not printed({"path": str(found.path), "rows": found.rows, "row_bytes": found.row_bytes}, as_json):
         say(found.summary())
 
@@ -122,7 +124,7 @@ def _serve(
 
     signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(max(1, torch.get_num_threads() // chosen.workers))
-    with _no_collections():
+    with _no_collections(), Bars(quiet=not speaks):
         from stoker.serve.export import is_export
         from stoker.serve.retrieve import Retriever
         from stoker.serve.scorer import Scorer

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from stoker.base.errors import CheckpointError, ConfigError, DependencyError, errors_as
 from stoker.base.files import atomic_file, canonical_json, check_target, exchange, seal, sync_folder, unseal
 from stoker.base.picture import Shown
+from stoker.base.progress import Counted
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, listed
 from stoker.base.version import __version__
@@ -214,12 +215,14 @@ def _write_rows(
             by_group.setdefault((table.embedding_dim, table.pooling), []).append(table.name)
     (out / "rows").mkdir()
     groups, written, plain = [], 0, 0
+    counted = Counted("writing rows", sum(int(entries[name]["num_embeddings"]) for name in dims), "rows")
     for number, names in enumerate(by_group.values()):
         file = out / "rows" / f"{number}.rows"
         with atomic_file(file) as stream:
             for name in names:
                 for _, chunk in SavedTable(links, entries[name]).chunks():
                     stream.write(_encoded(chunk.weight, rows))
+                    counted.add(len(chunk.weight))
         count = file.stat().st_size // width_of(rows, dims[names[0]])
         written, plain = written + file.stat().st_size, plain + 4 * count * dims[names[0]]
         groups.append({"file": f"rows/{file.name}", "tables": names})

@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from typing import Any, Literal, TextIO
 
-from stoker.base.progress import in_notebook, listening, pace
+from stoker.base.progress import LINE_SECONDS, in_notebook, listening, pace
 from stoker.base.units import format_count, format_duration, format_size, plural
 
 _REFRESH = 0.1  # seconds between updates of the bar
@@ -18,7 +18,7 @@ _SCHEDULE_LINES = 10  # most lines about the hot-cold schedule in an epoch; metr
 _MIB = 2**20
 
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
-Unit = Literal["bytes", "batches"]
+Unit = Literal["bytes", "batches", "rows"]
 
 
 class Display:
@@ -121,15 +121,15 @@ class PlainLines(_Lines):
         self._file = sys.stderr if file is None else file
         self._seconds = seconds
         self._last = time.monotonic()
-        self._what, self._begun, self._said = "", 0.0, False  # the current work, its start, and whether it was shown
+        self._what, self._begun, self._next = "", 0.0, 0.0  # the current work, its start, and when it will be shown
         self._first = 0  # what was done then
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         now = time.monotonic()
         if what != self._what:
-            self._what, self._begun, self._said, self._first = what, now, False, done
-        if not self._said and done < total and now - self._begun > _LONG:
-            self._said = True
+            self._what, self._begun, self._next, self._first = what, now, now + _LONG, done
+        if done < total and now > self._next:
+            self._next = now + LINE_SECONDS
             self.note(f"{what}: {_amount(done, total, unit)}{pace(done, total, unit, self._first, now - self._begun)}")
         if done >= total:
             self._what = ""
@@ -179,11 +179,15 @@ class ProgressBar(_Lines):
         self._kernels.enter_context(listening(self.note))  # lines of another console would end on the bar
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        self._bar.start()  # a checkpoint is read before the first step
+        now = time.monotonic()
         if what not in self._works:
-            self._works[what] = self._bar.add_task(what, status=""), time.monotonic(), done
+            self._works[what] = self._bar.add_task(what, status="", visible=False), None, 0
         task, begun, first = self._works[what]
+        begun, first = (now, done) if begun is None else (begun, first)
+        self._works[what] = task, begun if done < total else None, first  # it may be done again later
         one, words = (_MIB, "MiB") if unit == "bytes" else (1, unit)
-        words += pace(done, total, unit, first, time.monotonic() - begun)
+        words += pace(done, total, unit, first, now - begun)
         self._bar.update(task, completed=done // one, total=total // one, visible=done < total, status=words)
 
     def step(self, done: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from stoker.base.device import has_bf16_products, resolve_device
+from stoker.base.progress import showing
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size
 from stoker.dataset.dataset import Dataset
@@ -140,7 +141,7 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
         on_first(ranks, "make the run directory", lambda: RunDirectory.create(run.path, values))
     progress, lengths = LoopState(), [total]
     screen = Display() if not first else make_display(display) if isinstance(display, str) else display
-    with screen as shown, run.locked():
+    with screen as shown, run.locked(), showing(lambda *work: shown.work(*work[:3], unit=work[3])):
         if resume is not None:
             lengths = lengths_of(run, len(stream))
             values["lengths"] = lengths if lengths[-1] == total else [*lengths, total]

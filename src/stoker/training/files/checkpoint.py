@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from stoker.base.errors import CheckpointError, ConfigError, StokerError, errors_as
 from stoker.base.files import exchange, hash_file, move, refuse_url, seal, sync_folder, unseal
 from stoker.base.picture import Shown
+from stoker.base.progress import Counted
 from stoker.base.settings import with_arguments_of
 from stoker.base.version import __version__
 from stoker.models import RecModel
@@ -470,11 +471,14 @@ def verify(directory: str | Path) -> int:
     Raises:
         CheckpointError: a file is missing, incomplete or altered; the message names the first.
     """
-    return sum(verify_files(link.path, link.manifest) for link in chain(directory))
+    links = chain(directory)
+    size = sum(entry["bytes"] for link in links for entry in link.manifest["files"].values())
+    with Counted("checking files", size, "bytes") as counted:
+        return sum(verify_files(link.path, link.manifest, counted) for link in links)
 
 
-def verify_files(directory: Path, manifest: Mapping[str, Any]) -> int:
-    """Do :meth:`verify` for the files of one checkpoint alone."""
+def verify_files(directory: Path, manifest: Mapping[str, Any], counted: Counted | None = None) -> int:
+    """Do :meth:`verify` for the files of one checkpoint alone; ``counted`` counts their bytes."""
     for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file():
@@ -489,6 +493,8 @@ def verify_files(directory: Path, manifest: Mapping[str, Any]) -> int:
             raise CheckpointError(
                 f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
             )
+        if counted is not None:
+            counted.add(expected["bytes"])
     return len(manifest["files"])
 
 
@@ -534,8 +540,10 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
 
-    def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
-        """Write the rows of a table, up to ``shard_bytes`` a file; return its entry in the manifest."""
+    def write_table(
+        self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int, counted: Counted
+    ) -> dict[str, Any]:
+        """Write the rows of a table, up to ``shard_bytes`` a file, and count them; return its entry in the manifest."""
         tables.check_copy()
         shards = []
         chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
@@ -545,13 +553,17 @@ class _Writer:
             file = f"{prefix}.{number:05d}.safetensors"
             self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
             shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+            counted.add(len(rows.weight))
         raw_ids = self._raw_ids(prefix, tables, table, shard_bytes, whole=True)
         return {**_table_entry(table), "shards": shards, **raw_ids}
 
     def write_changes(
-        self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int
+        self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int, counted: Counted
     ) -> dict[str, Any]:
-        """Write the rows of a table that changed, and the numbers of deleted ones; return its entry in the manifest."""
+        """Write the rows of a table that changed, and the numbers of deleted ones; return its entry in the manifest.
+
+        All rows of the table count at once, as it is not known before how many changed.
+        """
         assert tables.changes is not None
         found: dict[str, list[dict[str, Any]]] = {}
         for kind, change, middle in (("changed", Change.WRITTEN, ""), ("deleted", Change.DELETED, ".deleted")):
@@ -565,6 +577,7 @@ class _Writer:
                 file = f"{prefix}{middle}.{number:05d}.safetensors"
                 self.write(file, f"table {table.name!r}", {"row": torch.from_numpy(some), **tensors})
                 found[kind].append({"file": file, "rows": len(some), "first": int(some[0]), "last": int(some[-1])})
+        counted.add(table.num_embeddings)
         return {**_table_entry(table), **found, **self._raw_ids(prefix, tables, table, shard_bytes, whole=False)}
 
     def _raw_ids(
@@ -609,11 +622,14 @@ def _write_files(
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
     entries: list[dict[str, Any]] = []
-    for name, tables in module_state.tables_in(module).items():
-        for table in tables.stored:
-            write = writer.write_changes if changes else writer.write_table
-            entry = write(f"tables/{len(entries):03d}", tables, table, shard_bytes)
-            entries.append(entry if first else {**entry, "module": name})
+    write = writer.write_changes if changes else writer.write_table
+    found = module_state.tables_in(module)
+    rows = sum(table.num_embeddings for tables in found.values() for table in tables.stored)
+    with Counted("writing the checkpoint", rows, "rows") as counted:
+        for name, tables in found.items():
+            for table in tables.stored:
+                entry = write(f"tables/{len(entries):03d}", tables, table, shard_bytes, counted)
+                entries.append(entry if first else {**entry, "module": name})
     tensors: dict[str, Tensor] = {}
     manifest: dict[str, Any] = {"kind": "checkpoint", "tables": entries, "dense_optimizer": None}
     if first:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from stoker.base.errors import CheckpointError, ConfigError, errors_as
 from stoker.base.files import canonical_json
+from stoker.base.progress import Counted
 from stoker.base.units import listed
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
@@ -326,8 +327,9 @@ class _Saved:
         """
         for name, row_optimizer in self.settings.items():
             self.mine[name].optimizer = row_optimizer
-        for entry in self.entries:
-            self._load_table(entry)
+        with Counted("reading rows", sum(int(entry["num_embeddings"]) for entry in self.entries), "rows") as counted:
+            for entry in self.entries:
+                self._load_table(entry, counted)
         self.fill_dense()
         for name, optimizer in optimizers.items():
             found = self.optimizers[name]
@@ -452,7 +454,7 @@ class _Saved:
             with errors_as(CheckpointError, what, remedy, kinds):
                 yield name, RowOptimizer.from_dict(saved)
 
-    def _load_table(self, entry: Mapping[str, Any]) -> None:
+    def _load_table(self, entry: Mapping[str, Any], counted: Counted) -> None:
         tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
         group = tables.group_of[name]
         if not isinstance(group, DividedGroup):
@@ -463,6 +465,7 @@ class _Saved:
             whole = on_first(tables.ranks, f"read {name!r}", lambda: list(saved())) if tables.divided else saved()
             for start, rows in whole:
                 tables.write(name, start, rows)
+                counted.add(len(rows.weight))
             for start, stop in self._new_rows(entry):
                 row = group.gather(name, np.zeros(stop - start, np.int64))
                 state = {each: torch.zeros_like(value) for each, value in row.state.items()}
@@ -476,6 +479,7 @@ class _Saved:
                 yield start
 
         for begin in each_on_first(tables.ranks, f"read table {name!r}", starts):
+            counted.add(len(kept[0].weight) if kept else 0)
             group.spread(name, begin, kept.pop() if kept else None)
 
     def _new_rows(self, entry: Mapping[str, Any]) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stoker.base.errors import CheckpointError, errors_as
+from stoker.base.progress import Counted
 from stoker.tables.growing.ids import RAW_BYTES, merged
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import (
@@ -31,8 +32,6 @@ from stoker.training.files.checkpoint import (
 )  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
-_NEAR = 64  # rows between two that are read together
-_AT_ONCE = 2**16  # rows
 
 
 class SavedTable:
@@ -58,15 +57,6 @@ class SavedTable:
         folder, base = self._parts[0]
         self._base = min(int(base["num_embeddings"]), self.rows)
         self._check(folder, base)
-
-    @staticmethod
-    def _overlap(folder: Path, piece: Mapping[str, Any], start: int, stop: int) -> tuple[int, Ints]:
-        """Return where the rows ``start..stop`` begin in a file of a segment, and which of them it has."""
-        if int(piece["last"]) < start or int(piece["first"]) >= stop:
-            return 0, np.empty(0, np.int64)
-        rows = _numbers(folder / piece["file"])
-        first, last = np.searchsorted(rows, (start, stop)).tolist()
-        return first, rows[first:last]
 
     def _check(self, folder: Path, base: Mapping[str, Any]) -> None:
         done = 0
@@ -114,39 +104,56 @@ class SavedTable:
         if stop > max(start, end):  # rows that were added since
             more = stop - max(start, end)
             found = _joined([found, found[:1].map(lambda tensor: tensor.new_zeros(more, *tensor.shape[1:]))])
-        known = np.arange(start, stop) < self._base
+        return self._updated(found, np.arange(start, stop))
+
+    def gather(self, rows: Ints) -> Rows:
+        """Return ``rows`` [n], ascending. Each file is opened at most twice, and of its rows only these are read."""
+        folder, base = self._parts[0]
+        found = self.read(0, 0).map(lambda tensor: tensor.new_zeros(len(rows), *tensor.shape[1:]))
+        for shard in base["shards"]:
+            start = int(shard["start"])
+            begin, end = np.searchsorted(rows, (start, min(start + int(shard["rows"]), self._base))).tolist()
+            if begin < end:
+                with _opened(folder / shard["file"]) as file:
+                    found[begin:end] = _some(file, rows[begin:end] - start)
+        return self._updated(found, rows)
+
+    def _updated(self, found: Rows, rows: Ints) -> Rows:
+        """Replace the values of ``rows`` [n], ascending, by those of the segments.
+
+        Raises:
+            CheckpointError: a file cannot be read, or a row is in none.
+        """
+        known = rows < self._base
         for folder, entry in self._parts[1:]:
             for kind in ("deleted", "changed"):
                 for piece in entry[kind]:
-                    begin, rows = self._overlap(folder, piece, start, stop)
-                    if not len(rows):
+                    places, at = self._overlap(folder, piece, rows)
+                    if not len(places):
                         continue
-                    known[rows - start] = True
-                    at = torch.from_numpy(rows - start)
+                    known[places] = True
                     if kind == "deleted":
-                        found[at] = found[at].map(torch.zeros_like)
+                        found[places] = found[places].map(torch.zeros_like)
                     else:
                         with _opened(folder / piece["file"]) as file:
-                            found[at] = _slice(file, begin, begin + len(rows))
+                            found[places] = _some(file, at)
         if not known.all():
             raise CheckpointError(
-                f"{self._parts[-1][0]} has no row {start + int(np.argmin(known)):,} of table {self.name!r}: a segment "
+                f"{self._parts[-1][0]} has no row {int(rows[np.argmin(known)]):,} of table {self.name!r}: a segment "
                 "that added it is not complete."
             )
         return found
 
-    def gather(self, rows: Ints) -> Rows:
-        """Return ``rows`` [n], ascending. Rows that are near each other are read together."""
-        found, done = [], 0
-        ends = np.flatnonzero(np.diff(rows) > _NEAR) + 1
-        for part in np.split(rows, ends):
-            for start in range(0, len(part), _AT_ONCE):
-                some = part[start : start + _AT_ONCE]
-                whole = self.read(int(some[0]), int(some[-1]) + 1)
-                found.append(whole[torch.from_numpy(some - some[0])])
-                done += len(some)
-        assert done == len(rows)
-        return _joined(found) if found else self.read(0, 0)
+    @staticmethod
+    def _overlap(folder: Path, piece: Mapping[str, Any], rows: Ints) -> tuple[Ints, Ints]:
+        """Return the places in ``rows`` of those that a file of a segment has, and their places in the file."""
+        if not len(rows) or int(piece["last"]) < rows[0] or int(piece["first"]) > rows[-1]:
+            return (np.empty(0, np.int64),) * 2
+        numbers = _numbers(folder / piece["file"])
+        begin, end = np.searchsorted(numbers, (rows[0], rows[-1] + 1)).tolist()
+        places = np.searchsorted(rows, numbers[begin:end])
+        there = np.flatnonzero(rows[places] == numbers[begin:end])
+        return places[there], begin + there
 
     def segments(self, after: int) -> Iterator[tuple[Ints, Rows]]:
         """Yield the rows of each file of the segments after number ``after`` of the chain; deleted ones are zeros."""
@@ -227,6 +234,12 @@ def _slice(file: Any, first: int, last: int) -> Rows:
     return Rows(file.get_slice("weight")[first:last], state)
 
 
+def _some(file: Any, at: Ints) -> Rows:
+    """Return copies of the rows at places ``at`` [n] of a file, ascending and not empty."""
+    first = int(at[0])
+    return _slice(file, first, int(at[-1]) + 1)[torch.from_numpy(at - first)]
+
+
 def _numbers(path: Path) -> Ints:
     with _opened(path) as file:
         found: Ints = file.get_tensor("row").numpy()
@@ -259,7 +272,8 @@ def join(directory: str | Path) -> int:
     manifest = dict(links[-1].manifest)
     entries = manifest.pop("tables")
     del manifest["parent"]
-    with writing(target) as writer:
+    total = sum(int(entry["num_embeddings"]) for entry in entries)
+    with writing(target) as writer, Counted("joining rows", total, "rows") as counted:
         tables = []
         for number, entry in enumerate(entries):
             saved, shards = SavedTable(links, entry), []
@@ -267,6 +281,7 @@ def join(directory: str | Path) -> int:
                 file = f"tables/{number:03d}.{place:05d}.safetensors"
                 writer.write(file, f"table {saved.name!r}", {"weight": rows.weight, **rows.state})
                 shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+                counted.add(len(rows.weight))
             kept = {name: value for name, value in entry.items() if name not in ("changed", "deleted")}
             if "clock" in entry:
                 size = SHARD_BYTES // RAW_BYTES

@@ -10,15 +10,20 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.base.picture import Grid
 from stoker.base.settings import renamed
 from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
+from stoker.placement.budget import LOOKAHEAD, MemoryBudget
 from stoker.training.config import TrainConfig
+from stoker.training.files.checkpoint import read_manifest
 from stoker.training.files.loading import load
 from stoker.training.files.rundir import RunDirectory, read_report, trained
 from stoker.training.notes import FORMER
+from stoker.training.placing import place_scoring
 from stoker.training.report.advice import advise
 from stoker.training.report.analysis import FILE, KEYS, analyse
 from stoker.training.report.charts import bars, chart, check_page, grid, section, write_page
@@ -105,7 +110,13 @@ def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -
                     return kept, ""
         data = Dataset(run["dataset"])
         config = TrainConfig.from_dict(run["settings"])
-        found = analyse(load(best).model, data, config) | {"checkpoint": best.name}
+        given = {name: getattr(config, name) for name in ("device_memory", "host_memory", "home_path")}
+        budget = MemoryBudget(**given, lookahead=LOOKAHEAD)
+        manifest, cpu = read_manifest(best), torch.device("cpu")
+        placement, _ = place_scoring(manifest, data, budget, batch_size=None, device=cpu)  # rows may not fit memory
+        model = load(best, placement=placement).model
+        found = analyse(model, data, config) | {"checkpoint": best.name}
+        model.embeddings.close()
     except (DataError, ConfigError, CheckpointError) as error:
         return None, str(error)
     directory.write(FILE, found)

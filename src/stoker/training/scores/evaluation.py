@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.base.errors import ConfigError, DataError, require
 from stoker.base.files import atomic_file, canonical_json, check_target, hash_json
 from stoker.base.picture import Grid, Shown
+from stoker.base.progress import Counted
 from stoker.base.units import plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -174,7 +175,11 @@ def evaluate(
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
-    with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
+    with (
+        scoring(model),
+        closing(_batches(model, split, batch_size, rows, lookahead)) as batches,
+        Counted(f"evaluating {split.name}", _count(split, rows), "rows") as counted,
+    ):
         for batch in batches:
             if stop is not None and stop():
                 break
@@ -187,11 +192,16 @@ def evaluate(
                 assert split.groups is not None
                 ranking.update(*scored, split.groups[done : done + len(batch)][known.cpu().numpy()])
             done += len(batch)
+            counted.add(len(batch))
     found = metrics.compute() | ({} if ranking is None else ranking.compute())
     if catalogue is not None:
         with scoring(model):
             found |= catalogue.recall(model, split, rows=rows, stop=stop)
     return found
+
+
+def _count(split: Split, rows: int | None) -> int:
+    return len(split) if rows is None else min(rows, len(split))
 
 
 def _batches(
@@ -208,11 +218,16 @@ def _scored(
     model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
 ) -> Generator[_Piece, None, None]:
     """Yield the labels and scores of each batch."""
-    with scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
+    with (
+        scoring(model),
+        closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
+        Counted("scoring", _count(split, rows), "rows") as counted,
+    ):
         for batch in batches:
             # The labels of a staged batch are on the model's device.
             scores, labels = tiled_scores(model, batch), whole_of(batch).labels
             yield None if labels is None else labels.cpu(), scores.cpu()
+            counted.add(len(scores))
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:

@@ -3,7 +3,8 @@
 They are the average of the training labels, a logistic regression and, if LightGBM is installed, boosted trees. Their
 metrics are stored with the dataset (``baselines.json``), and each later run shows them next to its own.
 
-Legend: n rows, F features, W weights (one for each row of the table of each feature, and one for each dense column).
+Legend: n rows, F features, W weights (one for each id of each feature in the rows of the fit, and one for each dense
+column).
 """
 
 from __future__ import annotations
@@ -166,33 +167,42 @@ def _average(labels: npt.NDArray[np.float64]) -> Predictor:
 
 
 class _Design:
-    """Turn batches into sparse matrices [B, W]: indicator columns of ids, then standardized dense columns."""
+    """Turn batches into sparse matrices [B, W]: indicator columns of ids, then standardized dense columns.
+
+    Only ids in ``batches``, the rows of the fit, have columns: the weight of any other is 0, and tables may be large.
+    """
 
     def __init__(self, spec: FeatureSpec, batches: Sequence[Batch]) -> None:
         sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
         self._base = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # [F + 1]
+        self._known = np.unique(np.concatenate([np.unique(self._entries(batch)[0]) for batch in batches]))
         dense = np.concatenate([batch.dense.numpy() for batch in batches])
         self._mean, deviation = dense.mean(axis=0), dense.std(axis=0)
         self._scale = np.where(deviation > 0, deviation, 1.0)
-        self.width = int(self._base[-1]) + len(spec.dense)
+        self.width = len(self._known) + len(spec.dense)
 
     def matrix(self, batch: Batch) -> Any:
         """Return a scipy.sparse.csr_matrix [B, W] of float64."""
         from scipy import sparse
 
-        features = len(self._base) - 1
-        ids = batch.ids.numpy().reshape(-1).astype(np.int64)
-        if batch.offsets is None:
-            lengths = np.ones(len(batch) * features, dtype=np.int64)
-        else:
-            lengths = batch.offsets.diff().numpy()
-        bag_of = np.repeat(np.arange(len(lengths)), lengths)
-        starts = np.concatenate([[0], lengths.reshape(len(batch), features).sum(axis=1).cumsum()])
-        values = 1.0 / lengths[bag_of]
-        columns = ids + self._base[bag_of % features]
-        counts = sparse.csr_matrix((values, columns, starts), shape=(len(batch), int(self._base[-1])))
+        wanted, lengths = self._entries(batch)
+        starts = np.concatenate([[0], lengths.sum(axis=1).cumsum()])
+        columns = np.searchsorted(self._known, wanted).clip(max=len(self._known) - 1)
+        shares = np.repeat(1.0 / lengths.clip(min=1), lengths.reshape(-1))
+        shares[self._known[columns] != wanted] = 0.0
+        counts = sparse.csr_matrix((shares, columns, starts), shape=(len(batch), len(self._known)))
         dense = (batch.dense.numpy() - self._mean) / self._scale
         return sparse.hstack([counts, sparse.csr_matrix(dense.astype(np.float64))], format="csr")
+
+    def _entries(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the row of each id [L], where tables of all features follow each other; and bag lengths [B, F]."""
+        features = len(self._base) - 1
+        if batch.offsets is None:
+            lengths = np.ones((len(batch), features), dtype=np.int64)
+        else:
+            lengths = batch.offsets.diff().numpy().reshape(len(batch), features)
+        starts = np.broadcast_to(self._base[:-1], lengths.shape).reshape(-1)
+        return batch.ids.numpy().reshape(-1) + np.repeat(starts, lengths.reshape(-1)), lengths
 
 
 def _logistic(
