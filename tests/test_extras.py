@@ -15,6 +15,7 @@ import pytest
 
 import stoker
 from stoker.base.errors import EXTRAS, DependencyError
+from stoker.base.files import seal
 from stoker.cli import main
 from stoker.testing import make_dataset
 from stoker.training.files import logs
@@ -95,7 +96,7 @@ def test_who_asks_for_tensorboard_is_told_before_anything_is_written(
     stoker.train(data, out=tmp_path / "run", steps=2, **SMALL, **PLAIN)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["settings"]["tensorboard"] = True
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run" / "config.json").write_text(json.dumps(seal(config)))
     assert stoker.train(resume=tmp_path / "run", steps=4, display="quiet").step == 4
 
 

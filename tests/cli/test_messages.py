@@ -16,6 +16,7 @@ import pytest
 from calling import SMALL, call, output
 
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import seal
 from stoker.cli.options import interruption, message_of
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
@@ -250,7 +251,7 @@ def settings_with(run: Path, **changes: Any) -> None:
     """Change what a run's config.json says of where rows lie."""
     config = json.loads((run / "config.json").read_text())
     config["settings"].update(changes)
-    (run / "config.json").write_text(json.dumps(config))
+    (run / "config.json").write_text(json.dumps(seal(config)))
 
 
 def test_scores_are_worked_out_where_the_run_had_its_rows(
@@ -339,7 +340,7 @@ def test_checkpoints_without_manifests_are_damaged_not_missing(run: Path, tmp_pa
 def test_a_moved_dataset_has_a_remedy(run: Path, tmp_path: Path, say: Any) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "gone")}))
+    (moved / "config.json").write_text(json.dumps(seal({**config, "dataset": str(tmp_path / "gone")})))
     code, _, err = say("train", "--resume", moved, "--epochs", 3)
     assert code == 2
     assert f"no longer at {tmp_path}/gone" in err

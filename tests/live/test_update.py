@@ -22,7 +22,7 @@ from days import day, first_run, schema, write_days
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
-from stoker.base.files import EDGE
+from stoker.base.files import EDGE, seal
 from stoker.cli import main
 from stoker.live.journal import _trained, opened
 from stoker.live.watch import watch
@@ -48,7 +48,7 @@ def place(made: Path, tmp_path: Path) -> Path:
     """A copy of a run on day 0, its dataset and the logs of four days."""
     shutil.copytree(made, tmp_path / "p")
     config = json.loads((tmp_path / "p/run/config.json").read_text())
-    (tmp_path / "p/run/config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "p/data")}))
+    (tmp_path / "p/run/config.json").write_text(json.dumps(seal({**config, "dataset": str(tmp_path / "p/data")})))
     return tmp_path / "p"
 
 
@@ -135,6 +135,30 @@ def test_window_features_go_on_from_day_to_day(place: Path) -> None:
     ours = torch.cat([batch.dense[:, at].clone() for batch in own.batches(64)])
     theirs = torch.cat([batch.dense[:, at].clone() for batch in whole.test.batches(64)])[-300:]
     assert np.corrcoef(ours, theirs)[0, 1] > 0.99999
+
+
+def test_the_window_state_of_another_day_or_dataset_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, words = place / "run", "has the state of window features of other rows"
+    stoker.prepare(files=logs(place, 1), like=place / "data", out=place / "other")
+    with pytest.raises(ConfigError, match=f"other {words}"):
+        stoker.update(run, logs(place, 2), data=place / "other")
+    for number in (1, 2):
+        stoker.update(run, logs(place, number), keep_ids=True)
+    shutil.rmtree(run / "updates/000002")
+    shutil.copytree(run / "updates/000001", run / "updates/000002")  # whole, and of the same vocabulary
+    before = contents(run / "checkpoints")
+    with pytest.raises(ConfigError, match=f"000002 {words}"):
+        stoker.update(run, logs(place, 3))
+    with pytest.raises(ConfigError, match=words):
+        stoker.Scorer(run)
+    with pytest.raises(ConfigError, match=words):
+        stoker.export(run, place / "served")
+    with pytest.raises(SystemExit):
+        main(["predict", str(run), "--data", str(logs(place, 3)[0]), "--out", str(place / "scores.csv")])
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert contents(run / "checkpoints") == before
+    other = stoker.Scorer(stoker.load(run).model, run / "updates/000002")  # on purpose
+    assert len(other.score(day(3).drop("click"))) == 300
 
 
 def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import stoker
-from stoker.base.errors import StokerError
+from stoker.base.errors import ConfigError, StokerError
 from stoker.base.files import seal, unseal
+from stoker.live.journal import Order, opened
 from stoker.serve.export import open_export
 from stoker.testing import make_daily_run
 from stoker.training.files import checkpoint
@@ -21,6 +22,9 @@ from stoker.training.files.rundir import RunDirectory
 READERS: dict[str, Callable[[Path], Any]] = {
     "run-data/manifest.json": lambda file: stoker.Dataset(file.parent).manifest,
     "run/checkpoints/update_000001/manifest.json": lambda file: checkpoint.chain(file.parent)[-1].manifest,
+    "run/config.json": lambda file: RunDirectory(file.parent).config(),
+    "run/report.json": lambda file: RunDirectory(file.parent).read("report.json"),
+    "run/update.json": lambda file: RunDirectory(file.parent).read("update.json"),
     "run/head.json": lambda file: RunDirectory(file.parent).head(),
     "run/updates.jsonl": lambda file: RunDirectory(file.parent).updates(),
     "served/manifest.json": lambda file: open_export(file.parent)[2],
@@ -34,6 +38,8 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [log] = make_daily_run(top / "run", days=1)
     stoker.update(top / "run", log)
     stoker.export(top / "run", top / "served")
+    with opened(top / "run") as journal:
+        journal.begin(Order(2, (), {"rate": 0.25}))
     return top
 
 
@@ -81,6 +87,32 @@ def test_files_of_earlier_versions_have_no_checksum(top: Path, name: str) -> Non
         assert READERS[name](file) == wanted
     finally:
         file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "5", '{"number": 2, "sha256": "0"}'])
+def test_a_damaged_order_of_an_update_is_not_continued(top: Path, text: str) -> None:
+    file = top / "run/update.json"
+    whole = file.read_bytes()
+    try:
+        file.write_text(text)
+        with opened(top / "run") as journal:
+            assert journal.order() is None
+    finally:
+        file.write_bytes(whole)
+
+
+def test_who_alters_a_run_is_told_how(top: Path) -> None:
+    file = top / "run/config.json"
+    whole = file.read_text()
+    try:
+        lines = whole.replace(str(top / "run-data"), "moved").splitlines()
+        file.write_text("\n".join(lines))
+        with pytest.raises(ConfigError, match="altered it yourself, delete its line 'sha256'"):
+            stoker.update(top / "run", "day.csv")
+        file.write_text("\n".join(line for line in lines if '"sha256"' not in line))
+        assert RunDirectory(file.parent).config()["dataset"] == "moved"
+    finally:
+        file.write_text(whole)
 
 
 def test_values_are_sealed_as_they_are_read() -> None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from decimal import Decimal
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ pytest.importorskip("prometheus_client", reason="the server's metrics need prome
 from stoker.cli import app
 from stoker.prep.requests import as_frame
 from stoker.serve.bodies import RequestError, arrow_rows
+from stoker.serve.client import _plain
 from stoker.serve.server import Server
 from stoker.serve.settings import ServeSettings
 from stoker.testing import make_daily_run
@@ -41,7 +43,9 @@ from tests.campaigns import scaled
 
 
 @contextmanager
-def served(scorer: stoker.Scorer, retriever: stoker.Retriever | None = None, **settings: Any) -> Iterator[Server]:
+def served(
+    scorer: stoker.Scorer, retriever: stoker.Retriever | None = None, log: Any = None, **settings: Any
+) -> Iterator[Server]:
     """Serve in a thread."""
     began = threading.Event()
     found: list[Any] = []
@@ -49,7 +53,7 @@ def served(scorer: stoker.Scorer, retriever: stoker.Retriever | None = None, **s
 
     async def work() -> None:
         ended = asyncio.Event()
-        async with Server(scorer, chosen, retriever).running() as server:
+        async with Server(scorer, chosen, retriever, log=log).running() as server:
             found.extend([server, ended, asyncio.get_running_loop()])
             began.set()
             await ended.wait()
@@ -301,7 +305,7 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     for time in (datetime(2026, 3, 1), np.datetime64("2026-03-01", "ns")):
         with pytest.raises(stoker.DataError, match="column item: '2026-03-01T00:00:00' is not a whole number"):
             client.topk({"user": 1}, [{"item": time}], 1)
-    for value in (np.nan, b"x"):
+    for value in (np.inf, b"x"):
         with pytest.raises(stoker.DataError, match=f"column item: {value!r} cannot be sent"):
             client.topk({"user": 1}, [{"item": value}], 1)
         with pytest.raises(stoker.DataError, match=f"column user: {value!r} cannot be sent"):
@@ -315,6 +319,43 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     with pytest.raises(stoker.DataError, match=r"users: .*Series.*to_dicts\(\)"):
         client.retrieve(pl.DataFrame({"user": [2, 3]}), 1)  # type: ignore[arg-type]
     assert client.topk({"user": 1}, iter(rows.to_dicts()), 1) == best  # type: ignore[arg-type]
+
+
+def test_the_best_of_objects_have_the_scores_of_a_table(tmp_path: Path) -> None:
+    """Decimals, times with a zone and missing numbers mean in JSON what they mean in Arrow."""
+    random, n = np.random.default_rng(0), 200
+    times = pl.Series([datetime(2026, 3, 1, int(hour)) for hour in random.integers(0, 20, n)])
+    log = pl.DataFrame({
+        "y": random.integers(0, 2, n), "at": times.dt.replace_time_zone("Europe/Berlin"),
+        "price": pl.Series([Decimal(int(cents)) / 100 for cents in random.integers(0, 900, n) // 10 * 5],
+                           dtype=pl.Decimal(30, 3)),
+        "size": pl.Series([Decimal(int(each)) for each in random.integers(0, 9, n)], dtype=pl.Decimal(10, 2)),
+        "cost": random.random(n).round(3),
+    })  # fmt: skip
+    schema = {"name": "shop", "label": "y", "dense": [{"name": "cost"}, {"name": "level", "source": "price"}],
+              "categorical": [{"name": "at"}, {"name": "price"}, {"name": "size", "type": "int"}]}  # fmt: skip
+    stoker.prepare(stoker.Schema.from_dict(schema), log, out=tmp_path / "data")
+    stoker.train(tmp_path / "data", out=tmp_path / "run", display="quiet", batch_size=8, epochs=3, row_lr=0.5)
+    rows = log.drop("y").head(9).with_columns(cost=pl.Series([0.5, None, float("nan")] * 3))
+    with served(stoker.Scorer(tmp_path / "run")) as server:
+        client = stoker.Client(f"http://127.0.0.1:{server.port}")
+        wanted = client.score(rows)
+        for objects in (rows.to_dicts(), rows.to_pandas().to_dict("records")):
+            best = client.topk({}, objects, len(rows))
+            assert [place for place, _ in best] == np.argsort(-wanted, kind="stable").tolist()
+            assert np.array([score for _, score in best], np.float32).tobytes() == np.sort(wanted)[::-1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        ("3.10", 3.1), ("5.00", 5), ("-0", 0), ("1E+20", 10**20), ("0.00001", "0.00001"), ("0.1000", 0.1),
+        ("123456789012345678.25", "123456789012345678.25"), ("1E-7", "0.0000001"), ("900", 900),
+    ],
+)  # fmt: skip
+def test_a_decimal_is_sent_with_all_its_digits(value: str, sent: Any) -> None:
+    assert _plain([Decimal(value)]) == [sent]
+    assert type(_plain(Decimal(value))) is type(sent)
 
 
 def test_a_score_that_is_not_a_number_is_no_json(tmp_path: Path) -> None:
@@ -407,6 +448,39 @@ def test_an_error_of_the_system_does_not_end_following(tmp_path: Path) -> None:
         while server.problem:
             pass
     assert problems[1:3] == ["OSError: [Errno 24] Too many open files"] * 2
+
+
+def test_each_change_of_the_model_is_a_line_of_the_log_and_is_counted(tmp_path: Path) -> None:
+    run, lines = tmp_path / "run", list[str]()
+    [day] = make_daily_run(run, days=1)
+    step = stoker.load(run).step
+
+    def log(line: str) -> None:
+        lines.append(line.split(" ", 2)[2])  # without the time
+        raise BrokenPipeError if len(lines) < 2 else SystemExit  # nobody reads it
+
+    def wait(count: int) -> None:
+        for _ in range(1000):
+            if len(lines) == count:
+                return
+            threading.Event().wait(0.02)
+
+    with served(stoker.Scorer(run, follow=True), log=log) as server:
+        last = stoker.update(run, day).step
+        wait(1)
+        stoker.rollback(run)
+        wait(2)
+        (run / "head.json").write_text("{")
+        wait(3)
+        (run / "head.json").unlink()
+        while server.problem:
+            pass
+        _, text = ask(server, "/metrics")
+    then, now = f"update 0 (step {step:,})", f"update 1 (step {last:,})"
+    assert lines[:2] == [f"{now} is served now, before it was {then}", f"{then} is served now, before it was {now}"]
+    assert lines[2].startswith(f"{then} is still served: {run / 'head.json'} is garbled")
+    assert len(lines) == 3
+    assert "stoker_changes_total 2.0" in text
 
 
 def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_same_rows_with_another_feature(made: Path, tmp_path: Path) -> None:
         run = tmp_path / name / "run"
         shutil.copytree(made / "runs" / "a", run)
         config = json.loads((run / "config.json").read_text())
-        (run / "config.json").write_text(json.dumps({**config, "dataset": str(manifest.parent)}))
+        (run / "config.json").write_text(json.dumps(seal({**config, "dataset": str(manifest.parent)})))
     found = stoker.compare(made / "runs" / "a", tmp_path / "same" / "run")
     assert "the same columns, prepared in another way" in found.data[0]
     notes = " | ".join(found.notes)
@@ -103,7 +103,7 @@ def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
     kept = [line for line in lines if json.loads(line)["kind"] != "test"][:2]
     (run / "metrics.jsonl").write_text("\n".join([*kept, lines[-1][:25]]))  # half a line
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "gone")}))
+    (run / "config.json").write_text(json.dumps(seal({**config, "dataset": str(tmp_path / "gone")})))
     goes_on = tmp_path / "goes_on"
     shutil.copytree(made / "runs" / "b", goes_on)
     with (goes_on / "metrics.jsonl").open("a") as file:

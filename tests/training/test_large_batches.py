@@ -11,6 +11,7 @@ from small_runs import HALF, ROWS, SMALL, assert_same_run, checkpoint_files, rec
 
 import stoker
 from stoker.base.errors import ConfigError
+from stoker.base.files import seal
 from stoker.testing import make_dataset
 
 RUN: dict[str, Any] = {**SMALL, "steps": 20, "save_every": 10, "log_every": 1}
@@ -117,7 +118,7 @@ def test_defaults_of_before_in_an_old_run_are_not_called_ignored(
     file = tmp_path / "run" / "config.json"
     values = json.loads(file.read_text())
     values["settings"] |= {"schedule_rows": 8192, "lookahead": 64, "in_flight": 2}
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps(seal(values)))
     stoker.train(resume=tmp_path / "run", steps=2, display="plain")
     said = " ".join(capsys.readouterr().err.split())
     assert "in flight is ignored" in said

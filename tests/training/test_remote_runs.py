@@ -16,6 +16,7 @@ import pytest
 import stoker
 from stoker.base import remote
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import seal
 from stoker.dataset.rebuild import check_out
 from stoker.testing import make_daily_run, make_dataset
 from stoker.training.files import checkpoint
@@ -152,7 +153,7 @@ def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
     memory.put(f"{tmp_path}/run-data/", "/b/data", recursive=True)
     config = json.loads((tmp_path / "run/config.json").read_text())
     memory.put(f"{tmp_path}/run/", "/b/run", recursive=True)
-    memory.pipe_file("/b/run/config.json", json.dumps({**config, "dataset": "memory://b/data"}).encode())
+    memory.pipe_file("/b/run/config.json", json.dumps(seal({**config, "dataset": "memory://b/data"})).encode())
     for day in days[:2]:
         stoker.update(tmp_path / "run", day)
         assert stoker.update("memory://b/run", day).rows == 300

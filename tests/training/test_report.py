@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import stoker
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import seal
 from stoker.cli import app
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
@@ -83,7 +84,7 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
         assert words in said
     analysis = RunDirectory(run).read(FILE)
     settings = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(settings | {"dataset": str(tmp_path / "gone")}))
+    (run / "config.json").write_text(json.dumps(seal(settings | {"dataset": str(tmp_path / "gone")})))
     assert " ".join(page_of(run).words) == said.replace(str(made / "d"), str(tmp_path / "gone"))
     (run / FILE).write_text("{")  # garbled, and the dataset is gone
     assert "Not measured" in " ".join(page_of(run).words)

@@ -172,7 +172,7 @@ def hash_json(value: Any) -> str:
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for a file of JSON, with a checksum by which :func:`unseal` finds that a character was altered."""
     known = json.loads(json.dumps({name: value for name, value in values.items() if name != SEAL}))  # as they are read
-    return {**known, SEAL: hash_json(known)}
+    return {SEAL: hash_json(known), **known}
 
 
 def unseal(text: str | bytes) -> Any:

@@ -139,11 +139,16 @@ def _data_to_score(
     run: Path, data: Path | None, keep: Sequence[str], *, quiet: bool
 ) -> Iterator[tuple[Path | None, int]]:
     """Yield the dataset to score and its bad lines; raw rows are prepared like the run's, to a temporary directory."""
-    from stoker.training.files.rundir import find_checkpoint, newest_rows
+    from stoker.training.files.checkpoint import read_manifest
+    from stoker.training.files.rundir import find_checkpoint, newest_rows, open_dataset
+    from stoker.training.scores.evaluation import check_rows
 
     if data is not None and is_log(data):
         remedy = f"stoker prepare --like DATASET {quoted(data)} --out NEW, and score NEW with --data NEW"
-        with prepared_like(data, newest_rows(find_checkpoint(run), remedy), keep, quiet=quiet) as made:
+        checkpoint = find_checkpoint(run)
+        like = newest_rows(checkpoint, remedy)
+        check_rows(open_dataset(like), read_manifest(checkpoint), continued=True)
+        with prepared_like(data, like, keep, quiet=quiet) as made:
             yield made
     elif keep:
         raise ConfigError("--keep takes columns of raw rows along. Of a dataset: stoker prepare --keep COLUMN")
@@ -154,12 +159,11 @@ def _data_to_score(
 def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any]) -> tuple[Any, Dataset, Split, int]:
     """Load the model, placed as in the run or as the options say; return it, data, the split and the batch size."""
     from stoker.base.device import check_threads, resolve_device
-    from stoker.dataset.spec import FeatureSpec
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.loading import load, saved_model
     from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
     from stoker.training.placing import place_scoring
-    from stoker.training.scores.evaluation import check_dataset
+    from stoker.training.scores.evaluation import check_rows
 
     if "threads" in settings:
         import torch
@@ -169,7 +173,7 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     manifest = read_manifest(checkpoint)
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
-    check_dataset(dataset, FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset"))
+    check_rows(dataset, manifest)
     chosen = _with_rows(dataset, wanted.split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}

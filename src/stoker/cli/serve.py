@@ -144,7 +144,8 @@ def _serve(
             say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
 
     try:
-        asyncio.run(run_server(Server(scorer, chosen, retriever, listening), started))
+        log = say if speaks else None
+        asyncio.run(run_server(Server(scorer, chosen, retriever, listening, log), started))
     except KeyboardInterrupt:
         if speaks:
             say("stopped")

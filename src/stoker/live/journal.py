@@ -233,10 +233,11 @@ class UpdateJournal:
             self.run.write(_ORDER, text)
         return continued
 
-    def order(self) -> Any:
-        """Return the order of the update that was under way; None if there is none, or it was cut."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.run.path / _ORDER).read_text(encoding="utf-8"))
+    def order(self) -> dict[str, Any] | None:
+        """Return the order of the update that was under way; None if there is none, or it is damaged."""
+        with suppress(ConfigError):
+            return self.run.read(_ORDER)
+        return None
 
     def forget_order(self) -> None:
         """Note that no update is under way."""

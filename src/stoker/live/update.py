@@ -23,7 +23,6 @@ from stoker.base.progress import Progress, quiet
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream, Split
 from stoker.live.journal import Order, UpdateJournal, opened
 from stoker.live.settings import UpdateSettings
@@ -44,7 +43,7 @@ from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import Replica, process_settings
 from stoker.training.scheduled import Feed
 from stoker.training.scores.catalogue import catalogue_of
-from stoker.training.scores.evaluation import check_dataset, dataset_identity, evaluate, finite
+from stoker.training.scores.evaluation import check_rows, dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import metric_grid
 from stoker.training.settings import DENSE_LR, MACHINE, MachineConfig
 
@@ -209,7 +208,9 @@ def prepare_rows(
 
 def _before(journal: UpdateJournal, order: Order, asked: UpdateArguments) -> Dataset:
     """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
-    return open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
+    found = open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
+    check_rows(found, checkpoint.read_manifest(journal.checkpoint), continued=True)
+    return found
 
 
 def _trained_on(journal: UpdateJournal, asked: UpdateArguments) -> Mapping[str, Any]:
@@ -288,7 +289,7 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
         stream = _stream(config, rows, replica.model)
         of_model = _before(journal, order, asked) if parent is None else data
         known = begun["extra"].get("dataset")
-        check_dataset(of_model, FeatureSpec.from_dict(begun["features"]), known)
+        check_rows(of_model, begun)
         identity = {
             **dataset_identity(data),
             "first": (known or {}).get("first", dataset_identity(of_model)["vocabulary_hash"]),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -120,11 +121,11 @@ def _objects(given: Any, what: str, example: str) -> list[dict[str, Any]]:
 def _json(body: Mapping[str, Any], *rows: Mapping[str, Any]) -> bytes:
     """Return a body in JSON; an error names the column of its rows."""
     try:
-        return json.dumps(body, default=_plain, allow_nan=False).encode()
+        return json.dumps(_plain(body), allow_nan=False).encode()
     except (TypeError, ValueError):
         for name, value in (pair for row in rows for pair in row.items()):
             try:
-                json.dumps(value, default=_plain, allow_nan=False)
+                json.dumps(_plain(value), allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"column {name}: {value!r} cannot be sent. Give numbers, texts, times or lists of these, and None "
@@ -134,9 +135,25 @@ def _json(body: Mapping[str, Any], *rows: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of NumPy or a time as one that JSON has."""
-    if isinstance(value, np.generic | np.ndarray):
-        return (value.astype("datetime64[us]") if value.dtype.kind == "M" else value).tolist()  # ns become numbers
+    """Return a value as one that JSON has, which means what it means in a column of :meth:`Client.score`."""
+    if isinstance(value, np.generic | np.ndarray):  # datetime64[ns] would become numbers
+        value = (value.astype("datetime64[us]") if value.dtype.kind == "M" else value).tolist()
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float | date) and value != value:
+        return None  # NaN, and NaT of pandas
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        value = value.astimezone(UTC)
     if isinstance(value, date):
-        return value.isoformat() if value == value else None  # pandas has NaT for a missing time
-    raise TypeError
+        return value.isoformat()
+    return _number(value) if isinstance(value, Decimal) and value.is_finite() else value
+
+
+def _number(value: Decimal) -> int | float | str:
+    """Return a decimal without zeros at its end; as a text if no float is written with all its digits."""
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    number = float(text) if "." in text else int(text)
+    return number if "." not in text or repr(number) == text else text

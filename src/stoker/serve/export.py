@@ -140,7 +140,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
             "fp32, int8 or int4.", settings=("rows",),
         )  # fmt: skip
     like = Like(Path(newest_rows(path, _REMEDY, data)))
-    check_dataset(like.data, spec, manifest["extra"].get("dataset"))
+    check_dataset(like.data, spec, manifest["extra"].get("dataset"), continued=True)
     fitted = FittedSchema.of(like)
     RowEncoder(fitted)  # refuses features that change the number of rows
     with _written(target) as made, reading(path, manifest) as links:

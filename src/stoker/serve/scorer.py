@@ -34,7 +34,7 @@ ScoreArray = npt.NDArray[np.float32]
 
 def _encoder(data: Any, spec: FeatureSpec, known: Any) -> RowEncoder:
     dataset = data if isinstance(data, Dataset) else Dataset(data)
-    check_dataset(dataset, spec, known)
+    check_dataset(dataset, spec, known, continued=True)
     return RowEncoder(FittedSchema.of(Like(dataset.path)))
 
 

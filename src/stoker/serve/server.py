@@ -14,9 +14,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
@@ -74,6 +75,7 @@ class _Figures:
         self.batch = histogram("stoker_batch_rows", "Rows of a batch.", buckets=[4.0**n for n in range(8)], **own)
         self.waiting = gauge("stoker_waiting", "Requests that wait.", multiprocess_mode="livesum", **own)
         self.update = gauge("stoker_update", "Number of the update that is served.", multiprocess_mode="livemin", **own)
+        self.changes = counter("stoker_changes", "Times that a process took another model of the run.", **own)
 
 
 class Server:
@@ -84,13 +86,14 @@ class Server:
         settings: limits and times.
         retriever: of the same scorer, for ``/retrieve``; None: there is no such path.
         listening: a socket to share with other processes; None: one at the address of the settings.
+        log: called with a line when another model is served, and when one cannot be read.
     """
 
     def __init__(
         self, scorer: Scorer, settings: ServeSettings | None = None, retriever: Retriever | None = None,
-        listening: socket.socket | None = None,
+        listening: socket.socket | None = None, log: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self.listening = listening
+        self.listening, self._log = listening, log or (lambda line: None)
         self.scorer, self.settings, self.retriever = scorer, settings or ServeSettings(), retriever
         self._max_body = parse_size(self.settings.max_body)
         self.figures = _Figures()
@@ -338,11 +341,20 @@ class Server:
             if not self.scorer.follows:
                 return
             await asyncio.sleep(self.settings.poll)
+            before, problem = self.scorer.version, self.problem
             try:
-                await loop.run_in_executor(self._follower, poll)
+                if await loop.run_in_executor(self._follower, poll):
+                    self.figures.changes.inc()
+                    self._note(f"{_named(self.scorer.version)} is served now, before it was {_named(before)}")
                 self.problem = ""
             except Exception as error:  # the model is as before; the next look may find the new one whole
                 self.problem = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
+                if self.problem != problem:
+                    self._note(f"{_named(before)} is still served: {self.problem}")
+
+    def _note(self, line: str) -> None:
+        with contextlib.suppress(OSError, SystemExit):  # nobody reads the log any more: Rich would end the process
+            self._log(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S%z} {line}")
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections on which no whole request has come for too long."""
@@ -358,6 +370,10 @@ class Server:
                     each.force_close()
                     if each.transport is not None:
                         each.transport.close()
+
+
+def _named(version: Mapping[str, Any]) -> str:
+    return f"update {version['update']} (step {version['step']:,})"
 
 
 def _failed(error: BaseException) -> RequestError:

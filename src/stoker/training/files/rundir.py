@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
-from stoker.base.files import atomic_file, lock_file, seal, sync_folder, unseal
+from stoker.base.files import SEAL, atomic_file, lock_file, seal, sync_folder, unseal
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
@@ -109,9 +109,9 @@ class RunDirectory:
             yield
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write one JSON file atomically."""
+        """Write one JSON file atomically, with a checksum."""
         with atomic_file(self.path / name) as file:
-            file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+            file.write(json.dumps(seal(values), indent=1, allow_nan=False).encode() + b"\n")
 
     def config(self) -> dict[str, Any]:
         """Return ``config.json``, after a check that its model is known.
@@ -132,7 +132,7 @@ class RunDirectory:
             ConfigError: there is no run, or the file is damaged.
         """
         try:
-            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+            values: dict[str, Any] = unseal((self.path / name).read_bytes())
             if not isinstance(values, dict):
                 raise ValueError("it holds no object")
             if name == "config.json" and not {"settings", "dataset"} <= set(values):
@@ -144,7 +144,8 @@ class RunDirectory:
         except ValueError as error:
             raise ConfigError(
                 f"{self.path / name} is garbled ({error}). Put it back from a copy. Without it the run cannot go on, "
-                "but its checkpoints can be scored: stoker evaluate CHECKPOINT --data DATASET --device-memory all."
+                "but its checkpoints can be scored: stoker evaluate CHECKPOINT --data DATASET --device-memory all. If "
+                f"you have altered it yourself, delete its line {SEAL!r}."
             ) from error
         return values
 
@@ -170,7 +171,7 @@ class RunDirectory:
 
     def write_head(self, values: Mapping[str, Any]) -> None:
         """Replace ``head.json`` at once."""
-        self.write(_HEAD, seal(values))
+        self.write(_HEAD, values)
 
     def updates(self) -> list[dict[str, Any]]:
         """Return the lines of ``updates.jsonl``, one for each update up to the head; none if the run was not updated.

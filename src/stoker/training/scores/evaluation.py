@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -48,26 +48,37 @@ _REMEDY = (
 
 
 def dataset_identity(dataset: Dataset) -> dict[str, str]:
-    """Return hashes of schema, vocabularies and fits.
+    """Return hashes of schema, vocabularies, fits and the state of window features.
 
-    If they are equal, the rows of a model mean the same ids, and dense values are scaled alike.
+    If the first three are equal, the rows of a model mean the same ids, and dense values are scaled alike.
     """
     files, schema = dataset.manifest.get("files", {}), dataset.manifest.get("schema") or {}
     vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
     # Tables of features over time are states, which go on with later rows.
-    fitted = [f"features/{one['name']}.parquet" for one in schema.get("feature", ()) if "order" not in one]
+    tables: tuple[list[str], list[str]] = [], []
+    for one in schema.get("feature", ()):
+        tables["order" in one].append(f"features/{one['name']}.parquet")
+    fitted, state = ({name: files[name]["sha256"] for name in names if name in files} for names in tables)
     stats = {
         column: {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in each.items()}
         for column, each in dataset.manifest.get("dense_stats", {}).items()  # last bits depend on the machine
     }
-    fits = [stats, {name: files[name]["sha256"] for name in fitted if name in files}]
     return {
-        "schema_hash": dataset.schema_hash, "vocabulary_hash": hash_json(vocabulary), "fitted_hash": hash_json(fits),
+        "schema_hash": dataset.schema_hash, "vocabulary_hash": hash_json(vocabulary),
+        "fitted_hash": hash_json([stats, fitted]), "history_hash": hash_json(state),
     }  # fmt: skip
 
 
-def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str] | None) -> None:
+def check_dataset(
+    dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str] | None, *, continued: bool = False
+) -> None:
     """Refuse a dataset whose ids mean something else than those of the training data.
+
+    Args:
+        dataset: the dataset.
+        spec: the columns of the model.
+        trained_on: what :func:`dataset_identity` returned of the rows that the model was trained on last.
+        continued: the window features of further rows continue from its state, which must be that after those rows.
 
     Raises:
         ConfigError: the dataset differs; the message names what differs.
@@ -85,8 +96,16 @@ def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str
                 f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. {_REMEDY}"
             )
     known = identity if trained_on is None else trained_on
+    if not continued:
+        del identity["history_hash"]
     different = [name for name in identity if known.get(name, identity[name]) != identity[name]]
-    if different == ["fitted_hash"]:
+    if different == ["history_hash"]:
+        raise ConfigError(
+            f"{dataset.path} has the state of window features of other rows than those that the model was trained on "
+            "last, so counts and histories of new rows would be those of another log or day. Put the dataset of the "
+            "model back from a copy; stoker.Scorer(model, DATASET) scores with any state."
+        )
+    if different[:1] == ["fitted_hash"]:
         raise ConfigError(
             f"{dataset.path} was prepared by itself: its fills, scales and features were fitted to other rows than "
             "those of the model's dataset, so the scores would mean nothing. Prepare its logs with "
@@ -97,6 +116,12 @@ def check_dataset(dataset: Dataset, spec: FeatureSpec, trained_on: dict[str, str
             f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
             f"its ids stand for other values and the scores would mean nothing. {_REMEDY}"
         )
+
+
+def check_rows(dataset: Dataset, manifest: Mapping[str, Any], *, continued: bool = False) -> None:
+    """Refuse a dataset that does not fit a checkpoint, as :func:`check_dataset`."""
+    spec, known = FeatureSpec.from_dict(manifest["features"]), manifest["extra"].get("dataset")
+    check_dataset(dataset, spec, known, continued=continued)
 
 
 def _short(value: Any) -> str:
