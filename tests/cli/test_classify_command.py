@@ -92,7 +92,7 @@ def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pyte
 def test_settings_of_the_schedule_without_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, shown = output(capsys, "train", data, "--out", tmp_path / "run", *SMALL, "--swap-rate", 20)
     assert code == 0
-    assert "swap rate is ignored" in shown
+    assert "swap_rate is ignored" in shown
 
 
 def test_what_a_killed_one_left_names_the_remedy(

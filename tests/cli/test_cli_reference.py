@@ -7,10 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from command_reference import markdown
+from command_reference import commands, markdown
+from rich.text import Text
 
 from stoker.base.settings import Settings, options_of
-from stoker.cli import COMMANDS
+from stoker.cli import COMMANDS, main
 from stoker.models import DLRM, MODELS, TBSM
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -54,6 +55,18 @@ def test_every_command_shows_examples() -> None:
     for section in markdown().split("\n## stoker ")[1:]:
         name = section.split("\n", 1)[0]
         assert f"```\nstoker {name} " in section or f"```\nstoker {name}\n" in section
+
+
+def test_help_fits_80_columns_and_shows_every_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich takes a word in brackets for markup and drops it; a switch has no type to show."""
+    for command in commands():
+        lines = (command.help or "").replace("\b", "").splitlines()
+        texts = [*lines, *(each.help for each in command.params if getattr(each, "help", None))]
+        assert [text for text in texts if Text.from_markup(text).plain != text] == []
+        assert [line for line in lines if len(line) > 78] == []
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    assert "<bool>" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not PAGE.parent.is_dir(), reason="there is no docs folder beside these tests: not a checkout")

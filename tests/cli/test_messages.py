@@ -399,7 +399,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
 def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: Any) -> None:
     short = ["train", data.path, *SMALL, "--steps", 2]
     _, _, err = say(*short, "--out", tmp_path / "a", "--lookahead", 8, "--in-flight", 2, "--warmup", 10)
-    assert "lookahead and in flight are ignored: without a limit on device memory" in err
+    assert "lookahead and in_flight are ignored: without device_memory" in err
     assert "the warm-up of 10 steps is not shorter than the run of 2 steps" in err
     _, _, err = say(*short, "--out", tmp_path / "b", "--device-memory", "600", "--lookahead", 0)
     assert "without a lookahead" in err

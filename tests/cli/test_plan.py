@@ -122,8 +122,8 @@ def test_strategies_are_weighed_and_can_be_chosen(
 ) -> None:
     asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
     _, out, _ = output(capsys, *asked)
-    said = next(line for line in out.splitlines() if line.startswith("Cached moves "))
-    assert " ms, with planning, HotCold " in said
+    said = next(line for line in out.splitlines() if line.startswith("rows planned and moved a step: "))
+    assert " MiB in " in said
     _, out, _ = output(capsys, *asked, "--json")
     found = json.loads(out)
     assert found["choice"] == said

@@ -207,6 +207,25 @@ def test_a_date_that_could_be_another_is_unsure(tmp_path: Path) -> None:
     assert '# unsure: the dates could also be written as format = "%d/%m/%Y"' in found.text
 
 
+def test_dates_of_the_whole_sample_say_which_number_is_the_day(tmp_path: Path) -> None:
+    """The first 1,000 different times are of the first five days."""
+    times = [f"{1 + i // 200:02}.03.2017 {i % 200 // 60:02}:{i % 60:02}" for i in range(4_000)]
+    shops, clicks = [f"s{i % 13}" for i in range(4_000)], [i % 4 // 3 for i in range(4_000)]
+    found = draft_log(write(tmp_path / "log.csv", {"time": times, "shop": shops, "clicked": clicks}))
+    timestamp = found.schema().timestamp
+    assert timestamp is not None
+    assert timestamp.format == "%d.%m.%Y %H:%M"
+
+
+def test_texts_that_mean_missing_are_found_next_to_decimal_commas(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    prices = ("n/a" if i % 20 == 0 else f"{i % 70},{i % 9}" for i in range(ROWS))
+    log.write_text("price;shop;clicked\n" + "".join(f"{each};s{i % 5};{i % 2}\n" for i, each in enumerate(prices)))
+    found = draft_log(log)
+    assert (found.unsure, kinds(found)["price"]) == (0, "dense")
+    prepared(tmp_path, log, found)
+
+
 def test_users_and_groups_are_proposed_in_comments(tmp_path: Path) -> None:
     found = draft(
         tmp_path, user_id=[i % 30 for i in range(ROWS)], session_id=[f"q{i // 5}" for i in range(ROWS)],

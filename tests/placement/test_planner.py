@@ -445,7 +445,7 @@ def test_a_report_shows_every_group():
     assert "1 table on the device" in placement._repr_html_()
     assert placement._judged is None, "a notebook shows a placement without measuring the machine"
     text = placement.report()
-    for word in ("big, other", "small", "Cached", "memory", "Device", "hit rate of lookups", "MiB in a step"):
+    for word in ("big, other", "small", "Cached", "memory", "Device", "hit rate of lookups", "MiB fetched a step"):
         assert word in text
     assert "1 table on the device, 2 tables Cached in" in placement.summary()
     assert placement.to_dict()["groups"][0]["tables"]

@@ -98,10 +98,10 @@ def test_the_rule_of_scaling_cannot_change_in_a_run(data: stoker.Dataset, tmp_pa
     ("settings", "words"),
     [
         ({"dense_warmup": 1}, "the warm-up of 1 step is not shorter than the run of 1 step"),
-        ({"base_batch_size": 64}, "base batch size is ignored: without lr scaling"),
-        ({"cycle_rise": 0.5}, "cycle rise is ignored: only the schedule one-cycle"),
-        ({"row_l1": 0.1, "row_momentum": 0.5}, "row l1 and row momentum are ignored: row optimizer rowwise_adagrad"),
-        ({"min_trust": 0.1, "max_trust": 2.0}, "min trust and max trust are ignored: only lamb"),
+        ({"base_batch_size": 64}, "base_batch_size is ignored: without lr_scaling"),
+        ({"cycle_rise": 0.5}, "cycle_rise is ignored: only the schedule one-cycle"),
+        ({"row_l1": 0.1, "row_momentum": 0.5}, "row_l1 and row_momentum are ignored: row optimizer rowwise_adagrad"),
+        ({"min_trust": 0.1, "max_trust": 2.0}, "min_trust and max_trust are ignored: only lamb"),
     ],
 )
 def test_settings_without_effect_are_told(
@@ -121,5 +121,5 @@ def test_defaults_of_before_in_an_old_run_are_not_called_ignored(
     file.write_text(json.dumps(seal(values)))
     stoker.train(resume=tmp_path / "run", steps=2, display="plain")
     said = " ".join(capsys.readouterr().err.split())
-    assert "in flight is ignored" in said
+    assert "in_flight is ignored" in said
     assert "schedule rows" not in said

@@ -302,7 +302,7 @@ def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pyt
     assert "placement: 10.0% of 910 rows in fast memory" in err
     assert "all rows in a file" in err
     stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB", epoch_lookahead=True)
-    assert "host memory and epoch lookahead are ignored: without a limit on device memory" in capsys.readouterr().err
+    assert "host_memory and epoch_lookahead are ignored: without device_memory" in capsys.readouterr().err
 
 
 def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:

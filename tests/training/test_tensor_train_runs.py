@@ -146,9 +146,9 @@ def test_nothing_is_compressed_unless_asked_for(data: stoker.Dataset) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tt_rank": 3}, "tt rank is ignored: no table of 1,000,000 rows or more gets smaller by rank 3"),
-        ({"tt_rank": 300, "tt_rows": 1}, "tt rank is ignored: no table of 1 rows or more gets smaller by rank 300"),
-        ({"tt_rows": 5, "tt_cores": 2}, "tt rows and tt cores are ignored: without a tt rank"),
+        ({"tt_rank": 3}, "tt_rank is ignored: no table of 1,000,000 rows or more gets smaller by rank 3"),
+        ({"tt_rank": 300, "tt_rows": 1}, "tt_rank is ignored: no table of 1 rows or more gets smaller by rank 300"),
+        ({"tt_rows": 5, "tt_cores": 2}, "tt_rows and tt_cores are ignored: without tt_rank"),
     ],
 )
 def test_settings_that_compress_nothing_are_told(

@@ -218,10 +218,9 @@ class Settings:
         yield from ()
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return which of these settings differ from their defaults, as people write them: "batch size"."""
+        """Return which of these settings differ from their defaults."""
         known = {item.name: item for item in fields(self)}
-        given = [known[name] for name in names if getattr(self, name) != default_of(known[name])]
-        return [min(options_of(item), key=len).lstrip("-").replace("-", " ") for item in given]
+        return [name for name in names if getattr(self, name) != default_of(known[name])]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

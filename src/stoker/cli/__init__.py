@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from stoker.base.checks import near
 from stoker.base.errors import ConfigError, DependencyError, StokerError, missing_package
@@ -24,38 +24,41 @@ from stoker.base.settings import RENAMED
 from stoker.cli import ranks
 from stoker.cli.options import interruption, message_of, say
 
-#: Command -> its function, in the order of the help.
+#: Panel of the help -> its commands, each after its module in ``stoker.cli``.
+PANELS = {
+    "Data": ("prepare:init", "prepare:schema", "prepare:prepare", "prepare:synthetic", "runs:baseline"),
+    "Training and scores": ("train:train", "train:find-lr", "runs:evaluate", "runs:predict"),
+    "Daily updates and serving": ("live:update", "live:rollback", "live:compact", "serve:export", "serve:serve"),
+    "Tables larger than memory": (
+        "place:plan", "rewrite:profile", "rewrite:classify", "rewrite:reorder", "place:replay", "runs:verify",
+    ),
+    "Runs and this machine": ("runs:trace", "runs:report", "runs:compare", "inspect:inspect", "inspect:doctor"),
+}  # fmt: skip
+#: Command -> its module and its panel, in the order of the help.
 COMMANDS = {
-    "init": "stoker.cli.prepare:init",
-    "schema": "stoker.cli.prepare:schema",
-    "prepare": "stoker.cli.prepare:prepare",
-    "synthetic": "stoker.cli.prepare:synthetic",
-    "baseline": "stoker.cli.runs:baseline",
-    "train": "stoker.cli.train:train",
-    "find-lr": "stoker.cli.train:find_lr",
-    "evaluate": "stoker.cli.runs:evaluate",
-    "predict": "stoker.cli.runs:predict",
-    "update": "stoker.cli.live:update",
-    "rollback": "stoker.cli.live:rollback",
-    "compact": "stoker.cli.live:compact",
-    "export": "stoker.cli.serve:export",
-    "serve": "stoker.cli.serve:serve",
-    "plan": "stoker.cli.place:plan",
-    "profile": "stoker.cli.rewrite:profile",
-    "classify": "stoker.cli.rewrite:classify",
-    "reorder": "stoker.cli.rewrite:reorder",
-    "replay": "stoker.cli.place:replay",
-    "verify": "stoker.cli.runs:verify",
-    "trace": "stoker.cli.runs:trace",
-    "report": "stoker.cli.runs:report",
-    "compare": "stoker.cli.runs:compare",
-    "inspect": "stoker.cli.inspect:inspect",
-    "doctor": "stoker.cli.inspect:doctor",
+    name: (f"stoker.cli.{module}", panel)
+    for panel, several in PANELS.items()
+    for module, name in (each.split(":") for each in several)
 }
 _HELP_ALONE = ("init", "prepare")  # show their help if they are called without arguments
 
 
-class _LazyGroup(TyperGroup):
+class _NoTypesOfSwitches:
+    """A command whose help shows no type next to a switch."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+
+class _Command(_NoTypesOfSwitches, TyperCommand):  # type: ignore[misc]
+    pass
+
+
+class _LazyGroup(_NoTypesOfSwitches, TyperGroup):  # type: ignore[misc]
     """A group of commands that imports the module of a command when it is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -64,11 +67,12 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         if cmd_name not in COMMANDS:
             return None
-        module, _, function = COMMANDS[cmd_name].partition(":")
+        module, panel = COMMANDS[cmd_name]
         part = typer.Typer(add_completion=False)
         try:
-            command = getattr(importlib.import_module(module), function)
-            part.command(cmd_name, no_args_is_help=cmd_name in _HELP_ALONE)(command)
+            command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
+            looks: dict[str, Any] = {"no_args_is_help": cmd_name in _HELP_ALONE, "rich_help_panel": panel}
+            part.command(cmd_name, cls=_Command, **looks)(command)
         except ImportError as error:
             _register_missing(part, cmd_name, (error.name or str(error)).split(".")[0])
         return typer.main.get_command(part)

@@ -27,7 +27,8 @@ def inspect(
 ) -> None:
     """Show what is in a dataset, a checkpoint, a run or an export.
 
-    For a run, lists all checkpoints and shows the best one, or the newest if none was evaluated.
+    For a run, lists all checkpoints and shows the best one, or the newest if
+    none was evaluated.
 
     \b
     stoker inspect data/criteo --verify

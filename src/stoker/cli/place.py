@@ -165,7 +165,7 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
         say(f"expected step: {format_duration(step.resident)} ({parts})")
         return
     say(f"expected step: {format_duration(step.placed(placement))} ({parts}), bound by {step.bound(placement)}")
-    say(f"with all rows on the device: {format_duration(step.resident)}")
+    say(f"a step with all rows on the device: {format_duration(step.resident)}")
 
 
 @takes(ReplaySettings, "batch_size")

@@ -156,10 +156,10 @@ def prepare(
     """Prepare raw click logs for training.
 
     RECIPE is the name of a known log (see stoker prepare --list) or your own
-    schema file (.toml, .yaml). With auto, a schema is drafted as by stoker init and
-    used without a change. FILES are delimited text, Parquet or JSON lines. Text may
-    be .gz or .zst. A quoted pattern is expanded in the order of the numbers in the
-    names: day_2 before day_10.
+    schema file (.toml, .yaml). With auto, a schema is drafted as by stoker init
+    and used without a change. FILES are delimited text, Parquet or JSON lines.
+    Text may be .gz or .zst. A quoted pattern is expanded in the order of the
+    numbers in the names: day_2 before day_10.
 
     To continue an interrupted run, give the same command again.
 
@@ -177,7 +177,8 @@ def prepare(
 
     --split takes random:0.8,0.1 (shares of train and valid; the rest is test),
     time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
-    leave_last_out:COLUMN, runs:7 and column:COLUMN (which contains train, valid, ...).
+    leave_last_out:COLUMN, runs:7 and column:COLUMN (which contains train, valid
+    or test).
 
     \b
     stoker prepare auto clicks.csv --out data
@@ -185,8 +186,8 @@ def prepare(
     stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
     stoker prepare shop.toml 'logs/*.parquet' --out data/shop
     stoker prepare globo clicks.parquet --reorder --out data/globo
-    stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
-    stoker prepare shop.toml log.csv --split time:0.8,0.1 --keep user --out data/shop
+    stoker prepare shop.toml log.csv --feature 'mean_target by=city' --out data/b
+    stoker prepare shop.toml log.csv --split time:0.8 --keep user --out data/c
     stoker prepare --like data/shop new.csv --out data/new
     """
     if list_recipes:
@@ -415,10 +416,10 @@ def synthetic(
 
     \b
     stoker synthetic criteo --rows 10M --out day_0.tsv.gz
-    stoker synthetic criteo --rows 1M --out drift.tsv --curve globo-articles --drift 0.3 --bad 0.1%
+    stoker synthetic criteo --rows 1M --out a.gz --curve globo-articles --bad 1%
     stoker synthetic movielens --rows 100k --out data/ml --seed 7
     stoker synthetic criteo --rows 10M --out day_1.tsv.gz --seed 1 --universe 0
-    stoker synthetic trivago --rows 100k --out train.csv --metadata item_metadata.csv
+    stoker synthetic trivago --rows 100k --out train.csv --metadata items.csv
     """
     if str(out) == "-":
         raise ConfigError("--out is -, but a log is not written to standard output. Name a file.")

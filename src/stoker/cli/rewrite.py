@@ -96,8 +96,8 @@ def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | N
         f"{format_size(found.total_bytes)}"
     )
     say(
-        f"they serve {found.access_share:.2%} of the accesses and {found.input_share:.2%} of the inputs "
-        f"(+-{found.input_error:.2%}, standard error on {found.inputs:,} inputs)"
+        f"they serve {found.access_share:.2%} of the accesses and {found.input_share:.2%} of the {found.inputs:,} inputs"
+        + (f", with a standard error of {found.input_error:.2%}" if found.input_error else "")
     )
     share = f"{found.threshold:.3g} of its table's accesses" if found.threshold else "0: all rows fit"
     say(f"threshold: {share}")
@@ -185,9 +185,9 @@ def classify(
     it predicts what this order will gain over shuffled batches.
 
     \b
-    stoker classify data/criteo --device-memory 512MiB --out data/criteo-hot
-    stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/criteo-hot
-    stoker classify data/criteo --profile hot.json --out data/criteo-hot --overwrite
+    stoker classify data/criteo --device-memory 512MiB --out data/hot
+    stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/hot
+    stoker classify data/criteo --profile hot.json --out data/hot --overwrite
     """
     batch_size = settings.pop("batch_size", None)
     if profile is not None and settings:

@@ -70,12 +70,12 @@ def train(
     stoker train clicks.csv --out run
     stoker train data/criteo --out runs/a
     stoker train data/criteo --explain
-    stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
+    stoker train data/criteo --out runs/b --model dcn --dim 32 --patience 3
     stoker train --resume runs/a --epochs 3
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
     stoker train data/criteo --out runs/f --tt-rank 32 --tt-own C7=2
     stoker train data/criteo-hot --out runs/d --swap-rate 25
-    stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --epoch-lookahead
+    stoker train data/globo --out runs/e --device-memory 1GiB --home /fast
     stoker train data/criteo --out runs/g --ranks 2
     torchrun --nproc-per-node 2 -m stoker train data/criteo --out runs/h
     """
@@ -191,8 +191,8 @@ def find_lr(dataset: DataArgument, *, settings: dict[str, Any], plot: Plot = Non
 
     \b
     stoker find-lr data/criteo
-    stoker find-lr data/criteo --batch-size 65536 --dense-optimizer lamb --row-optimizer lamb
-    stoker find-lr data/criteo --which rows --dense-lr 0.001 --lr-steps 400 --plot lr.png
+    stoker find-lr data/criteo --batch-size 65536 --row-optimizer lamb
+    stoker find-lr data/criteo --which rows --lr-steps 400 --plot lr.png
     """
     written = check_new_files(plot=plot)
     from stoker.training.tools.find_lr import find_lr as run

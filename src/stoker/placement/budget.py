@@ -83,7 +83,7 @@ class MemoryBudget(Settings, panel="Memory"):
         yield from super().useless()
         if self.device_memory is None:
             names = ("host_memory", "home_path", "strategy", "lookahead", "epoch_lookahead", "in_flight", "spill")
-            yield names, "without a limit on device memory all rows are on the device"
+            yield names, "without device_memory all rows are on the device"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -364,8 +364,8 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
     "hit rate": lambda group: f"{group.hit_rate:.1%}",
     "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",
-    "MiB in a step": _moving(lambda group: f"{group.fetched_mib:.2f}"),
-    "MiB out a step": _moving(lambda group: f"{group.written_mib:.2f}"),
+    "MiB fetched a step": _moving(lambda group: f"{group.fetched_mib:.2f}"),
+    "MiB written a step": _moving(lambda group: f"{group.written_mib:.2f}"),
     "planning": _moving(lambda group: f"{1000 * group.plan_seconds:.1f} ms"),
     "moving": _moving(lambda group: f"{1000 * group.move_seconds:.1f} ms"),
 }

@@ -645,12 +645,12 @@ def weigh(
     chosen = strategy if strategy != "auto" else least_cost(sure)
     sizes = {_CLASSES[name].__name__: size for name, (_, size, _) in best.items()}
     said = ", ".join(
-        _CLASSES[name].__name__
-        + f" {'' if place else 'moves '}{size / 2**20:.2f}{'' if place else ' MiB a step'}"
-        + ("" if seconds is None else f" in {1000 * seconds:.1f}{'' if place else ' ms, with planning'}")
-        for place, (name, (_, size, seconds)) in enumerate(best.items())
+        f"{_CLASSES[name].__name__} {size / 2**20:.2f} MiB" + ("" if seconds is None else f" in {1000 * seconds:.1f} ms")
+        for name, (_, size, seconds) in best.items()
     )
-    return best[chosen][0], sizes, f"{said}: {_CLASSES[chosen].__name__}{_why(strategy, chosen, sure, problem)}"
+    why = _why(strategy, chosen, sure, problem)
+    said = f"rows {'planned and ' * in_memory}moved a step: {said}"
+    return best[chosen][0], sizes, f"{said}; chosen: {_CLASSES[chosen].__name__}{why}"
 
 
 def least_cost(costs: Mapping[str, float]) -> str:

@@ -144,10 +144,10 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
     if tables:
         sample.source = SourceFormat()
     if source_kind(files[0], sample.source.kind) == "csv":
-        sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
         if sample.source.separator in (";", "\t") and (commas := decimal_commas(sample.frame)):
             sample.source = replace(sample.source, decimal=",")
             sample.frame = sample.frame.with_columns(with_point(sample.frame.get_column(name)) for name in commas)
+        sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
     columns = guess_columns(sample)
     outcomes = [column for column in columns if column.outcome]
     label = min(outcomes, key=lambda one: one.outcome.order if one.outcome else 0, default=None)

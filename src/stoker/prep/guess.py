@@ -266,6 +266,7 @@ NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None"
 _PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # mean a missing value also among texts
 _CODES = 20  # whole numbers with up to 20 different values are codes, unless their name says otherwise
 _NUMERIC = 0.95  # from this share of numbers on, other texts count as damage
+_MOMENTS = 1_000  # dates that are tried, from all rows read: the first ones may all be of one day
 _TIME_NAME = re.compile(
     r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated|start|started|begin|end|ended|expires)($|_)|"
     r"(?-i:[a-z](At|Start|End)$)", re.I,
@@ -577,7 +578,8 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
 
 def _moments(guess: Guess, values: pl.Series) -> bool:
     """Guess whether texts are dates, and their format."""
-    texts = values.unique(maintain_order=True).head(1000)
+    texts = values.unique(maintain_order=True)
+    texts = texts.gather_every(len(texts) // _MOMENTS + 1)
     if not texts.str.contains(r"\d").all() or guess.distinct < 2:
         return False
     iso = read_moments(texts, None) != UNKNOWN

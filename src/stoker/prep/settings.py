@@ -23,7 +23,7 @@ class PrepareSettings(Settings):
     )
     negatives: bool = setting(
         False,
-        "With --like: sample rows of label 0 by [negatives] of the schema, to evaluate.",
+        "With --like: sample rows of label 0 as the schema says, to evaluate.",
         options=("--negatives",),
     )
     preset: str | None = setting(None, "Preset of the recipe; the first one if left out.")

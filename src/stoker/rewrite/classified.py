@@ -329,8 +329,8 @@ class HotGain:
         if self.saved <= _NOTHING:
             return [*said, "hot and cold batches will gain nothing: shuffled ones do as well"]
         if self.device == "cpu":
-            return [*said, "rows move within main memory here, so this will hardly gain time"]
-        return [*said, "this will gain time if training waits for rows"]
+            return [*said, "rows move within main memory here, so hot and cold batches hardly gain time"]
+        return [*said, "hot and cold batches gain time if training waits for rows"]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

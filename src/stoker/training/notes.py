@@ -58,10 +58,10 @@ def chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
         if config.lr_scaling == "none" and choice.batch_size != config.base_batch_size:
             yield (
                 f"the learning rates are meant for batches of {config.base_batch_size:,}: "
-                "with lr scaling they would follow the batch size"
+                "with lr_scaling they would follow the batch size"
             )
     elif config.lr_scaling == "none" and (said := ignored(config, "base_batch_size")):
-        yield f"{said}: without lr scaling the learning rates do not follow the batch size"
+        yield f"{said}: without lr_scaling the learning rates do not follow the batch size"
 
 
 def without_effect(
@@ -74,8 +74,8 @@ def without_effect(
             yield f"{said}: {why}"
     if config.tt_rank is not None and trains == len(config.tt_own):
         yield (
-            f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
-            "Lower tt rows to compress smaller tables, or take a smaller rank"
+            f"tt_rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
+            "Lower tt_rows to compress smaller tables, or take a smaller rank"
         )
     if placement is not None and config.lookahead == 0 and not config.epoch_lookahead:
         yield "without a lookahead the cache does not know the next use of its rows, so more rows are moved"
@@ -100,13 +100,13 @@ def stretched(config: TrainConfig, before: int, now: int) -> str | None:
         return None
     return (
         f"the schedule {config.schedule} was for {before:,} steps and is now for {now:,}, so rates change at once and "
-        f"the result is not that of one run of {now:,} steps. For runs that may go on, give decay steps or a constant "
+        f"the result is not that of one run of {now:,} steps. For runs that may go on, give decay_steps or a constant "
         "schedule at their start"
     )
 
 
 def ignored(config: TrainConfig, *names: str) -> str:
-    """Name the given ones of these settings, e.g. "tt rows and tt cores are ignored"; empty if none was given."""
+    """Name the given ones of these settings, e.g. "tt_rows and tt_cores are ignored"; empty if none was given."""
     words = config.changed(name for name in names if (name, getattr(config, name)) not in FORMER.items())
     listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
     return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if words else ""

@@ -74,7 +74,7 @@ class ModelConfig(Settings, panel="Model"):
     def useless(self) -> Useless:
         yield from super().useless()
         if self.tt_rank is None:
-            yield ("tt_rows", "tt_cores"), "without a tt rank no table is a tensor train"
+            yield ("tt_rows", "tt_cores"), "without tt_rank no table is a tensor train"
 
 
 @dataclass(frozen=True, kw_only=True)
