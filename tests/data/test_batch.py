@@ -26,6 +26,14 @@ def test_lengths_masks_and_padding() -> None:
     assert BATCH.padded(1, 4).dtype == BATCH.ids.dtype
 
 
+def test_a_batch_moves_whole_or_is_the_same() -> None:
+    assert BATCH.to("cpu") is BATCH
+    moved = BATCH.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert moved.labels is None
+    assert moved.ids.shape == BATCH.ids.shape
+
+
 def test_one_id_a_bag() -> None:
     batch = Batch(dense=torch.zeros(2, 0), ids=torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32))
     assert batch.lengths(2).tolist() == [1, 1]

@@ -250,12 +250,26 @@ def test_a_manifest_of_smaller_tables_is_noticed_though_the_bytes_are_known(tmp_
         next(iter(Dataset(tmp_path).train.batches(5)))
 
 
+@pytest.mark.parametrize("rows", [2**32 + 1, 2**40])
+def test_a_table_may_have_more_rows_than_its_ids_could_name(tmp_path: Path, rows: int) -> None:
+    ids = np.full((10, 3), 2, np.int32)
+    for value in (2, -1):
+        ids[9, 1] = value
+        manifest = with_ids(tmp_path / str(value), ids, None).manifest
+        features = manifest["features"]
+        larger = {**features, "num_embeddings": {**features["num_embeddings"], "t1": rows}}
+        write_manifest(tmp_path / str(value), {**manifest, "features": larger})
+    assert len(list(Dataset(tmp_path / "2").train.batches(5))) == 2
+    with pytest.raises(DataError, match=f"row 9: feature f1 holds id -1, table t1 has {rows:,} rows"):
+        next(iter(Dataset(tmp_path / "-1").train.batches(5)))
+
+
 def test_negative_lengths_are_named(tmp_path: Path) -> None:
     lengths = np.ones((10, 3), np.int32)
     lengths[4] = (2, -1, 2)  # their sum is right
     dataset = with_ids(tmp_path, np.zeros(30, np.int32), lengths)
     with pytest.raises(DataError, match="row 4: lengths and row_offsets disagree"):
-        next(iter(dataset.train.batches(5)))
+        next(iter(dataset.train.batches(2)))  # before the batch with that row
 
 
 def test_checking_can_be_watched_and_is_done_once(path: Path, hashed: list[str]) -> None:

@@ -49,6 +49,18 @@ def test_numbers_mean_missing_as_the_schema_reads_them() -> None:
     assert read(pl.Series([0, 1]), "int", ["-1", str(2**70), "x"]) == [0, 1]
 
 
+def test_values_that_mean_missing_may_fit_no_number_of_a_column() -> None:
+    """Texts, fractions, exponents, and numbers beyond a type: each means what it can, and fails nowhere."""
+    nulls = ["NA", "1.5", "1e3", "-1", "300", str(2**63), str(2**70)]
+    assert read(pl.Series([1000, 15, 300, -1]), "int", nulls) == [None, 15, None, None]
+    assert read(pl.Series([1, 0], dtype=pl.UInt8), "int", nulls) == [1, 0]
+    assert read(pl.Series([2**63, 5], dtype=pl.UInt64), "int", nulls) == [None, 5]
+    assert read(pl.Series(["1.50", "7.50", "2"]), "int", ["1.50", "7.50"]) == [None, None, 2]
+    assert read(pl.Series([10, 0x300], dtype=pl.UInt64), "hex", nulls) == [10, None]
+    assert read(pl.Series([1000.0, 1.5, 15.0]), "float", nulls, decimal=",") == [None, None, 15.0]
+    assert read(pl.Series(["1000", "1e3", "1E3"]), "string", nulls) == [None, None, "1E3"]
+
+
 def test_a_text_with_zeros_before_it_is_no_number() -> None:
     """A missing zip code is no missing price."""
     assert read(pl.Series(["00000", "0"]), "string", ["00000"]) == [None, "0"]

@@ -601,5 +601,6 @@ def test_shards_of_very_unequal_sizes(sequence: bool) -> None:
 
     gathered([100] * 20)
     gathered([0, 100, *[100] * 9, 90, 110, 0, 5])
+    gathered([100, 100, 100, 300])  # only the last is larger
     for sizes in ([1] * 50 + [3000, 2000], [3000, 2000] + [1, 0] * 50, [5, 1] * 20 + [900] + [2] * 30):
         gathered(sizes)

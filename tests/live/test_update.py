@@ -891,6 +891,7 @@ def test_files_that_are_replaced_while_they_are_read_are_refused(
     assert (digest(follower.model) == before) == (what != "load")
     if back:
         stoker.rollback(run)  # to the model whose version the follower has, but not all of its rows
+    monkeypatch.undo()
     assert follower.poll()
     assert digest(follower.model) == digest(stoker.load(run).model)
 

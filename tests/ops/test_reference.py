@@ -187,6 +187,8 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
     exact = torch.tensor([0.0, -2.5, 3e38, float("inf"), float("-inf"), float("nan")])
     assert torch.equal(reference.stochastic_round(exact[:2], bits[:2]), exact[:2].bfloat16())
     assert torch.equal(reference.stochastic_round(exact[3:], bits[:3]).isnan(), exact[3:].isnan())
+    odd = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert reference.stochastic_round(odd.repeat(64), bits[:256]).isnan().all(), "the first and the last of both signs"
 
 
 def test_random_keys_differ_by_purpose():

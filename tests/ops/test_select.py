@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.ops import select
-from stoker.ops.select import select_bags
+from stoker.ops.select import columns_of, keep_ids, select_bags
 
 
 @given(
@@ -31,6 +31,30 @@ def test_bags_of_chosen_features(
             assert mine.dtype == other.dtype
             assert torch.equal(mine, other)
     assert found[0].dtype == dtype
+
+
+@given(places=st.lists(st.integers(0, 11), min_size=1, max_size=12, unique=True).map(sorted))
+def test_columns_are_copies(places: list[int]) -> None:
+    table = torch.arange(36).view(3, 12)
+    found = columns_of(table, tuple(places))
+    assert found.tolist() == [[row[place] for place in places] for row in table.tolist()]
+    assert found.is_contiguous()
+    table.zero_()
+    assert found[2, 0] == 24 + places[0], "it shares the memory of the table"
+
+
+@given(bags=st.lists(st.lists(st.booleans(), max_size=4), max_size=9), jagged=st.booleans())
+def test_kept_ids_remain_in_their_bags_with_their_weights(bags: list[list[bool]], jagged: bool) -> None:
+    bags = bags if jagged else [[each] for bag in bags for each in bag]
+    keep = torch.tensor([each for bag in bags for each in bag], dtype=torch.bool)
+    offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0) if jagged else None
+    ids = torch.arange(len(keep)) + 7
+    found, ends, weights = keep_ids(keep, ids, offsets, ids * 0.5)
+    assert weights is not None
+    assert found.tolist() == (wanted := ids[keep].tolist())
+    assert weights.tolist() == [0.5 * each for each in wanted]
+    assert ends.diff().tolist() == [sum(bag) for bag in bags]
+    assert keep_ids(keep, ids, offsets, None)[2] is None
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stoker
 from stoker.serve import retrieve, scorer
@@ -86,8 +89,42 @@ def test_items_are_searched_block_by_block(run: Path, monkeypatch: pytest.Monkey
     found = stoker.Retriever(run).topk(users, k=20)
     assert found.items == expected.items
     np.testing.assert_array_equal(found.scores, expected.scores)
-    alike = np.ones((40, 2), np.float32)
-    assert retrieve._nearest(alike, alike[0], 20).tolist() == list(range(20)), "among equal items the first"
+
+
+@given(
+    values=st.lists(st.integers(-2, 2), min_size=1, max_size=300), share=st.floats(0, 1), block=st.integers(1, 400),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_places_are_those_of_the_largest_products(values: list[int], share: float, block: int, seed: int) -> None:
+    """Among equal items the first; a graph that finds fewer gets others."""
+    vectors, user, k = np.array(values, np.float32)[:, None], np.ones(1, np.float32), max(1, int(share * len(values)))
+    best = sorted(range(len(values)), key=lambda place: (-values[place], place))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieve, "_EXACT", block)
+        assert retrieve._nearest(vectors, user, k).tolist() == best[:k]
+    rng = np.random.default_rng(seed)
+    seen = rng.permutation(len(values))[: rng.integers(k + 1)].astype(np.uint64)
+    found = retrieve._near(SimpleNamespace(search=lambda *_: SimpleNamespace(keys=seen)), vectors, user, k).tolist()
+    assert len(found) == len(set(found)) == k
+    assert set(seen.tolist()) <= set(found)
+    assert found == [place for place in best if place in found]
+
+
+def test_a_graph_of_vectors_that_were_replaced_meanwhile_is_not_used(run: Path) -> None:
+    retriever, graphs = stoker.Retriever(run), []
+
+    class Graph:
+        def __init__(self, **_: Any) -> None:
+            graphs.append(self)
+
+        def add(self, *_: Any, **__: Any) -> None:
+            if len(graphs) == 1:  # a poll, from another thread
+                retriever.vectors = retriever.vectors.copy()
+
+    retriever._graphs = SimpleNamespace(Index=Graph)
+    for index in (None, 1):
+        retriever._build()
+        assert retriever._index is (index and graphs[index])
 
 
 def test_users_need_nothing_that_features_of_the_item_read(tmp_path: Path) -> None:

@@ -185,6 +185,20 @@ def test_window_features_go_on_from_the_state_in_each_request(tmp_path: Path) ->
         assert found.tobytes() == scorer.score(rows).tobytes(), "requests do not see each other's rows"
 
 
+def test_requests_that_are_scored_together_are_as_alone(truth: tuple[stoker.Scorer, pl.DataFrame, Any]) -> None:
+    scorer, rows, wanted = truth
+    frames = pieces(rows.head(90), [10, 20, 30, 40, 60])
+    objects = [parsed(json.dumps(each.to_dicts()).encode()) for each in frames]
+    narrow = frames[1].with_columns(pl.col("item").cast(pl.Int8)).to_arrow()
+    requests = [frames[0].to_arrow(), narrow, frames[2].to_arrow(), objects[3], objects[4], frames[5].to_arrow()]
+    found = scorer.score_together(requests)
+    assert [len(each) for each in found] == [10, 10, 10, 10, 20, 30]
+    assert np.concatenate(found).tobytes() == wanted[:90].tobytes()
+    short = [{key: value for key, value in one.items() if key != "item"} for one in objects[4]]
+    with pytest.raises(stoker.DataError, match="lack 'item'"):
+        scorer.score_together([objects[3], short])
+
+
 @pytest.mark.parametrize("values", [[3, None], ["a", None]])
 def test_a_vocabulary_without_values_knows_none(values: list[Any]) -> None:
     column = pl.Series(values)

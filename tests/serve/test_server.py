@@ -34,7 +34,7 @@ pytest.importorskip("prometheus_client", reason="the server's metrics need prome
 
 from stoker.cli import app
 from stoker.prep.requests import as_frame
-from stoker.serve.bodies import RequestError, arrow_rows
+from stoker.serve.bodies import RequestError, _written, arrow_rows
 from stoker.serve.client import _plain
 from stoker.serve.server import Server
 from stoker.serve.settings import ServeSettings
@@ -204,6 +204,23 @@ def test_arrow_streams_are_checked_before_they_are_read(small: Server, body: byt
         found, answer = ask(server, "/score", body, **kind)
         assert (found, cause in answer.get("error", "")) == (status, True)
         assert ask(server, "/score", _texts(0, 1, 2), **kind)[0] == 200
+
+
+def test_bytes_of_values_are_those_of_each_written_out() -> None:
+    views = pa.array(["x", "y" * 50, "zz"], pa.string_view())
+    for array, size in (
+        (pa.array([[1], [2, 3], []]), 3 * 8 + 3), (pa.array([[]] * 9), 9), (pa.array([True] * 80), 80),
+        (pa.nulls(5), 5), (pa.array([1, 2], pa.int16()), 4), (views, 53 + 3), (views.slice(1, 1), 50 + 1),
+        (pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, None]), views), 51 + 51 + 2 + 4),
+    ):  # fmt: skip
+        assert _written(array) == size, array.type
+    empty = _stream({"item": pa.nulls(10**6)})
+    table = pa.ipc.open_stream(empty).read_all().select([])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(RequestError, match="1,000,000 rows take 0 bytes"):
+        arrow_rows(bytes(sink.getvalue()), 1000)
 
 
 def test_a_compressed_dictionary_alone_is_not_read() -> None:

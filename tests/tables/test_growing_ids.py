@@ -14,6 +14,7 @@ from stoker.ops import Bags
 from stoker.tables.growing import ids as growing_ids_module
 from stoker.tables.growing import kernels
 from stoker.tables.growing.ids import GrowingIds, Grown
+from stoker.tables.growing.state import LIVE, MASK
 
 NOBODY: frozenset[str] = frozenset()
 STREAMS = 1_000  # make soak does five times as many
@@ -105,6 +106,8 @@ class Stream:
         assert born == [(name, *each) for name in self.raw.names for each in sorted(wanted[1][name].items())]
 
     def check_state(self) -> None:
+        pools = self.raw._state.pools
+        assert (4 * pools[:, LIVE] <= pools[:, MASK] + 1).all(), "a search in a fuller map takes long, or never ends"
         for name, known in self.known.items():
             for waiting, pool in enumerate((known.rows, known.waiting)):
                 assert [

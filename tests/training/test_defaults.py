@@ -192,6 +192,19 @@ def test_explain_tells_what_train_takes(data: stoker.Dataset, tmp_path: Path) ->
 def test_explain_follows_what_is_given_and_missing(data: stoker.Dataset, tmp_path: Path) -> None:
     assert stoker.explain(data, epochs=3)["patience"].why == "epochs or steps are given"
     assert stoker.explain(data, steps=30)["steps"].why == "given"
+    usual = stoker.explain(data)
+    assert (usual["eval_every"].value, usual["eval_every"].why[:9]) == ("an epoch", "80 steps,")
+    assert "patience may end the run" in usual["schedule"].why
+    assert usual["batch_order"].why == "the dataset is not classified"
+    assert usual["device_memory"].value == "all"
+    own = stoker.explain(data, batch_size=3000, dense_lr=0.5, device_memory="1GiB", compile=True, epochs=1)
+    assert own["eval_every"].why.startswith("4 steps,"), "the last batch is a small one"
+    assert stoker.explain(data, eval_every=7)["eval_every"].value == 7
+    assert (own["dense_lr"].value, own["device_memory"].value) == (0.5, "1GiB")
+    assert own["schedule"].why == "rates that stay; --schedule has others"
+    first, rest = own.grids()
+    assert ["compile", "yes", "given"] in first.rows
+    assert ["model-options", "not set", "each model has its own"] in rest.rows
     bare = stoker.explain(without_valid(data, tmp_path / "data"))
     assert bare["epochs"].value == 1
     assert "without validation rows" in bare["epochs"].why

@@ -219,7 +219,7 @@ def _nearest(vectors: VectorArray, user: VectorArray, k: int) -> npt.NDArray[np.
 
 
 def _near(index: Any, vectors: VectorArray, user: VectorArray, k: int) -> npt.NDArray[np.int64]:
-    places = np.sort(index.search(user, k).keys.astype(np.int64))
-    rest = np.setdiff1d(np.arange(min(2 * k, len(vectors))), places)[: k - len(places)]  # if it finds fewer
-    places = np.append(places, rest)
+    found = index.search(user, k).keys.astype(np.int64)
+    rest = np.setdiff1d(np.arange(min(2 * k, len(vectors))), found)[: k - len(found)]  # if it finds fewer
+    places = np.sort(np.append(found, rest))
     return places[np.argsort(-(vectors[places] @ user), kind="stable")]
