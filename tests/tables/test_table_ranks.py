@@ -332,7 +332,75 @@ def test_replicas_with_another_optimizer_state_are_refused() -> None:
 
     for said in on_threads(2, work):
         assert said.startswith("the optimizer state of table 't' (")
-        assert ") of rank 1 is not that of rank 0: they must start alike" in said
+        assert ") of rank 1 is not that of rank 0, but all ranks must have the same rows" in said
+
+
+@pytest.mark.parametrize("how", ["before", "replicated", "averaged", "divided", "divided, other rows"])
+@pytest.mark.parametrize("load", [False, True])
+def test_rows_that_one_rank_alone_writes_are_noticed(how: str, load: bool) -> None:
+    """Also rows behind the first ones, which no batch looks up."""
+
+    def work(group: Ranks) -> str:
+        own = {"averaged": group.averaging(2), "before": None, "replicated": None}.get(how, group)
+        tables = _some(own, rows=9000)
+        if how == "replicated":
+            tables.replicate(group)
+
+        def loop() -> None:
+            if group.rank or how == "divided, other rows":
+                last = torch.full((4, 4), float(group.rank))
+                if load:
+                    state = _some(rows=9000).state_dict()
+                    state["t.weight"][-4:] = last
+                    tables.load_state_dict(state)
+                else:
+                    tables.write("t", 8996, last)
+            if how == "before":
+                tables.replicate(group)
+            for step in range(2):
+                tables(_batch(group, step)).sum().backward()
+
+        with pytest.raises((ConfigError, RanksError)) as caught:
+            loop()
+        return str(caught.value)
+
+    expected = {
+        "divided": "t' (to each its own); rank 1: " + ("read" if load else "write") + " table 't' (to",
+        "divided, other rows": f"what was written from row {0 if load else 8996} of 't' on of rank 1 is not that",
+    }
+    for said in on_threads(2, work):
+        assert expected.get(how, "table 't' of rank 1 is not that of rank 0") in said
+
+
+def test_one_rank_may_write_rows_and_put_them_back() -> None:
+    """As for an evaluation of other rows, which replicas do on one rank."""
+
+    def work(group: Ranks) -> dict[str, str]:
+        tables = _some()
+        tables.replicate(group)
+        tables(_batch(group, 0)).sum().backward()
+        if group.rank:
+            rows = next(iter(tables.read("t")))[1].map(torch.clone)
+            tables.write("t", 0, torch.zeros(30, 4))
+            tables.write("t", 0, rows)
+        tables(_batch(group, 1)).sum().backward()
+        return digest(tables)
+
+    first, second = on_threads(2, work)
+    assert first == second
+
+
+def test_replicas_that_round_by_another_seed_are_refused() -> None:
+    def work(group: Ranks) -> str:
+        table = TableConfig(name="t", num_embeddings=9, embedding_dim=4, dtype="bfloat16")
+        tables = EmbeddingTables([table], optimizer=optim.SGD(lr=0.1), seed=group.rank)
+        tables.write("t", 0, torch.ones(9, 4))
+        with pytest.raises(ConfigError) as caught:
+            tables.replicate(group)
+        return str(caught.value)
+
+    for said in on_threads(2, work):
+        assert "of rank 1 are not made like those of rank 0" in said
 
 
 def _set_alone(tables: EmbeddingTables, what: str) -> None:
@@ -411,6 +479,28 @@ def test_a_stage_over_another_placement_is_refused_by_name(divided: bool) -> Non
     said = "the placement of tables t is t in slots and the rest in memory on rank 0, but none in slots and the rest"
     for each in on_threads(2, work):
         assert said in each
+
+
+@pytest.mark.parametrize("kind", ["divided", "replicated", "growing"])
+@pytest.mark.parametrize("other", [{"lookahead": 5}, {"in_flight": 3}])
+def test_a_rank_may_look_farther_ahead_than_the_others(kind: str, other: dict[str, Any]) -> None:
+    table = TableConfig(name="t", num_embeddings=30, embedding_dim=4, grow=stoker.Grow() if kind == "growing" else None)
+
+    def work(group: Ranks | None) -> dict[str, str]:
+        own: dict[str, Any] = {} if group is None or kind == "replicated" else {"ranks": group}
+        place = Device() if kind == "growing" else Cached(slots=24)
+        tables = EmbeddingTables(
+            [table], optimizer=optim.SGD(lr=0.1), shards=4, placement=place, backend="reference", **own
+        )
+        if kind == "replicated":
+            tables.replicate(group)
+        batches = [_batch(group, step)[:, :1].contiguous() for step in range(9)]
+        ahead = {"lookahead": 2, "in_flight": 2} | (other if group and group.rank else {})
+        for ids in stage(batches, tables, lookups=lambda ids: ids, background=kind == "growing", **ahead):
+            tables(ids).square().sum().backward()
+        return digest(tables)
+
+    assert on_threads(2, work) == [work(None)] * 2
 
 
 def test_a_last_batch_without_examples_on_some_ranks_is_a_step_of_averaged_copies() -> None:
@@ -537,6 +627,29 @@ def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
 
     for sent, rows in on_threads(2, work):
         assert sent == rows * 4 * (16 + 4), "a sum is its D values with row, node and count"
+
+
+def test_data_goes_with_its_header_once_all_ranks_know_how_much_comes() -> None:
+    sizes = (8, 8, 8, 64, 8, 8, 8, 8, 8)
+
+    def work(group: Ranks | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], dict[str, str]]:
+        tables, calls, counts = _some(group, rows=300), [], []
+        for name in ("gather", "swap") if group else ():
+            call = getattr(group.wire, name)
+            monkeypatch.setattr(group.wire, name, lambda *given, call=call: [calls.append(1), call(*given)][1])
+        for step, size in enumerate(sizes):
+            own = shards_of(group.rank, group.size, 4) if group else range(4)
+            before = len(calls)
+            tables(torch.arange(2 * size).view(-1, 2)[size // 4 * own.start : size // 4 * own.stop]).sum().backward()
+            counts.append(len(calls) - before)
+            if step == 5:
+                tables.rows("t")  # which comes where all expect a lookup
+        return counts, digest(tables)
+
+    with pytest.MonkeyPatch.context() as patch:
+        alone = work(None, patch)[1]
+        # The sizes of the shares, names of rows, rows, gradients: names and gradients need two messages at first.
+        assert on_threads(2, lambda group: work(group, patch)) == [([6, 5, 4, 6, 4, 4, 5, 5, 4], alone)] * 2
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_message() -> None:

@@ -256,6 +256,28 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["Feed", "facts", "finish"])
+def test_a_signal_outside_the_loop_says_how_to_go_on(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals
+) -> None:
+    def end(*arguments: Any, **named: Any) -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait(5)
+
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(f"stoker.training.loop.{where}", end)
+    with pytest.raises(Interrupted) as caught:
+        stoker.train(data, out=tmp_path / "run", steps=3, **SMALL)
+    newest = "step_000000003 is the newest checkpoint" if where == "finish" else "there is no checkpoint yet"
+    assert str(caught.value).startswith(f"stopped by {number.name}; {newest}. Continue with: stoker train --resume ")
+    assert caught.value.exit_code == 128 + number
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    monkeypatch.undo()
+    assert stoker.train(resume=tmp_path / "run", display="quiet").step == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("nth", [0, 2])
 def test_a_signal_during_evaluation_loses_nothing(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int

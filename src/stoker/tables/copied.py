@@ -105,7 +105,6 @@ class CopiedTables(nn.Module):
         known = {f"{prefix}tick", *(f"{prefix}{name}" for name in (*self._parameters, *self._buffers))}
         state = self.optimizer.state
         for table in self.stored:
-            group = self.group_of[table.name]
             keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *state)}
             known.update(keys.values())
             absent = [key for key in keys.values() if key not in state_dict]
@@ -123,7 +122,7 @@ class CopiedTables(nn.Module):
             else:
                 weight = state_dict[keys["weight"]]
                 rows = Rows(weight, {name: state_dict[keys[name]] for name in state}) if not absent else weight
-                group.write(table.name, 0, rows)  # weights alone keep the state, as with strict=False in torch
+                self.write(table.name, 0, rows)  # weights alone keep the state, as with strict=False in torch
         if f"{prefix}tick" in state_dict:
             self.tick = int(state_dict[f"{prefix}tick"])
         else:

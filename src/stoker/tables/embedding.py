@@ -34,11 +34,11 @@ from stoker.tables.group import TableGroup, joint_of
 from stoker.tables.growing.births import Births
 from stoker.tables.growing.ids import Grown, growing_ids
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, copy_ids, version_of, without_tables
-from stoker.tables.ranks.alike import meet, said
+from stoker.tables.ranks.alike import compare_written, meet, said
 from stoker.tables.ranks.averages import Averages
 from stoker.tables.ranks.divided import DividedGroup
 from stoker.tables.ranks.share import Share
-from stoker.tables.ranks.transport import Ranks
+from stoker.tables.ranks.transport import Ranks, checksum
 from stoker.tables.shards import by_shard, in_shards
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stepping import RowStepper, TableOptimizer, new_handle
@@ -135,6 +135,7 @@ class EmbeddingTables(CopiedTables):
         self._frozen: frozenset[str] = frozenset()
         self.ranks: Ranks | None = None  # that train together
         self.divided = asked.ranks is not None  # whether each has some of the rows, though all have cores
+        self.written = 0  # a checksum of rows written since ranks compared theirs
         self.stages = 0  # loops over stages of these tables that have begun
         self.share: Share | None = None  # while a model looks up the examples of this rank
         self.changes: ChangedRows | None = None  # rows that changed since a checkpoint
@@ -530,7 +531,8 @@ class EmbeddingTables(CopiedTables):
         for group in self.groups:
             group.tick = tick  # also in groups without a gradient: files keep one number
         if self.averages is not None and tick % (self.averages.ranks.average_every or 1) == 0:
-            self.averages.average(said(self, self.gradient_scale))
+            self.average()
+        compare_written(ranks, self)
 
     @property
     def _summed(self) -> Ranks | None:
@@ -541,6 +543,7 @@ class EmbeddingTables(CopiedTables):
         """Average the copies of ranks now (:meth:`stoker.distributed.Ranks.averaging`); all ranks call this."""
         if self.averages is not None and self.averages.pending:
             self.averages.average(said(self, self.gradient_scale))
+            compare_written(self.averages.ranks, self)
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """Return the Euclidean norm of the gradient of all rows."""
@@ -704,7 +707,10 @@ class EmbeddingTables(CopiedTables):
             rows: weights with optimizer state, or weights [n, D] alone, which leave the state as it is: a tensor, or an
                 array with ``__dlpack__``.
         """
-        self.group_of[table].write(table, start, rows if isinstance(rows, Rows) else as_tensor(rows))
+        given = rows if isinstance(rows, Rows) else as_tensor(rows)
+        self.group_of[table].write(table, start, given)
+        if self.ranks is not None:
+            self.written = checksum(given.tensors if isinstance(given, Rows) else [given], self.written, table, start)
 
     def rows(self, table: str) -> Tensor:
         """Return a copy of the weights of one table [num_embeddings, embedding_dim]."""

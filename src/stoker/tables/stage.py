@@ -272,6 +272,9 @@ class _StageLoop:
         self._meets = bool(stage._divided or stage._replicated or grows)  # whether ranks ask each other
         self._asking = sys.maxsize if self._meets else 0  # batches that ranks may ask for, in all
         self._count = 0  # that they have asked for
+        ranks = stage.tables.ranks
+        if ranks is not None and self._meets and not stage._divided:  # their questions say how far each looks ahead
+            stage._reach = max(reach for [reach] in ranks.numbers("begin a stage", [stage._reach]))
 
     def staged(self) -> Iterator[_LeasedBatch]:
         """Yield the batches with resident rows."""
@@ -595,9 +598,9 @@ def stage(
 
     It has no effect on tables whose rows are all on the device, but for tensor trains on a GPU: their products are
     prepared from ids that are still on the host. A batch that was not staged fetches its rows on demand and gives the
-    same numbers, and so does one whose ids or offsets change before the lookup. Ranks among which rows are divided read
-    their batches in step, and tell each other which rows these want: all of them stage equally many batches, with the
-    same ``lookahead`` and ``in_flight``, and do not change their ids.
+    same numbers, and so does one whose ids or offsets change before the lookup. Ranks read their batches in step,
+    and tell each other which rows these want: all of them stage equally many batches, and do not change their ids. They
+    ask as far ahead as the one that looks the farthest.
 
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).

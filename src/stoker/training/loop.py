@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -80,7 +79,7 @@ def train(
         DataError: the dataset is missing or damaged.
         CheckpointError: no checkpoint is whole, it is of another model, or the disk is too small.
         StokerError: the loss is no longer finite.
-        Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice.
+        Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice or outside of steps.
 
     >>> from stoker.testing import make_dataset
     >>> data = make_dataset("data", rows=1000)
@@ -94,7 +93,7 @@ def train(
     place = local_run(out, resume) if is_first(ranks) else unshared(out, resume)
     with together(ranks), place as (out, resume, upload):
         start = open_run(dataset, config, out, resume, dict(settings), ranks)
-        with process_settings(start.config) as models:
+        with process_settings(start.config) as models, Interrupted.by_signals(Path(str(out or resume))):
             return _train(start, Outputs(out, resume, display, loggers, upload), models)
 
 
@@ -175,12 +174,6 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
                 step = error.step if isinstance(error, Diverged) else progress.step
                 raise explain(str(error), step, model, replica.dense, replica.schedule, config, run) from None
             return finish(state)
-        except KeyboardInterrupt as stop:
-            if isinstance(stop, Interrupted):
-                raise
-            there = RunDirectory(run.path).steps()  # the second signal, or one outside the loop
-            newest = run.checkpoint(there[-1]) if there else None
-            raise Interrupted(signal.SIGINT, newest, run.path, at_once=True) from None
         finally:
             state.log.close()
 

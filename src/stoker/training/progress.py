@@ -182,6 +182,31 @@ class Interrupted(KeyboardInterrupt):
             saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
         super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {quoted(run)}")
 
+    @classmethod
+    @contextmanager
+    def by_signals(cls, path: Path) -> Iterator[None]:
+        """Raise this error for a signal that ends the block, also SIGTERM, once the run at ``path`` is there."""
+        came = [signal.SIGINT]
+
+        def end(number: int, frame: FrameType | None) -> None:
+            came[:] = [signal.Signals(number)]
+            raise KeyboardInterrupt
+
+        main = threading.current_thread() is threading.main_thread()
+        if mine := main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, end)
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            run = RunDirectory(path)
+            if isinstance(stop, cls) or not (path / "config.json").exists():
+                raise
+            newest = run.checkpoint(run.steps()[-1]) if run.steps() else None
+            raise cls(came[0], newest, path, at_once=True) from None
+        finally:
+            if mine:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
 
 class StopSignals:
     """Within the block the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.

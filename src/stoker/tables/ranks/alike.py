@@ -10,11 +10,12 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from stoker.base.errors import ConfigError
-from stoker.tables.ranks.transport import Ranks, bits_of, plain
+from stoker.tables.ranks.divided import DividedGroup
+from stoker.tables.ranks.transport import Ranks, bits_of, checksum, plain
 from stoker.tables.slots.slotted import SlottedRows
+
+_CHUNK = 2**12  # rows that are read at once
 
 
 def meet(ranks: Ranks, tables: Any) -> None:
@@ -28,26 +29,52 @@ def meet(ranks: Ranks, tables: Any) -> None:
             f"{ranks.size} ranks need as many logical shards of a batch, but the tables have {tables.shards}. "
             f"Make them with shards={1 << (ranks.size - 1).bit_length()} or more."
         )
-    own = tables.seed if tables.divided else None  # of divided rows each rank makes its own
+    # Of divided rows each rank makes its own, and bfloat16 rounds by it.
+    seeded = tables.divided or tables.raw is not None or any(table.dtype == "bfloat16" for table in tables.tables)
+    own = tables.seed if seeded else None
     together = [[table.name for table in group.tables] for group in tables.groups]
     ranks.check_alike(
         tables.tables, tables.stored, tables.features, together, tables.optimizer, tables.shards, own
     )  # fmt: skip
-    for table in () if tables.divided else tables.tables:
-        _, rows = next(iter(tables.read(table.name, chunk_rows=1024)))
-        ranks.check_equal(f"table {table.name!r}", rows.weight)
-        for name in sorted(rows.state):
-            ranks.check_equal(f"the optimizer state of table {table.name!r} ({name})", rows.state[name])
-    ranks.check_equal("the number of row updates done", torch.tensor(tables.tick, device=tables.device))
+    # Rows that nothing has changed are a function of the seed, so the first ones tell.
+    changed = any(group.version for group in tables.groups)
+    _compare(ranks, tables, whole=any(each for [each] in ranks.numbers("say whether rows changed", [changed])))
+    ranks.check_equal("the number of row updates done", tables.tick)
     known = weakref.ref(tables)
     ranks.settings.append(lambda: {} if (found := known()) is None else _settings(found))
 
 
+def _compare(ranks: Ranks, tables: Any, *, whole: bool) -> None:
+    """Check that all ranks have the same rows of tables that are not divided: all rows, or the first ones."""
+    for table in tables.stored:
+        if isinstance(tables.group_of[table.name], DividedGroup):
+            continue
+        found: dict[str, int] = {}
+        for _, rows in tables.read(table.name, _CHUNK):
+            for name, value in {"": rows.weight, **rows.state}.items():
+                found[name] = checksum([value], found.get(name))
+            if not whole:
+                break
+        for name, value in sorted(found.items()):
+            state = f"the optimizer state of table {table.name!r} ({name})"
+            ranks.check_equal(state if name else f"table {table.name!r}", value)
+
+
+def compare_written(ranks: Ranks | None, tables: Any) -> None:
+    """Check that all ranks have the same rows, if they have said that they wrote others; all of them call this."""
+    if ranks is not None and ranks.unsure:
+        ranks.unsure, tables.written = False, 0
+        _compare(ranks, tables, whole=True)
+
+
 def said(tables: Any, scale: float) -> list[int]:
-    """Return what a rank says of its next step: learning rate, factor on gradients, checksum of other settings."""
+    """Return what a rank says of its next step: learning rate, factor on gradients, checksums of settings and rows.
+
+    The rows are those that were written since ranks compared theirs.
+    """
     optimizer = tables.optimizer
     others = optimizer, sorted(tables.frozen), tables.shards, tables.tick, tables._steps.deferred
-    return [bits_of(optimizer.lr), bits_of(scale), zlib.crc32(plain(others).encode())]
+    return [bits_of(optimizer.lr), bits_of(scale), zlib.crc32(plain(others).encode()), tables.written]
 
 
 def _settings(tables: Any) -> dict[str, str]:

@@ -31,7 +31,7 @@ from stoker.tables.config import Slotted, Strategy, TableConfig
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups, roomy_space
 from stoker.tables.ranks.sums import packed, sends_names, unpacked
-from stoker.tables.ranks.transport import Ranks
+from stoker.tables.ranks.transport import Ranks, checksum
 from stoker.tables.shards import joined_sums, row_gradients, shard_sums
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
@@ -333,6 +333,8 @@ class DividedGroup(TableGroup):
         """Replace rows of one table: each rank is given all of them, and writes its own."""
         rank, ranks = self.own.part
         weight = rows.weight if isinstance(rows, Rows) else rows
+        given = checksum(rows.tensors if isinstance(rows, Rows) else [rows], name, start)
+        self.ranks.check_equal(f"what was written from row {start} of {name!r} on", given, f"write {self._name}")
         total = self.space.rows[self.space.names.index(name)]
         if start < 0 or start + len(weight) > total:
             raise IndexError(f"rows {start} to {start + len(weight)} do not fit table {name!r} of {total} rows")

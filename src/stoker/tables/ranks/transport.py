@@ -1,7 +1,9 @@
 """Exchange data between ranks. Collectives move data; a rank adds floats itself, in an order that no rank changes.
 
 Before data moves, every rank sends the others the name of its next work, the bytes for each rank, and whether it has
-failed. So ranks that do different work, and ranks that stop, end with an error instead of a wait.
+failed. So ranks that do different work, and ranks that stop, end with an error instead of a wait. Steps repeat, so
+after each work all ranks know how many bytes came with the next one the last time: that much data goes in the message
+of its header, and a second message is needed only for more.
 
 Legend: R ranks.
 """
@@ -10,14 +12,15 @@ from __future__ import annotations
 
 import json
 import struct
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from numbers import Number
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,19 @@ _NAME = 6  # int64 of a header for the name of the work
 _WORD = 8  # bytes
 _BLOCK = 2**24  # bytes that are copied for each rank at once
 _INLINE = 8  # int64 of a header for a few numbers, which then need no message of their own
+_ROOM = 2**22  # most bytes in the message of a header: for more, a message of their own costs little
+_SLACK = 64  # one part in so many more than the most bytes so far, if these were not always the same
+
+
+class _Rooms:
+    """How much data goes in the message of a header."""
+
+    def __init__(self) -> None:
+        self.last = ""  # the work of the last header
+        self.sizes: dict[str, Tensor] = {}  # [R, R] bytes for the header after a work
+
+
+_rooms: weakref.WeakKeyDictionary[dist.ProcessGroup, _Rooms] = weakref.WeakKeyDictionary()
 
 
 class Wire(Protocol):
@@ -61,6 +77,7 @@ class _TorchWire:
         carried = {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
         self.device = torch.device("cpu" if "cpu" in carried else "cuda")
         found = group or dist.distributed_c10d._get_default_group()
+        self.rooms = _rooms.setdefault(found, _Rooms())
         self._heartbeat = Heartbeat(self, found, timeout, polls=self.device.type == "cpu")
 
     def gather(self, value: Tensor) -> Tensor:
@@ -121,7 +138,9 @@ class Ranks:
         self.wire: Wire = group
         self.rank, self.size = group.rank, group.size
         self.settings: list[Callable[[], Mapping[str, str]]] = []  # of tables on these ranks, for messages
+        self.unsure = False  # whether ranks have written other rows since their rows were compared
         self.sent = Counter[str]()  # bytes sent to other ranks, by work; "headers" come before each message
+        self._rooms: _Rooms = vars(group).setdefault("rooms", _Rooms())  # one for all that send through a group
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
@@ -220,20 +239,17 @@ class Ranks:
                 "features, optimizer, shards and seed, and one placement to the same tables."
             )
 
-    def check_equal(self, name: str, value: Tensor) -> None:
-        """Check that all ranks start with the same values.
+    def check_equal(self, name: str, value: int, work: str = "compare rows") -> None:
+        """Check that all ranks have the same ``value``: a number, or the checksum of others.
 
         Raises:
-            ConfigError: ``value`` is not the same on every rank.
+            ConfigError: they have not.
         """
-        bits = bytes_of(value.detach()).to(torch.int64)
-        places = torch.arange(1, len(bits) + 1, device=bits.device)
-        sums = self.numbers("compare rows", [int(bits.sum()), int((bits * places).sum())])
-        different = [rank for rank, found in enumerate(sums) if found != sums[0]]
-        if different:
+        values = self.numbers(work, [value])
+        if different := [rank for rank, found in enumerate(values) if found != values[0]]:
             raise ConfigError(
-                f"{name} of rank {different[0]} is not that of rank 0: they must start alike. Give all of them the "
-                "same seed, or load the same checkpoint into each."
+                f"{name} of rank {different[0]} is not that of rank 0, but all ranks must have the same rows. Give all "
+                "of them the same seed, load the same checkpoint into each, and write the same rows on each."
             )
 
     def check_step(self, work: str, said: Sequence[Sequence[int]]) -> None:
@@ -243,6 +259,7 @@ class Ranks:
             RanksError: it differs.
         """
         rates, scales, settings = ([each[place] for each in said] for place in range(3))
+        self.unsure = self.unsure or len({each[3] for each in said}) > 1
         for name, found in (("learning rates", rates), ("factors on the gradients", scales)):
             if len(set(found)) > 1:
                 values = ", ".join(str(struct.unpack("<d", struct.pack("<q", bits))[0]) for bits in found)
@@ -284,12 +301,19 @@ class Ranks:
         data = [bytes_of(part) for part in parts]
         sizes = [len(each) for each in data]
         with self.whole(work):
-            table, found = self._announce(f"{work} (to each its own)", sizes, own)
-            notes = [each[: len(own)] for each in found]
-            if not any(map(sum, table)):
+            heard = self._announce(f"{work} (to each its own)", sizes, own, data=data)
+            notes = [each[: len(own)] for each in heard.numbers]
+            table, had = torch.tensor(heard.sizes), heard.room
+            if not table.any():
                 return [part[:0] for part in parts], notes
             self.sent[work] += sum(sizes) - sizes[self.rank]
-            return _like(parts[0], self._swap(work, data, [row[self.rank] for row in table])), notes
+            found, more = heard.data, (table - had).clamp(min=0).fill_diagonal_(0)  # of own data nothing is sent
+            if more.any():
+                rest = [each[begin:] for each, begin in zip(data, had[self.rank].tolist(), strict=True)]
+                others = self._swap(work, rest, more[:, self.rank].tolist())
+                found = [torch.cat([a, b]) if len(a) else b for a, b in zip(found, others, strict=True)]
+            found[self.rank] = data[self.rank]
+            return _like(parts[0], found), notes
 
     def agreed(
         self, work: str, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int], got: Sequence[int]
@@ -360,9 +384,9 @@ class Ranks:
         """
         data = bytes_of(value)
         with self.whole(work):
-            table, notes = self._announce(f"{work} (to all)", [len(data)] * self.size, said)
-            self.check_step(work, notes)
-            sizes = [row[0] for row in table]
+            heard = self._announce(f"{work} (to all)", [len(data)] * self.size, said)
+            self.check_step(work, heard.numbers)
+            sizes = [row[0] for row in heard.sizes]
             if not (most := max(sizes)):
                 return [value] * self.size
             self.sent[work] += most * (self.size - 1)
@@ -376,15 +400,15 @@ class Ranks:
 
     def numbers(self, work: str, own: Sequence[int]) -> list[list[int]]:
         """Return the int64 numbers of every rank, equally many of each."""
-        table, found = self._announce(f"{work} (to all)", [len(own)] * self.size, own[:_INLINE])
-        if any(row[0] != len(own) for row in table):
+        heard = self._announce(f"{work} (to all)", [len(own)] * self.size, own[:_INLINE])
+        if any(row[0] != len(own) for row in heard.sizes):
             why = self._differences()
             raise RanksError(
-                f"ranks {work} for {', '.join(str(row[0]) for row in table)} lookups{why and ': '}{why}. All must call "
-                "forward and backward equally often."
+                f"ranks {work} for {', '.join(str(row[0]) for row in heard.sizes)} lookups{why and ': '}{why}. All "
+                "must call forward and backward equally often."
             )
         if len(own) <= _INLINE:
-            return [each[: len(own)] for each in found]
+            return [each[: len(own)] for each in heard.numbers]
         return [each.tolist() for each in self.gather(work, torch.tensor(own, dtype=torch.int64))]
 
     def sums(self, work: str, own: Sequence[int]) -> list[int]:
@@ -424,9 +448,12 @@ class Ranks:
             raise
 
     def _announce(
-        self, work: str, sizes: Sequence[int], numbers: Sequence[int] = (), error: Exception | None = None
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Return what every rank sends to each [R, R] bytes, and its ``numbers``, of which a header has 8.
+        self, work: str, sizes: Sequence[int], numbers: Sequence[int] = (), error: Exception | None = None,
+        data: Sequence[Tensor] = (),
+    ) -> _Heard:  # fmt: skip
+        """Return what every rank says: ``sizes`` for each, and ``numbers``, of which a header has 8.
+
+        ``data`` [R] bytes for each rank, ``sizes`` of them: what has room goes along.
 
         Raises:
             RanksError: another rank failed, or does other work.
@@ -437,9 +464,12 @@ class Ranks:
         inline = [*numbers, *[0] * (_INLINE - len(numbers))]
         own = torch.tensor([zlib.crc32(work.encode()), len(text), *inline, *sizes], dtype=torch.int64)
         sent = torch.cat([header, own.view(torch.uint8)])
-        self.sent["headers"] += len(sent) * (self.size - 1)
-        found = self._call(work, lambda: self.wire.gather(sent))
-        rows = found[:, len(name) :].contiguous().view(torch.int64).tolist()
+        with self.whole(work or "stop"):  # or this rank would not know what has room in the next message
+            found, room, came = self._swap_headers(work, sent, data)
+            rows = found[:, len(name) :].contiguous().view(torch.int64).tolist()
+            if not any(row[1] for row in rows) and len({row[0] for row in rows}) == 1:
+                table = torch.tensor([row[2 + _INLINE :] for row in rows])
+                self._make_room(work, table if len(data) else torch.zeros_like(table))
         if most := max(row[1] for row in rows):
             padded = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
             texts = self._call(work, lambda: self.wire.gather(padded))
@@ -453,7 +483,31 @@ class Ranks:
                 f"ranks do different things ({does}){why and ': '}{why}. All of them must do the same in the same "
                 "order: equally many batches, lookups, backwards, reads and writes."
             )
-        return [row[2 + _INLINE :] for row in rows], [row[2 : 2 + _INLINE] for row in rows]
+        data = [each[: row[2 + _INLINE + self.rank]] for each, row in zip(came, rows, strict=True)]
+        return _Heard([row[2 + _INLINE :] for row in rows], [row[2 : 2 + _INLINE] for row in rows], room, data)
+
+    def _swap_headers(self, work: str, header: Tensor, data: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the headers of all ranks [R, n], the room [R, R] for data after each, and what came in it."""
+        self.sent["headers"] += len(header) * (self.size - 1)
+        room = self._rooms.sizes.get(self._rooms.last)
+        if room is None or not room.any():
+            nothing = torch.zeros(self.size, self.size, dtype=torch.int64)
+            return self._call(work, lambda: self.wire.gather(header)), nothing, [header[:0]] * self.size
+        given = data or [header[:0]] * self.size
+        start, sent = header.to(given[0].device), list[Tensor]()
+        for size, each in zip(room[self.rank].tolist(), given, strict=True):
+            sent.append(torch.cat([start, each[:size], start.new_zeros(max(0, size - len(each)))]))
+            self.sent["headers"] += max(0, size - len(each))
+        found = self._swap(work, sent, (room[:, self.rank] + len(header)).tolist())
+        return torch.stack([each[: len(header)] for each in found]).cpu(), room, [each[len(header) :] for each in found]
+
+    def _make_room(self, work: str, sizes: Tensor) -> None:
+        """Note that a work followed the last one, with ``sizes`` [R, R] bytes of data: all ranks do the same."""
+        rooms, before = self._rooms, self._rooms.sizes.get(self._rooms.last, sizes)
+        fits = (sizes <= before) & (before - _WORD < 1.5 * sizes)
+        room = torch.where(fits, before, sizes + sizes // _SLACK)
+        room = torch.where(room <= _ROOM // self.size, (room + _WORD - 1) // _WORD * _WORD, 0)
+        rooms.sizes[rooms.last], rooms.last = room.fill_diagonal_(0), work
 
     def _call(self, work: str, collective: Callable[[], Tensor]) -> Tensor:
         """Call a collective that all ranks have agreed on: if it fails here, all of them end."""
@@ -467,6 +521,15 @@ class Ranks:
                 f"rank {self.rank} of {self.size} failed when it was to {work or 'stop'}: {why}. Start all ranks again "
                 "from the last checkpoint."
             ) from error
+
+
+class _Heard(NamedTuple):
+    """What all ranks said of their next work."""
+
+    sizes: list[list[int]]  # [R, R] of what each sends to each
+    numbers: list[list[int]]
+    room: Tensor  # [R, R] bytes of data that there was room for
+    data: list[Tensor]  # of each rank: the first bytes for this one
 
 
 def check_same(lengths: Sequence[int], *others: Sequence[int]) -> None:
@@ -499,6 +562,14 @@ def plain(value: Any) -> str:
     if isinstance(value, Sequence):
         return f"[{', '.join(map(plain, value))}]"
     return type(value).__name__
+
+
+def checksum(tensors: Iterable[Tensor], *others: object) -> int:
+    """Return a number of the bytes of some tensors, and of ``others``."""
+    found = zlib.crc32(repr(others).encode())
+    for each in tensors:
+        found = zlib.crc32(bytes_of(each.detach().cpu()).numpy().data, found)
+    return found
 
 
 def bytes_of(value: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
 from stoker.ops.tree import Node, Shards, nodes_of
 from stoker.tables.ranks.share import Share, share_of, whole_of
-from stoker.tables.ranks.transport import bytes_of
+from stoker.tables.ranks.transport import checksum
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sums import Alike, Sums, add_over_ranks, moves_of_ranks
 from stoker.training.ranks.together import Together, compute_part
@@ -402,11 +402,7 @@ def _autocast(kind: str) -> Callable[[], Any]:
 
 def _checksum(tensors: Iterable[Tensor]) -> int:
     """Return a number of the values, whatever their types."""
-    found = 0
-    for each in tensors:
-        wide = each.detach().cpu().to(torch.float64 if each.is_floating_point() else torch.int64)
-        found = zlib.crc32(bytes_of(wide).numpy().data, found)
-    return found
+    return checksum(each.to(torch.float64 if each.is_floating_point() else torch.int64) for each in tensors)
 
 
 def _aligned(part: Tensor) -> Tensor:
