@@ -25,8 +25,17 @@ FIELDS = (
 )
 
 
-def read(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> Block:
-    return json_block(b"\n".join(lines) + b"\n", fields)
+SEVERAL = (  # some columns are read as two kinds
+    *FIELDS[:6],
+    Field(column="t", kind="string", required=True),
+    Field(column="i", kind="string"),
+    Field(column="n", kind="int"),
+)
+NULLS = ("NA", "-1", 'q"[,:}', "é")
+
+
+def read(lines: list[bytes], fields: tuple[Field, ...] = FIELDS, nulls: tuple[str, ...] = ()) -> Block:
+    return json_block(b"\n".join(lines) + b"\n", fields, nulls)
 
 
 def content(block: Block) -> dict[str, Any]:
@@ -36,12 +45,13 @@ def content(block: Block) -> dict[str, Any]:
     return {"rows": block.rows, "lines": block.lines, "at": block.row_line.tolist(), "bad": bad, "columns": columns}
 
 
-def both(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> dict[str, Any]:
+def both(lines: list[bytes], fields: tuple[Field, ...] = FIELDS, nulls: tuple[str, ...] = ()) -> dict[str, Any]:
     """What a block holds, after checking that both ways find the same."""
-    found = content(read(lines, fields))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "_FEW", 1)
+        found = content(read(lines, fields, nulls))
         patch.setattr(json_lines, "_read_with_polars", lambda *_: None)
-        assert content(read(lines, fields)) == found
+        assert content(read(lines, fields, nulls)) == found
     return found
 
 
@@ -54,6 +64,10 @@ scalars = st.sampled_from(
             '"[1]"',
             '"{x"',
             '"1.5"',
+            '"-1"',
+            '"1e5"',
+            '"NA"',
+            '"q\\"[,:}"',
             '"ff"',
             '"a\\"b, 1.5]"',
             '"é"',
@@ -101,10 +115,40 @@ def a_line(draw: st.DrawFn) -> bytes:
 @given(
     lines=st.lists(
         st.one_of(a_line(), a_line(), a_line(), st.sampled_from([b"", b"{", b"3", b'{"t": "\xff"}'])), max_size=6
-    )
+    ),
+    fields=st.sampled_from([FIELDS, SEVERAL]),
+    nulls=st.sampled_from([(), NULLS]),
 )
-def test_both_ways_agree(lines: list[bytes]) -> None:
-    both(lines)
+def test_both_ways_agree(lines: list[bytes], fields: tuple[Field, ...], nulls: tuple[str, ...]) -> None:
+    both(lines, fields, nulls)
+
+
+def test_only_faulty_lines_are_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those with texts that mean missing, numbers in quotes, or numbers in columns of text."""
+    read_slowly: list[int] = []
+
+    def slowly(line: Any, lines: Any, fields: Any) -> Any:
+        read_slowly.extend(lines.tolist())
+        return by_line(line, lines, fields)
+
+    by_line = json_lines._read_line_by_line
+    monkeypatch.setattr(json_lines, "_read_line_by_line", slowly)
+    odd = [
+        b'{"t": 1.50, "n": "NA", "i": "7", "h": 12.5}', b'{"t": "NA", "n": "-1.5e3", "i":"NA"}', b"",
+        b'{"t": "a", "n": 0.5, "i": 3}',
+    ]  # fmt: skip
+    block = both(odd * 200, SEVERAL[:-2], NULLS)
+    assert block["rows"] == 200, "h holds no 12.5, and t is required"
+    read_slowly.clear()
+    found = content(read(odd * 200, FIELDS, NULLS))
+    assert not read_slowly
+    assert found["rows"] == 400
+    assert found["columns"]["t", "string"] == [None, "a"] * 200
+    faulty = {1: b'{"t": "a"', 77: b'{"n": "x"}', 500: b'{"t": [1]}', 700: b'{"i": 1.5}'}
+    lines = [faulty.get(number, odd[number % 4]) for number in range(800)]
+    assert [line for line, *_ in content(read(lines, FIELDS, NULLS))["bad"] if line % 4] == [1, 77]
+    assert {*faulty} <= {*read_slowly}
+    assert len(read_slowly) < 800 / 2
 
 
 @pytest.mark.parametrize(

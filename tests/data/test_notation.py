@@ -20,7 +20,7 @@ from stoker.prep.like import Like
 from stoker.prep.parse import floats
 from stoker.prep.parse.floats import in_way
 from stoker.prep.parse.json_lines import parsed
-from stoker.prep.parse.notation import AS_TYPED, PLAIN, agreed, notation_of, text_of_floats, written
+from stoker.prep.parse.notation import AS_TYPED, PLAIN, SINGLE, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
 
 SCHEMA = {
@@ -120,10 +120,10 @@ def test_a_manifest_says_how_each_table_is_written_so_that_no_vocabulary_is_read
     schema = {"label": "label", "categorical": [{"name": "user"}, {"name": "item", "table": "user"}, {"name": "new"}]}
     rows = {"label": [0, 1] * 4, "user": ["a", "b"] * 4, "item": ["a", "c"] * 4, "new": ["True", "False"] * 4}
     data = stoker.prepare(stoker.Schema.from_dict(schema), pl.DataFrame(rows), out=tmp_path / "data")
-    assert data.manifest["notation"] == {"user": "", "new": "True"}
+    assert data.manifest["notation"] == {"": PLAIN, "user": "", "new": "True"}
     more = pl.DataFrame({**rows, "user": ["7", "8"] * 4})
     grown = stoker.prepare(None, more, out=tmp_path / "grown", like=data, grow=True)
-    assert grown.manifest["notation"] == {"user": "1", "new": "True"}
+    assert grown.manifest["notation"] == {"": PLAIN, "user": "1", "new": "True"}
     later = stoker.prepare(None, more.with_columns(user=pl.lit("7.0")), out=tmp_path / "later", like=grown)
     assert later.manifest["notation"] == grown.manifest["notation"]
     assert all((batch.ids > 0).all() for batch in later.test.batches(8))
@@ -280,6 +280,29 @@ def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, 
         assert ids_like(data, values, tmp_path / "new") == wanted, values
 
 
+def test_truth_values_are_found_where_two_columns_make_a_key(tmp_path: Path) -> None:
+    """The table of such a feature has each truth value many times."""
+    values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "user"}], "derive": ["mean_target by=flag,user"]}
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": ["True", "False"] * 30, "user": [*"abcdefghij"] * 6})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    wanted = encoder.encode(rows.drop("label"))
+    found = encoder.encode(rows.drop("label").with_columns(flag=pl.col("flag") == "True"))
+    assert (found.ids == wanted.ids).all()
+    assert (found.dense == wanted.dense).all()
+    assert (wanted.ids > 0).all()
+
+
+@pytest.mark.parametrize("words", [*WORDS, ("t", "f")])
+def test_what_an_earlier_version_did_not_see_in_texts_is_read_again(tmp_path: Path, words: tuple[str, str]) -> None:
+    """It had no word for TRUE and t, nor for floats of R and JavaScript."""
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": [*words] * 30})
+    data = stoker.prepare(stoker.Schema.from_dict(LIKE), rows, out=tmp_path / "data", split="random:1,0")
+    wanted = ids_like(data, [*words], tmp_path / "new")
+    altered(data, {"flag": ""})
+    assert ids_like(stoker.Dataset(data.path), [True, False], tmp_path / "new") == wanted
+
+
 def test_truth_values_of_postgres_and_of_hash_buckets(tmp_path: Path) -> None:
     """A column of t and f alone has truth values, which numbers are not there."""
     schema = stoker.Schema.from_dict({**LIKE, "categorical": [{"name": "flag"}, {"name": "hash", "hash_buckets": 999}]})
@@ -340,9 +363,9 @@ def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: s
 def test_floats_with_an_exponent_share_a_hash_bucket() -> None:
     for number, *others in zip(*(row.split() for row in WRITTEN.values()), strict=True):
         assert set(written(pl.Series([number, *others] * 40), PLAIN)) == {number.removesuffix(".0")}
-    odd = ["1e5", "12e4", "1e+99999", "0.0000", "2.5E", "00000012345678", "123456789012345678"]
+    odd = ["1e5", "12e4", "1e+99999", "2.5E", "00000012345678", "123456789012345678", "0.0000"]
     for way in (PLAIN, "1|1e-07", "1|1e-04", "1|1.0E-7"):
-        assert written(pl.Series(odd), way).to_list() == odd
+        assert written(pl.Series(odd), way).to_list() == [*odd[:-1], "0" if way == PLAIN else "0.0000"]
 
 
 def test_one_odd_text_among_many_ids_costs_no_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,6 +443,120 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     typed = rows.drop("label").with_columns(pl.col("bucket").cast(pl.Decimal(12, 2)))
     assert encoder.encode(typed).ids.tolist() == encoder.encode(zeros).ids.tolist() != wanted
+
+
+def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> None:
+    """Also in crosses. Texts of an earlier dataset that are written in two ways keep two."""
+    texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "10.00", "7"] * 8
+    values = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}],
+              "derive": ["cross columns=price,kind buckets=9973"]}  # fmt: skip
+    rows = pl.DataFrame({"label": [0, 1, 1, 0, 0, 1, 0, 1] * 8, "price": texts, "kind": ["a", "b"] * 32})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    wanted = [batch.ids.tolist() for batch in data.train.batches(64)]
+    short = ["5", "2.5", "120", "-0.25", "1.2.30", "v2.50", "10", "7"] * 8
+    numbers = rows.with_columns(price=pl.Series(short)).filter(~pl.col("price").str.contains(r"v|\.2\."))
+    again = stoker.prepare(None, rows.with_columns(price=pl.Series(short)), out=tmp_path / "again", like=data)
+    assert [batch.ids.tolist() for batch in again.test.batches(64)] == wanted
+    found = [
+        [batch.ids.tolist() for batch in stoker.prepare(None, typed, out=tmp_path / "typed", like=data,
+                                                        overwrite=True).test.batches(64)]
+        for typed in (numbers, *(numbers.cast({"price": kind}) for kind in (pl.Decimal(12, 4), pl.Float64, pl.Float32)))
+    ]  # fmt: skip
+    assert found[1:] == found[:1] * 3
+    altered(data, {"": "plain text"})
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    ids = encoder.encode(pl.DataFrame({"price": ["2.50", "2.5", "5.00", "5", "5.0"], "kind": ["a"] * 5})).ids[:, 0]
+    assert len({*ids.tolist()}) == 4, "only 5 and 5.0 are one"
+
+
+def altered(data: stoker.Dataset, notation: dict[str, str]) -> None:
+    """Let the manifest say how texts are written as an earlier version did."""
+    manifest = json.loads((data.path / "manifest.json").read_text())
+    manifest["notation"] = notation
+    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+FLOATING = {
+    "label": {"column": "score", "rule": ">= 0.7"},
+    "dense": [{"name": "price", "transforms": ["log1p", "zscore"]}, {"name": "gain", "transforms": ["minmax"]}],
+    "categorical": [{"name": "size", "type": "float"}, {"name": "hashed", "source": "size", "type": "float",
+                    "hash_buckets": 9_973}, {"name": "text"}],
+    "sequence": [{"name": "sizes", "type": "float", "table": "size", "separator": "|"}],
+    "derive": ["mean_target by=size,text", "count by=price", "cross columns=size,price buckets=9973",
+               "past_count by=size order=price window=0.3", "subtract left=price right=size"],
+    "split": {"rule": "hash", "column": "text", "train": 1.0, "valid": 0.0, "test": 0.0},
+}  # fmt: skip
+
+
+def floating() -> pl.DataFrame:
+    draws = np.random.default_rng(5).integers(1, 9, (200, 5)) / 10
+    names = ("score", "price", "gain", "size", "text")
+    rows = pl.DataFrame({name: draws[:, number] for number, name in enumerate(names)})
+    return rows.with_columns(sizes=pl.concat_list("size", "text"), text=pl.col("text").cast(pl.String))
+
+
+def bits(split: Any) -> list[Any]:
+    [batch] = split.batches(len(split))
+    return [batch.dense.numpy().tobytes(), batch.ids.tolist(), batch.offsets.tolist(), batch.labels.tolist()]
+
+
+@pytest.mark.parametrize("kind", [pl.Float32, pl.Float16])
+def test_a_narrow_float_is_the_number_that_its_text_writes(tmp_path: Path, kind: Any) -> None:
+    """In ids, hash buckets, dense columns, labels and features: the same bits as of a log of texts or of Float64."""
+    rows = floating()
+    schema = stoker.Schema.from_dict(FLOATING)
+    rows.with_columns(pl.col("sizes").cast(pl.List(pl.String)).list.join("|")).write_csv(tmp_path / "log.csv")
+    data = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data")
+    narrow = rows.with_columns(pl.col(pl.Float64).cast(kind), pl.col("sizes").cast(pl.List(kind)))
+    narrow = narrow.with_columns(text=pl.col("text").cast(pl.Float64).cast(kind))
+    same = stoker.prepare(schema, narrow, out=tmp_path / "same")
+    assert bits(same.train) == bits(data.train)
+    assert same.manifest["dense_stats"] == data.manifest["dense_stats"]
+    assert Like(same.path).vocabulary("size").equals(Like(data.path).vocabulary("size"))
+    wanted = stoker.prepare(None, tmp_path / "log.csv", out=tmp_path / "like", like=data, history="ignore")
+    found = stoker.prepare(None, narrow, out=tmp_path / "like_narrow", like=data, history="ignore")
+    assert bits(found.test) == bits(wanted.test)
+
+
+def test_a_dataset_of_float32_keeps_its_ids_and_finds_texts(tmp_path: Path) -> None:
+    """An earlier version read 0.1 of a Float32 column as 0.10000000149: by vocabularies, hash buckets and features."""
+    narrow = floating().with_columns(pl.col(pl.Float64).cast(pl.Float32), pl.col("sizes").cast(pl.List(pl.Float32)))
+    wide = narrow.with_columns(pl.col(pl.Float32).cast(pl.Float64), pl.col("sizes").cast(pl.List(pl.Float64)))
+    data = stoker.prepare(stoker.Schema.from_dict(FLOATING), wide, out=tmp_path / "data")
+    assert data.manifest["notation"]["size"] == SINGLE
+    made = dict(data.manifest["notation"])
+    texts = floating().with_columns(pl.col("sizes").cast(pl.List(pl.String)).list.join("|"))
+    texts.write_csv(tmp_path / "log.csv")
+
+    def again(rows: Any) -> list[Any]:
+        like = stoker.Dataset(data.path)
+        found = stoker.prepare(None, rows, out=tmp_path / "new", like=like, history="ignore", overwrite=True)
+        return bits(found.test)[:3]
+
+    dense, ids = np.frombuffer(again(wide)[0], np.float32), bits(data.train)[1:3]
+    for generation in (made, {"text": "1.0"}, {"": "plain text", "text": "1.0"}):
+        altered(data, generation)
+        for rows in (narrow, wide, tmp_path / "log.csv"):
+            if generation is made or rows is not tmp_path / "log.csv":
+                found, *others = again(rows)
+                assert others == ids
+                np.testing.assert_allclose(np.frombuffer(found, np.float32), dense, rtol=1e-6, atol=1e-6)
+
+
+def test_floats_that_may_have_lost_digits_are_no_ids_of_any_column(tmp_path: Path) -> None:
+    """16777217 is 16777216 as Float32: another user."""
+    users = [float(2**24 + row % 7) for row in range(60)]
+    rows = pl.DataFrame({"label": [0, 1] * 30, "user": users})
+    for kind, log in (("float", rows), ("string", rows.cast({"user": pl.String}))):
+        values = {"label": "label", "categorical": [{"name": "user", "type": kind}]}
+        data = stoker.prepare(stoker.Schema.from_dict(values), log, out=tmp_path / kind, split="random:1,0")
+        encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+        assert (encoder.encode(rows.select("user")).ids > 0).all()
+        with pytest.raises(stoker.DataError, match="row 0: column user: the float 16777216 may have lost digits"):
+            encoder.encode(rows.select(pl.col("user").cast(pl.Float32)))
+        half = pl.DataFrame({"user": pl.Series([2048.0], dtype=pl.Float16)})
+        with pytest.raises(stoker.DataError, match="row 0: column user: the float 2048 may have lost digits"):
+            encoder.encode(half)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "quoted"])

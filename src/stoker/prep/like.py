@@ -20,7 +20,7 @@ from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, MIXED, UNLISTED, agreed, notation_of
+from stoker.prep.parse.notation import AS_TYPED, MIXED, PLAIN, UNLISTED, WIDENED, agreed, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
@@ -60,16 +60,20 @@ def notation_by_column(
     """
     found: dict[str, set[str]] = {}
     for column in schema.features:
-        if column.table_name in tables:
+        if column.table_name in tables and (column.type == "string" or tables[column.table_name]):
             found.setdefault(column.raw, set()).add(tables[column.table_name])
     for feature in schema.feature:
         table = fitted_tables[feature.name].table if feature.name in fitted_tables else pl.DataFrame()
-        for name in (name for name in feature.inputs if table.schema.get(name) == pl.String):
-            found.setdefault(name, set()).add(notation_of(table.get_column(name)))
+        for name in (name for name in feature.inputs if table.schema.get(name) in (pl.String, pl.Float64)):
+            notation = notation_of(table.get_column(name).unique())
+            if notation or table.schema[name] == pl.String:
+                found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
     if as_typed:
         return {"": AS_TYPED, **known}
-    return {**dict.fromkeys(schema.unlisted, tables.get("", UNLISTED)), **dict.fromkeys(found, MIXED), **known}
+    hashed = tables.get("", UNLISTED)
+    default = {} if hashed == PLAIN else {"": WIDENED}
+    return {**default, **dict.fromkeys(schema.unlisted, hashed), **dict.fromkeys(found, MIXED), **known}
 
 
 class Like:
@@ -137,9 +141,15 @@ class Like:
         return times_of(self.data.manifest["splits"])
 
     def _notations(self, stored: Any) -> dict[str, str]:
-        """Return table -> how its texts are written; read the vocabularies of which the manifest does not say it."""
+        """Return table -> how its texts are written; read the vocabularies of which the manifest does not say it.
+
+        What an earlier version said of a table may be less than what its texts say.
+        """
         found: dict[str, str] = dict(stored) if isinstance(stored, dict) else {}
-        for table in {column.table_name for column in self.schema.features if column.type == "string"} - found.keys():
+        if found.get("") != PLAIN:
+            found = {name: notation for name, notation in found.items() if not name}
+        texts = {column.table_name for column in self.schema.features if column.type in ("string", "float")}
+        for table in texts - found.keys():
             if f"vocab/{table}.parquet" in self.data.manifest["files"]:
                 found[table] = notation_of(self.vocabulary(table).get_column("value"))
         return found

@@ -44,7 +44,7 @@ from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.like import FEATURES, Like, notation_by_column
-from stoker.prep.parse.notation import notation_of
+from stoker.prep.parse.notation import WIDENED, notation_of
 from stoker.prep.requests import FittedSchema, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
@@ -153,7 +153,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         description = {
             "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
-            "notation": dict(like.schema.notation),
+            "notation": {"": "", **like.schema.notation},
             "times": like.times,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
             "version": version_of(manifest),
@@ -318,7 +318,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
     if notation is None:  # of an earlier version
         tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
         notation = notation_by_column(schema, tables, fitted_tables, as_typed=True)
-    schema = replace(schema, notation=notation)
+    schema = replace(schema, notation={"": WIDENED, **notation})
     state = {one.name: fitted_tables[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = FittedSchema(

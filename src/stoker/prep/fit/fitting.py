@@ -94,10 +94,10 @@ class _TableStep:
             with atomic_path(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
-            if first.type == "string":
-                texts = found.frame["value"]
-                record["notation"] = notation_of(texts)
-                record["twins"] = twins_of(texts, record["notation"]) if self.like is None else []
+            if first.type in ("string", "float"):
+                record["notation"] = notation_of(found.frame["value"])
+            if first.type == "string" and self.like is None:
+                record["twins"] = twins_of(found.frame["value"], record["notation"])
         known: Array = found.ids.astype(np.int32)
         missing_id, size = found.missing_id, found.num_embeddings
         if raw_ids is not None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from stoker.base.units import plural
 from stoker.ops.codegen.jit import jit
 from stoker.prep.parse.frames import TEXT_CUT, BadLine, Block, Field, cut_text, frame_block
+from stoker.prep.parse.notation import SINGLE
 
 Array = npt.NDArray[Any]
 
@@ -77,7 +78,7 @@ class TextParser:
         """Return True if a column is read as numbers of one kind only."""
         others = [one for one in self._fields if one.column == item.column and one != item]
         single = item.kind in _KINDS and item.separator is None and item.column in self._places
-        return single and not others and item.decimal == "."
+        return single and not others and item.decimal == "." and item.notation != SINGLE
 
     def join(self, lines: bytes) -> bytes:
         """Replace a separator of several bytes by one byte, which all other methods expect."""

@@ -2,6 +2,8 @@
 
 A way to write floats is named by an example. Only texts with an exponent are changed, and those that have one in
 another way: small fractions, and in R and Java large numbers.
+
+A Float32 or Float16 is the number that programs write for it: 0.1, not 0.10000000149.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
+import numpy as np
 import polars as pl
 
 PYTHON = "1e-07"
 EXPONENT = r"^-?[1-9](\.\d{1,20})?[eE][+-]\d{1,3}$|^-?[1-9]\.\d{1,20}E\d{1,3}$"  # 1e5 may be hexadecimal digits
 CANDIDATE = EXPONENT + r"|^-?0\.000\d{0,9}[1-9]\d{0,16}$"  # also a fraction that another program may write so
 _FEW = 100  # texts of a request, for which Polars takes much longer than Python
+#: type -> from this on it holds only some of the whole numbers
+LOSSY: dict[pl.DataType, int] = {pl.Float16(): 2**11, pl.Float32(): 2**24, pl.Float64(): 2**53}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,3 +78,27 @@ def way_of(texts: pl.Series) -> str:
         return ""
     parts = (texts.filter(texts.str.contains(EXPONENT)), texts.head(1_000), texts)  # most ways fail early
     return next((way for way in WAYS if all((in_way(part, way) == part).all() for part in parts)), "")
+
+
+def as_double(series: pl.Series) -> pl.Series:
+    """Return floats as Float64: the number of the shortest text that tells a Float32 or Float16 from its neighbours."""
+    if series.dtype == pl.Float16:
+        values = (None if value is None else float(str(np.float16(value))) for value in series)
+        return pl.Series(series.name, values, pl.Float64)
+    found = series.cast(pl.Float64)
+    if series.dtype == pl.Float64 or (found == found.floor()).all():
+        return found
+    return series.cast(pl.String).cast(pl.Float64)
+
+
+def is_single(values: pl.Series) -> bool:
+    """Return True if Float64 values are those of a Float32 column, digit by digit: 0.10000000149."""
+    narrow = values.cast(pl.Float32)
+    odd = (as_double(narrow) != values) & (values != values.floor())
+    return bool(odd.any() and (narrow.cast(pl.Float64) == values).all())
+
+
+def in_single(values: pl.Series) -> pl.Series:
+    """Return Float64 values as a Float32 column has them: 0.1 as 0.10000000149. Those of more digits stay."""
+    narrow = values.cast(pl.Float32)
+    return narrow.cast(pl.Float64).zip_with((as_double(narrow) == values).fill_null(True), values)

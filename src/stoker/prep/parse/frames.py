@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,16 @@ from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.past import lists_of
+from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
-    DOTTED,
+    HASHED,
     MIXED,
-    PLAIN,
-    PLAIN_NUMBERS,
+    SINGLE,
     UNLISTED,
+    WIDE,
+    WIDENED,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -70,7 +72,8 @@ class Field:
     optional: bool = False  # a file may lack the column; all its fields then count as empty
     kept: bool = False  # goes to the scores; a typed file's column then keeps its type, whatever ``kind`` says
     decimal: str = "."  # of texts that are read as float
-    notation: str = field(default="", compare=False)  # of texts: how numbers are written (stoker.prep.parse.notation)
+    ids: bool = False  # floats are ids, so one that may have lost digits makes the line bad
+    notation: str = field(default="", compare=False)  # how values are written (stoker.prep.parse.notation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,16 @@ class Block:
         """Return the named columns."""
         series = {item.column: column for item, column in self.columns.items()}
         return pl.DataFrame([series[name].alias(name) for name in names])
+
+
+def joined(blocks: Sequence[Block]) -> Block:
+    """Return blocks of the same lines as one, with their rows in the order of the lines."""
+    lines = np.concatenate([block.row_line for block in blocks])
+    order = np.argsort(lines)
+    columns = {item: pl.concat([block.columns[item] for block in blocks])[order] for item in blocks[0].columns}
+    made = replace(blocks[0], rows=len(lines), columns=columns, row_line=lines[order])
+    made.set_aside(bad for block in blocks[1:] for bad in block.bad)
+    return made
 
 
 def careful_value(kind: str, text: str) -> float | int | None:
@@ -246,8 +259,10 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequen
     """Convert single values to a field, without ``nulls``; note rows that do not fit in ``wrong``."""
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
-    known = without_nulls(series, nulls, item.kind, item.decimal)
-    return without_nulls(_converted(known, item, wrong), nulls, item.kind, item.decimal)
+    known = _converted(without_nulls(series, nulls, item.kind, item.decimal), item, wrong)
+    if item.kind == "float" and item.notation == SINGLE:
+        known = in_single(known)
+    return without_nulls(known, nulls, item.kind, item.decimal)
 
 
 def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -268,23 +283,42 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
             f"column {item.column} holds {series.dtype}, and the schema reads hexadecimal texts, where 10 is 16. Write "
             'texts, or unsigned integers; if the log has decimal numbers, set type = "int" of the column.'
         )
-    plain = series.dtype.is_integer()
     if series.dtype.is_float():
-        plain = kind == "float" and bool(series.is_finite().all())
-        series = series if plain else series.fill_nan(None)  # many tools write NaN for a missing value
+        return _from_floats(series, item, wrong)
     values = series.cast(_TYPES[kind], strict=False)
-    if plain and values.null_count() == series.null_count():
+    if series.dtype.is_integer() and values.null_count() == series.null_count():
         return values
     failed = values.is_null() & series.is_not_null()
-    if kind == "float":
-        failed |= values.is_infinite()
-    elif series.dtype.is_float() or series.dtype.is_decimal():
+    if kind != "float" and series.dtype.is_decimal():
         failed |= series != series.floor()
-        if series.dtype.is_float():  # which holds only some of the whole numbers from there on
-            failed |= series.abs() >= (2**53 if series.dtype == pl.Float64 else 2**24)
     for row in failed.fill_null(False).arg_true().to_list():
         wrong.setdefault(row, _reason(item, series[row]))
     return values
+
+
+def _from_floats(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Convert floats to numbers, NaN to null: many tools write it for a missing value."""
+    short = item.kind == "float" and item.notation not in WIDE
+    series = series if series.is_finite().all() else series.fill_nan(None)
+    values = as_double(series) if short else series.cast(_TYPES[item.kind], strict=False)
+    failed = ~series.is_finite()
+    if item.kind == "int":
+        failed |= series != series.floor()
+    for row in failed.fill_null(False).arg_true().to_list():
+        wrong.setdefault(row, _reason(item, series[row]))
+    if item.kind == "int" or (item.ids and short and series.dtype != pl.Float64):
+        _note_lost_digits(item, series, series.abs() >= LOSSY[series.dtype], wrong)
+    return values
+
+
+def _note_lost_digits(item: Field, series: pl.Series, lost: pl.Series, wrong: dict[int, str]) -> None:
+    """Note the floats that may have lost digits of an id in ``wrong``."""
+    for row in lost.fill_null(False).arg_true().to_list():
+        wrong.setdefault(
+            row,
+            f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id: "
+            "write texts or whole numbers",
+        )
 
 
 def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -296,15 +330,10 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     if not series.dtype.is_float():
         return written(series.cast(pl.String), item.notation)
     series = series.fill_nan(None)
-    if item.notation in (AS_TYPED, DOTTED):
+    if item.notation == AS_TYPED:
         return series.cast(pl.String)
     texts = text_of_floats(series)
-    for row in (texts.is_null() & series.is_not_null()).arg_true().to_list():
-        wrong.setdefault(
-            row,
-            f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id: "
-            "write texts or whole numbers",
-        )
+    _note_lost_digits(item, series, texts.is_null() & series.is_not_null(), wrong)
     return written(texts, item.notation)
 
 
@@ -313,8 +342,10 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     clock = series.dtype in (pl.Time, pl.Duration) and not is_moment(item.notation)  # a value has one ISO form
     if item.notation == AS_TYPED or clock:
         return series.dt.to_string("iso")
-    plain = series.dtype == pl.Date and item.notation in (PLAIN, PLAIN_NUMBERS, UNLISTED)
-    if series.dtype not in (pl.Date, pl.Datetime) or not (item.notation == "" or is_moment(item.notation) or plain):
+    fits = item.notation in ("", WIDENED) or is_moment(item.notation)
+    if not fits and series.dtype == pl.Date:
+        fits = item.notation in HASHED
+    if series.dtype not in (pl.Date, pl.Datetime) or not fits:
         raise DataError(
             f"column {item.column} holds {series.dtype}, which texts write in many ways, and no known text says "
             "in which. Convert it to texts as in the log."

@@ -1,4 +1,4 @@
-"""Read typed columns from JSON lines: fast if all lines of a block are in order, else line by line."""
+"""Read typed columns from JSON lines: fast where lines are in order, else line by line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,28 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
+from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block, joined
 from stoker.prep.parse.sources import first_line
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
 # Values whose text every reader agrees on: texts, and whole numbers in the usual form.
 _PLAIN = rb"null|true|false|(?:-?[1-9][0-9]{0,18}|0)(?![0-9.eE])"
 # For columns of text, patterns of any other value, or of a list with such a value.
-_ODD = {
+_ODD: dict[Any, bytes] = {
     pl.String(): rb'(?!"|' + _PLAIN + rb")",
     pl.List(pl.String()): rb'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,]++|' + _PLAIN + rb")*+[^\]]",
 }
+_NO_LIST = rb"(?!null|\[)"
+#: For all columns, patterns of values that Polars cannot read.
+_UNREADABLE: dict[Any, bytes] = {
+    pl.Float64(): rb"(?!null|-?[0-9])", pl.Int64(): rb"(?!null|-?[0-9]+[\s,}])", pl.String(): _ODD[pl.String()],
+    pl.List(pl.String()): rb"(?:" + _NO_LIST + rb"|" + _ODD[pl.List(pl.String())] + rb")",
+    **dict.fromkeys((pl.List(pl.Float64()), pl.List(pl.Int64())), rb"(?:" + _NO_LIST + rb'|\[[^\]"\[{]*+["\[{])'),
+}  # fmt: skip
+_INT = rb"-?(?:[1-9][0-9]{0,17}|0)"
+_FLOAT = _INT + rb"(?:\.[0-9]{1,17})?(?:[eE][-+]?[0-9]{1,2})?"
+_NUMBER = rb"-?(?:[1-9][0-9]*|0)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+_FEW = 64  # lines that are read line by line if one of them cannot be read fast
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
@@ -37,25 +49,76 @@ def json_block(data: bytes, fields: Sequence[Field], nulls: Sequence[str] = ()) 
     A number in a column of text keeps its written form. If a key occurs twice, the first one counts. ``nulls`` are
     texts that mean missing, too.
     """
-    raw = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(raw == ord("\n"))
-    starts = np.append(0, ends + 1)
-
-    def line(number: int) -> bytes:
-        return data[starts[number] : ends[number]]
-
-    at, bad = np.arange(len(ends)), list[BadLine]()  # at: the lines that are rows
-    frame = _read_with_polars(data, fields, len(at))
-    if frame is None:
-        at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
-        frame = _read_with_polars(data, fields, len(at)) if len(at) < len(ends) else None
-    if frame is None:
-        frame, at, bad = _read_line_by_line(line, at, fields)
-    block = frame_block(
-        frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), nulls=nulls
-    )
+    line, count = _lines(data)
+    typed = partial(frame_block, fields=fields, lines=count, text_at=lambda at: cut_text(line(at)), nulls=nulls)
+    if (frame := _read_with_polars(data, fields, count)) is not None:
+        return typed(frame)
+    filled = np.array([number for number in range(count) if line(number).strip(b" \t\r")], np.int64)
+    ready = _eased(data, fields, nulls)
+    if (frame := _read_with_polars(ready, fields, len(filled))) is not None:
+        return typed(frame, row_line=filled)
+    frame, fast = _read_in_order(ready, filled, fields)
+    slow, at, bad = _read_line_by_line(line, np.setdiff1d(filled, fast), fields)
+    block = joined([typed(frame, row_line=fast), typed(slow, row_line=at)])
     block.set_aside(bad)
     return block
+
+
+def _lines(data: bytes) -> tuple[Callable[[int], bytes], int]:
+    """Return a function of the number of a line that returns its text, and the number of lines."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
+    starts = np.append(0, ends + 1)
+    return lambda number: data[starts[number] : ends[number]], len(ends)
+
+
+def _eased(data: bytes, fields: Sequence[Field], nulls: Sequence[str]) -> bytes:
+    """Return lines that Polars can read, with the same values where these are null or numbers.
+
+    Texts that mean missing become null, numbers in columns of text get quotes, and those in columns of numbers lose
+    them.
+    """
+    schema, end = _schema(fields) if not _commas(fields) else {}, rb"(?=[ \t]*[,}])"
+    for kind, pattern, replacement in (
+        (None, b'"(?:' + _texts_of(nulls) + b')"' + end, rb"\1null"),
+        (pl.String(), rb"(?!-0[ \t,}])(" + _NUMBER + rb")" + end, rb'\1"\2"'),
+        (pl.Int64(), rb'"(' + _INT + rb')"' + end, rb"\1\2"),
+        (pl.Float64(), rb'"(' + _FLOAT + rb')"' + end, rb"\1\2"),
+    ):  # fmt: skip
+        names = [name for name, other in schema.items() if other == (kind or other) and other in _TYPES.values()]
+        if names and (kind or nulls):
+            data = re.sub(rb"(" + _key(names) + rb")" + pattern, replacement, data)
+    return data
+
+
+def _texts_of(texts: Sequence[str]) -> bytes:
+    """Return a pattern of texts within quotes, as JSON writes them."""
+    found = {json.dumps(text, ensure_ascii=ascii).encode()[1:-1] for text in texts for ascii in (True, False)}
+    return b"|".join(map(re.escape, sorted(found)))
+
+
+def _key(names: Sequence[str]) -> bytes:
+    """Return a pattern of the keys of some columns."""
+    return rb'"(?:' + _texts_of(names) + rb')"[ \t]*+:[ \t]*+'
+
+
+def _read_in_order(
+    data: bytes, filled: npt.NDArray[np.int64], fields: Sequence[Field]
+) -> tuple[pl.DataFrame, npt.NDArray[np.int64]]:
+    """Read with Polars the lines that it can read; return them and their numbers."""
+    line, _ = _lines(data)
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
+    odd = {int(ends.searchsorted(found.start())) for found in re.finditer(_entry(_schema(fields), _UNREADABLE), data)}
+    frames = [pl.DataFrame(schema=_schema(fields))]
+    read, waiting = [np.zeros(0, np.int64)], [np.setdiff1d(filled, [*odd])]
+    while waiting:
+        lines = waiting.pop()
+        frame = _read_with_polars(b"\n".join(map(line, lines.tolist())), fields, len(lines))
+        if frame is not None:
+            frames.append(frame)
+            read.append(lines)
+        elif len(lines) > _FEW:
+            waiting += [lines[len(lines) // 2 :], lines[: len(lines) // 2]]
+    return pl.concat(frames), np.concatenate(read)
 
 
 def first_keys(path: Path) -> list[str]:
@@ -70,7 +133,7 @@ def first_keys(path: Path) -> list[str]:
 def _read_with_polars(data: bytes, fields: Sequence[Field], filled: int) -> pl.DataFrame | None:
     """Read the lines with Polars; return None if it might change a value."""
     schema = _schema(fields)
-    if len({(item.column, item.kind) for item in fields}) != len(schema) or _may_change(data, schema):
+    if _may_change(data, schema):
         return None
     try:
         frame = pl.read_ndjson(data, schema=schema)
@@ -81,7 +144,10 @@ def _read_with_polars(data: bytes, fields: Sequence[Field], filled: int) -> pl.D
 
 def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
     lists = {item.column for item in fields if item.separator is not None}
-    types = {item.column: _TYPES[item.kind]() for item in fields}
+    kinds: dict[str, set[str]] = {}
+    for item in fields:
+        kinds.setdefault(item.column, set()).add(item.kind)
+    types = {name: _TYPES[some.pop()]() if len(some) == 1 else pl.String() for name, some in kinds.items()}
     return {name: pl.List(kind) if name in lists else kind for name, kind in types.items()}
 
 
@@ -92,13 +158,13 @@ def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
     """
     if b"\\" in data and b"\\u" in data and _LONE_SURROGATE.search(data):
         return True
-    patterns = []
-    for kind, value in _ODD.items():
-        names = [name for name, other in schema.items() if other == kind]
-        keys = {json.dumps(name, ensure_ascii=ascii).encode()[1:-1] for name in names for ascii in (True, False)}
-        if keys:
-            patterns.append(b'"(?:' + b"|".join(map(re.escape, sorted(keys))) + rb')"\s*+:\s*+' + value)
-    return any(re.search(pattern, data) for pattern in patterns)
+    return bool(any(kind in _ODD for kind in schema.values()) and re.search(_entry(schema, _ODD), data))
+
+
+def _entry(schema: Mapping[str, pl.DataType], patterns: Mapping[Any, bytes]) -> bytes:
+    """Return a pattern of keys and values, by the type of their column."""
+    names = {kind: [name for name, other in schema.items() if other == kind] for kind in patterns}
+    return b"|".join(_key(names[kind]) + value for kind, value in patterns.items() if names[kind])
 
 
 def _read_line_by_line(

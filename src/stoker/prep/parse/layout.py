@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -53,15 +54,13 @@ class Layout:
             column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed,
             decimal=schema.source.decimal,
         )  # fmt: skip
-        self.dense = [Field(column=column.raw, kind="float", decimal=schema.source.decimal) for column in self.columns]
-        self.feature_fields = [
+        self.dense = [
             Field(
-                column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
-                keep=column.keep, notation=schema.notation_of(column.raw),
-            ) if isinstance(column, SequenceColumn)
-            else Field(column=column.raw, kind=column.type, notation=schema.notation_of(column.raw))
-            for column in self.features
+                column=column.raw, kind="float", decimal=schema.source.decimal, notation=schema.notation_of(column.raw)
+            )
+            for column in self.columns
         ]  # fmt: skip
+        self.feature_fields = [*map(self._ids_field, self.features)]
         self.time: Field | None = None
         if schema.timestamp is not None:
             self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
@@ -83,6 +82,15 @@ class Layout:
             *self.kept,
         ]
         self.fields: list[Field] = list(dict.fromkeys(everything))
+
+    def _ids_field(self, column: CategoricalColumn) -> Field:
+        item = Field(
+            column=column.raw, kind=column.type, ids=column.type == "float",
+            notation=self.schema.notation_of(column.raw),
+        )  # fmt: skip
+        if isinstance(column, SequenceColumn):
+            item = replace(item, separator=column.separator, max_length=column.max_length, keep=column.keep)
+        return item
 
     def _kept_field(self, name: str) -> Field:
         """Return the field of a kept column in files without types: of the schema's type, else text."""

@@ -353,7 +353,8 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
             if column in made:
                 continue
             if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
-                own.append(Field(column=column, kind="float", decimal=schema.source.decimal))
+                notation = schema.notation_of(column)
+                own.append(Field(column=column, kind="float", decimal=schema.source.decimal, notation=notation))
                 readers[column] = feature
             elif not kinds:
                 own.append(Field(column=column, kind="string", notation=schema.notation_of(column)))

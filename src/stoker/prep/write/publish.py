@@ -424,7 +424,7 @@ def _finish(
         "quarantined": bad,
     }
     if like is None or NOTATION in like.data.manifest:
-        manifest[NOTATION] = ({"": PLAIN} if task.schema.unlisted else {}) if like is None else dict(like.notations)
+        manifest[NOTATION] = {"": PLAIN} if like is None else dict(like.notations)
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
