@@ -10,6 +10,7 @@ Legend: R ranks, V shards, P parameters of the dense part, D columns.
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -465,7 +466,7 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
     ids = rows = gradients = room = 0.0
 
     def spare(count: float) -> float:  # there is room for the most rows so far: about two deviations more than the mean
-        return 2.0 * float(count * (ranks - 1)) ** 0.5
+        return 2 * math.sqrt(count * (ranks - 1))
 
     for (strategy, dim, _, dtype), tables in groups.items():
 

@@ -414,10 +414,12 @@ class Ranks:
         except Exception:
             raise
         except BaseException as error:
-            self.wire.end(
-                f"rank {self.rank} of {self.size} was interrupted ({type(error).__name__}) when it was to {work}. "
-                "Start all ranks again from the last checkpoint."
-            )
+            if not getattr(error, "told", False):  # by a block within this one
+                error.told = True  # type: ignore[attr-defined]
+                self.wire.end(
+                    f"rank {self.rank} of {self.size} was interrupted ({type(error).__name__}) when it was to {work}. "
+                    "Start all ranks again from the last checkpoint."
+                )
             raise
 
     @contextmanager
