@@ -10,6 +10,7 @@ Legend: R ranks, V shards, P parameters of the dense part, D columns.
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -438,7 +439,7 @@ class Sent:
     rows: float
     gradients: float  # of rows
     parameters: float  # gradients of the dense part
-    headers: float  # before each message
+    headers: float  # before each message, with room for more data than comes
 
     @property
     def total(self) -> float:
@@ -462,7 +463,11 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
     for table in placement.tables:
         key = placement.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype
         groups.setdefault(key, []).append(table)
-    ids = rows = gradients = 0.0
+    ids = rows = gradients = room = 0.0
+
+    def spare(count: float) -> float:  # there is room for the most rows so far: about two deviations more than the mean
+        return 2 * math.sqrt(count * (ranks - 1))
+
     for (strategy, dim, _, dtype), tables in groups.items():
 
         def distinct(shares: Iterable[float], tables: list[TableConfig] = tables) -> float:
@@ -470,17 +475,19 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
             return others * sum(part_of(use, share).distinct for share in shares for use in uses)
 
         whole = isinstance(strategy, TensorTrain)  # every rank has the cores, and gets all gradients
-        gradients += distinct(nodes) * ((_SUM_HEAD if whole or sends_names(ranks, shards) else _SUM_COUNT) + 4 * dim)
+        sums, sum_bytes = distinct(nodes), (_SUM_HEAD if whole or sends_names(ranks, shards) else _SUM_COUNT) + 4 * dim
+        gradients, room = gradients + sums * sum_bytes, room + spare(sums) * sum_bytes
         if whole:
             continue
-        wanted = distinct(len(each) / shards for each in own)
-        ids += wanted * (8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE_IDS else 4)
-        rows += wanted * dim * DTYPES[dtype].itemsize
+        wanted, row = distinct(len(each) / shards for each in own), dim * DTYPES[dtype].itemsize
+        name = 8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE_IDS else 4
+        ids, rows = ids + wanted * name, rows + wanted * row
+        room += spare(wanted) * (name + row * isinstance(strategy, Slotted))
     # Rows of slots are asked for ahead. Others, and sums of parameters, follow a message with a word of 8 bytes.
     asked = [not isinstance(strategy, TensorTrain) for strategy, *_ in groups]
     ahead = sum(isinstance(strategy, Slotted) for strategy, *_ in groups)
     messages, words = len(groups) + sum(asked) + ahead + 1, sum(asked) - ahead + 1
     return Sent(
         ids=ids, rows=rows, gradients=gradients, parameters=4 * (parameters + 1) * others * (len(nodes) / ranks + 1),
-        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words),
+        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words) + room,
     )  # fmt: skip

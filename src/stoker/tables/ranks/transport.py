@@ -34,7 +34,6 @@ _LIMB = 2**32  # integers of any size travel in digits of this base
 _LIMBS = 8
 _NAME = 6  # int64 of a header for the name of the work
 _WORD = 8  # bytes
-_BLOCK = 2**24  # bytes that are copied for each rank at once
 _INLINE = 8  # int64 of a header for a few numbers, which then need no message of their own
 _ROOM = 2**22  # most bytes in the message of a header: for more, a message of their own costs little
 _SLACK = 64  # one part in so many more than the most bytes so far, if these were not always the same
@@ -82,11 +81,8 @@ class _TorchWire:
 
     def gather(self, value: Tensor) -> Tensor:
         # Gloo's all_gather goes round a ring, with the delay of the network R - 1 times. This has it once.
-        found = value.new_empty(self.size, len(value))
-        for block, place in zip(value.split(_BLOCK), found.split(_BLOCK, dim=1), strict=True):
-            same = [len(block)] * self.size
-            place.copy_(self._swap(block.repeat(self.size), same, same).view(place.shape))
-        return found
+        same = [len(value)] * self.size
+        return self._swap(value.repeat(self.size), same, same).view(self.size, -1)
 
     def swap(self, sent: Tensor, sizes: Sequence[int], got: Sequence[int]) -> Tensor:
         return self._swap(sent, sizes, got)
@@ -295,13 +291,13 @@ class Ranks:
         return self.exchange_noted(work, parts, ())[0]
 
     def exchange_noted(
-        self, work: str, parts: Sequence[Tensor], own: Sequence[int]
+        self, work: str, parts: Sequence[Tensor], own: Sequence[int], whom: str = "each its own"
     ) -> tuple[list[Tensor], list[list[int]]]:
         """Do :meth:`exchange`; return also the int64 numbers that every rank tells all others, at most 8 of each."""
         data = [bytes_of(part) for part in parts]
         sizes = [len(each) for each in data]
         with self.whole(work):
-            heard = self._announce(f"{work} (to each its own)", sizes, own, data=data)
+            heard = self._announce(f"{work} (to {whom})", sizes, own, data=data)
             notes = [each[: len(own)] for each in heard.numbers]
             table, had = torch.tensor(heard.sizes), heard.room
             if not table.any():
@@ -382,21 +378,10 @@ class Ranks:
         Raises:
             RanksError: what the ranks ``said`` of a step differs.
         """
-        data = bytes_of(value)
-        with self.whole(work):
-            heard = self._announce(f"{work} (to all)", [len(data)] * self.size, said)
-            self.check_step(work, heard.numbers)
-            sizes = [row[0] for row in heard.sizes]
-            if not (most := max(sizes)):
-                return [value] * self.size
-            self.sent[work] += most * (self.size - 1)
-            padded = data.new_zeros(most)
-            padded[: len(data)] = data
-            found = self._call(work, lambda: self.wire.gather(padded))
-        return [
-            row[:size].clone().view(value.dtype).view(-1, *value.shape[1:])
-            for row, size in zip(found, sizes, strict=True)
-        ]
+        found, notes = self.exchange_noted(work, [value] * self.size, said, whom="all")
+        if said:
+            self.check_step(work, notes)
+        return found
 
     def numbers(self, work: str, own: Sequence[int]) -> list[list[int]]:
         """Return the int64 numbers of every rank, equally many of each."""
@@ -429,10 +414,12 @@ class Ranks:
         except Exception:
             raise
         except BaseException as error:
-            self.wire.end(
-                f"rank {self.rank} of {self.size} was interrupted ({type(error).__name__}) when it was to {work}. "
-                "Start all ranks again from the last checkpoint."
-            )
+            if not getattr(error, "told", False):  # by a block within this one
+                error.told = True  # type: ignore[attr-defined]
+                self.wire.end(
+                    f"rank {self.rank} of {self.size} was interrupted ({type(error).__name__}) when it was to {work}. "
+                    "Start all ranks again from the last checkpoint."
+                )
             raise
 
     @contextmanager
