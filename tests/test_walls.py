@@ -28,15 +28,15 @@ LINES = {
     "tables": 13_270,
     "models": 2_010,
     "placement": 2_900,
-    "training": 11_150,
+    "training": 11_180,
     "rewrite": 1_910,
     "prep": 13_350,
     "synthetic": 1_670,
     "cli": 3_410,
     "live": 1_370,
-    "serve": 1_600,
+    "serve": 1_630,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_155
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
