@@ -47,8 +47,8 @@ def rollback(run: str | Path, to: int | None = None) -> Path:
         if not 0 <= wanted <= journal.number:
             raise ConfigError(
                 f"{journal.run.path} is at update {journal.number}, so it cannot go back to update {wanted}. Give a "
-                f"number from 0 to {journal.number - 1}.", settings=("to",),
-            )  # fmt: skip
+                f"number from 0 to {journal.number - 1}."
+            )
         found = _model_of(journal.run, wanted)
         checkpoint.verify(found)
         if wanted:
@@ -113,8 +113,8 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
         if not 0 < number <= journal.number:
             raise ConfigError(
                 f"{journal.run.path} is at update {journal.number}, so updates up to {number} cannot be joined. Give a "
-                f"number from 1 to {journal.number}.", settings=("to",),
-            )  # fmt: skip
+                f"number from 1 to {journal.number}."
+            )
         target = _model_of(journal.run, number)
         before = _bytes(journal.run.path)
         joined = join(target)
