@@ -34,7 +34,7 @@ LINES = {
     "synthetic": 1_670,
     "cli": 3_410,
     "live": 1_370,
-    "serve": 1_600,
+    "serve": 1_630,
 }  # fmt: skip
 ALL_LINES = 66_210
 MODULES = 15  # in a folder

@@ -40,6 +40,10 @@ def test_days_of_a_run(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureF
     assert "day_1.csv, day_2.csv" in out
     code, out, _ = output(capsys, "rollback", run, "--json")
     assert json.loads(out) == {"run": str(run), "checkpoint": str(run / "checkpoints/update_000001")}
+    for command, words in (("rollback", "it cannot go back to update 9. Give a number from 0 to 0."),
+                           ("compact", "updates up to 9 cannot be joined. Give a number from 1 to 1.")):  # fmt: skip
+        code, _, err = output(capsys, command, run, "--to", "9")
+        assert (code, " ".join(err.split())) == (2, f"error: {run} is at update 1, so {words}")
     code, out, _ = output(capsys, "compact", run)
     assert "is whole now, 1 segment joined" in out
 

@@ -161,6 +161,17 @@ def test_the_window_state_of_another_day_or_dataset_is_refused(place: Path, caps
     assert len(other.score(day(3).drop("click"))) == 300
 
 
+def test_the_first_dataset_does_not_stand_for_that_of_an_update(place: Path) -> None:
+    """It lacks the ids that the update brought, which would have the scores of unknown ones."""
+    run = place / "run"
+    stoker.update(run, logs(place, 1))
+    shutil.rmtree(run / "updates/000001")
+    with pytest.raises(ConfigError, match="does not fit the model: its num embeddings"):
+        stoker.Scorer(run, data=place / "data")
+    with pytest.raises(ConfigError, match="does not fit the model: its num embeddings"):
+        stoker.export(run, place / "served", data=place / "data")
+
+
 def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
     found = stoker.update(place / "run", logs(place, 1, 2))
     assert (found.number, found.rows) == (1, 600)

@@ -158,11 +158,14 @@ def test_inspect_shows_an_export(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "rows/0.rows was altered" in "".join(capsys.readouterr().err.split("\n"))
 
 
-def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["stoker.prep.requests.Ids.write", "stoker.serve.export.sync_folder"])
+def test_an_export_that_fails_leaves_nothing(
+    run: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stoker.prep.requests.Ids.write", full)
+    monkeypatch.setattr(place, full)
     with pytest.raises(stoker.CheckpointError, match="cannot be written"):
         stoker.export(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

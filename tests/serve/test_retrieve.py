@@ -268,5 +268,9 @@ def test_a_retriever_follows_updates_and_roll_backs(run: Path, tmp_path: Path) -
     with pytest.raises(stoker.ConfigError, match="has no training rows, so no items"):
         stoker.Retriever(run, data=run / "updates/000001")
     shutil.rmtree(run / "updates/000001")
+    shutil.copytree(run / "updates/000002", run / "updates/000001")
+    with pytest.raises(stoker.DataError, match="000001 has other rows than update 1 was trained on"):
+        stoker.Retriever(run)  # the columns of items would be those of an earlier day
+    shutil.rmtree(run / "updates/000001")
     with pytest.raises(stoker.DataError, match="000001 is missing: the rows of that update were deleted"):
         stoker.Retriever(run)

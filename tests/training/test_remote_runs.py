@@ -164,6 +164,11 @@ def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
     follower = stoker.Follower("memory://b/run", found)
     assert stoker.rollback("memory://b/run", 0).name.startswith("step_")
     assert not memory.exists("/b/run/head.json")
+    for act in (stoker.rollback, stoker.compact):
+        with pytest.raises(ConfigError, match=r"^memory://b/run was not updated"):
+            act("memory://b/run")
+    with pytest.raises(ConfigError, match=r"^memory://b/run is a URL, and this needs a run on a local disk"):
+        stoker.report("memory://b/run")
     assert follower.poll()
     stoker.update("memory://b/run", days[2])
     assert follower.poll()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import ConfigError
+from stoker.base.files import url_of
 from stoker.base.progress import Bars
 from stoker.base.units import format_size, plural
 from stoker.cli.options import Data, Json, OneObject, printed, say, show_grids, takes
@@ -96,8 +97,8 @@ def rollback(
 
     with Bars(quiet=as_json):
         found = go_back(run, to)
-    if not printed({"run": str(run), "checkpoint": str(found)}, as_json):
-        say(f"{run} is at {found.name} now")
+    if not printed({"run": url_of(run) or str(run), "checkpoint": str(found)}, as_json):
+        say(f"{found.parent.parent} is at {found.name} now")
 
 
 def compact(
@@ -117,6 +118,6 @@ def compact(
 
     with Bars(quiet=as_json):
         found = join_updates(run, to)
-    record = {"run": str(run), "checkpoint": str(found.checkpoint), "joined": found.joined, "freed": found.freed}
-    if not printed(record, as_json):
+    record = {"checkpoint": str(found.checkpoint), "joined": found.joined, "freed": found.freed}
+    if not printed({"run": url_of(run) or str(run), **record}, as_json):
         say(found.summary())

@@ -42,13 +42,13 @@ def rollback(run: str | Path, to: int | None = None) -> Path:
     """
     with opened(run) as journal:
         if not journal.number:
-            raise ConfigError(f"{run} was not updated, so there is nothing to take back.")
+            raise ConfigError(f"{journal.run.path} was not updated, so there is nothing to take back.")
         wanted = journal.number - 1 if to is None else to
         if not 0 <= wanted <= journal.number:
             raise ConfigError(
-                f"{run} is at update {journal.number}, so it cannot go back to update {wanted}. Give a number from 0 "
-                f"to {journal.number - 1}.", settings=("to",),
-            )  # fmt: skip
+                f"{journal.run.path} is at update {journal.number}, so it cannot go back to update {wanted}. Give a "
+                f"number from 0 to {journal.number - 1}."
+            )
         found = _model_of(journal.run, wanted)
         checkpoint.verify(found)
         if wanted:
@@ -108,13 +108,13 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
     """
     with opened(run) as journal:
         if not journal.number:
-            raise ConfigError(f"{run} was not updated, so there is nothing to join.")
+            raise ConfigError(f"{journal.run.path} was not updated, so there is nothing to join.")
         number = journal.number if to is None else to
         if not 0 < number <= journal.number:
             raise ConfigError(
-                f"{run} is at update {journal.number}, so updates up to {number} cannot be joined. Give a number from "
-                f"1 to {journal.number}.", settings=("to",),
-            )  # fmt: skip
+                f"{journal.run.path} is at update {journal.number}, so updates up to {number} cannot be joined. Give a "
+                f"number from 1 to {journal.number}."
+            )
         target = _model_of(journal.run, number)
         before = _bytes(journal.run.path)
         joined = join(target)

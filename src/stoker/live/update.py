@@ -314,6 +314,7 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
                 **order.to_dict(),
                 "logs": logs,
                 "rows": len(rows),
+                "data_hash": rows.data_hash,
                 "before": before,
                 "first": first,
                 "loss_sum": 0.0,

@@ -179,11 +179,11 @@ def _written(target: Path) -> Iterator[Path]:
 
     remove(made)
     try:
-        made.mkdir(parents=True)
         with errors_as(CheckpointError, f"{target} cannot be written", "Free some space, or choose another disk."):
+            made.mkdir(parents=True)
             yield made
-        sync_folder(made)
-        exchange(made, target, target.with_name(target.name + ".tmp-old"), remove)
+            sync_folder(made)
+            exchange(made, target, target.with_name(target.name + ".tmp-old"), remove)
     finally:
         remove(made)
 

@@ -138,6 +138,8 @@ class RunDirectory:
             if name == "config.json" and not {"settings", "dataset"} <= set(values):
                 raise ValueError("it lacks the settings and the dataset")
         except (FileNotFoundError, NotADirectoryError) as error:
+            if (url := remote.url_of(self.path)) is not None:
+                raise ConfigError(f"{url} is a URL, and this needs a run on a local disk. Copy the run.") from error
             found = _what(self.path)
             is_what = f"is {found}, not a run directory" if found else f"is not a run directory: it has no {name}"
             raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error
@@ -462,10 +464,15 @@ def trained_rows(
 
     Raises:
         ConfigError: the checkpoint is not in a run directory.
-        DataError: the dataset was moved, or rows of an update were deleted.
+        DataError: the dataset was moved, or rows of an update were deleted or are those of another.
     """
-    first = Dataset(find_dataset(checkpoint, remedy)) if data is None else data
-    return first, [Dataset(_existing(path, "Put them back from a copy.")) for path in _updated_rows(checkpoint)]
+    first, back = Dataset(find_dataset(checkpoint, remedy)) if data is None else data, "Put them back from a copy."
+    found = [Dataset(_existing(path, back)) for path in _updated_rows(checkpoint)]
+    lines = RunDirectory(found[0].path.parent.parent).updates() if found else []
+    for rows, line in zip(found, lines, strict=False):  # the head may be an earlier update
+        if line.get("data_hash", rows.test.data_hash) != rows.test.data_hash:
+            raise DataError(f"{rows.path} has other rows than update {line['number']} was trained on. {back}")
+    return first, found
 
 
 def _updated_rows(checkpoint: Path) -> list[Path]:

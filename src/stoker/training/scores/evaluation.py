@@ -78,14 +78,15 @@ def check_dataset(
         dataset: the dataset.
         spec: the columns of the model.
         trained_on: what :func:`dataset_identity` returned of the rows that the model was trained on last.
-        continued: the window features of further rows continue from its state, which must be that after those rows.
+        continued: further rows are prepared like it and continue its window features, so that it must have the
+            vocabulary and the state after those rows, not those before an update.
 
     Raises:
         ConfigError: the dataset differs; the message names what differs.
     """
     mine, theirs = spec.to_dict(), dataset.schema.to_dict()
     identity: dict[str, Any] = dataset_identity(dataset)
-    if trained_on is not None and trained_on.get("first") == identity["vocabulary_hash"]:
+    if not continued and trained_on is not None and trained_on.get("first") == identity["vocabulary_hash"]:
         # Updates have added ids after those of the run's own dataset, which still mean what they did.
         theirs["num_embeddings"] = mine["num_embeddings"]
         trained_on = {**trained_on, "vocabulary_hash": identity["vocabulary_hash"]}
