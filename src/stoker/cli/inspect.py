@@ -287,7 +287,7 @@ def _show_dataset(found: dict[str, Any]) -> None:
     if dense := found["dense"]:
         figures = {key: f"{{0[{key}]:.4g}}" for key in ("min", "mean", "max", "std")}
         columns = {"column": "{0[column]}", **figures, "zeros": "{0[zeros]:.1%}"}
-        show_rows(f"Dense columns, from {dense[0]['rows']:,} training rows", columns, dense)
+        show_rows(f"Dense columns after their transforms, in {dense[0]['rows']:,} training rows", columns, dense)
     _verified(found)
 
 
