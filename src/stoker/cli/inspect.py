@@ -388,7 +388,7 @@ def _show_machine(found: dict[str, Any]) -> None:
     versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
     _wrapped(f"{'packages':<17}", ", ".join(versions), 17)
     for use, command in found["extras"].items():
-        _line("optional", f"{use}: {command}")
+        _line("not installed", f"{use}: {command}")
     for kind, backend in found["backends"].items():
         _line(f"tables on {kind}", f"{backend['name']}: {backend['why']}")
     if (kept := found["kernel_cache"]) is not None:
