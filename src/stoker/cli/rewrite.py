@@ -96,7 +96,7 @@ def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | N
         f"{format_size(found.total_bytes)}"
     )
     say(
-        f"they serve {found.access_share:.2%} of the accesses and {found.input_share:.2%} of the {found.inputs:,} inputs"
+        f"they serve {found.access_share:.2%} of the accesses and {found.input_share:.2%} of {found.inputs:,} inputs"
         + (f", with a standard error of {found.input_error:.2%}" if found.input_error else "")
     )
     share = f"{found.threshold:.3g} of its table's accesses" if found.threshold else "0: all rows fit"

@@ -645,7 +645,8 @@ def weigh(
     chosen = strategy if strategy != "auto" else least_cost(sure)
     sizes = {_CLASSES[name].__name__: size for name, (_, size, _) in best.items()}
     said = ", ".join(
-        f"{_CLASSES[name].__name__} {size / 2**20:.2f} MiB" + ("" if seconds is None else f" in {1000 * seconds:.1f} ms")
+        f"{_CLASSES[name].__name__} {size / 2**20:.2f} MiB"
+        + ("" if seconds is None else f" in {1000 * seconds:.1f} ms")
         for name, (_, size, seconds) in best.items()
     )
     why = _why(strategy, chosen, sure, problem)
