@@ -279,7 +279,7 @@ def test_doctor(app: typer.Typer) -> None:
         assert part in found["verdict"]
     text = run(app, "doctor")
     assert max(map(len, text.splitlines())) <= 100
-    assert "\na DLRM with 26 tables of dim 16 learns from " in text
+    assert "\na DLRM with 26 tables of dim 16 trains on " in text
     text = run(app, "doctor", "--no-measure")
     assert "\nthis machine can train models with" in text
     assert "samples/s" not in text

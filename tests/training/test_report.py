@@ -116,6 +116,18 @@ def test_rows_are_placed_as_in_the_run(made: Path, tmp_path: Path, monkeypatch: 
     assert seen[1] - {"Device"}, "no rows are in slots or in a file"
 
 
+def test_a_run_faster_than_the_measured_limit_has_a_reason(made: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    stoker.report(run)
+    analysis = RunDirectory(run).read(FILE)
+    for operations, words in ((1e30, "measured for this page"), (1.0, "which was busier when this page measured it")):
+        machine = {"name": "CPU", "operations": operations, "row_bytes": 1e30}
+        RunDirectory(run).write(FILE, analysis | {"machine": machine})
+        said = " ".join(page_of(run).words)
+        assert f"of the limit of CPU (products and reads of rows alone), {words}" in said
+
+
 def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=1000, num_embeddings=(20, 10))
     stoker.train(data, out=tmp_path / "run", **SMALL)

@@ -287,7 +287,7 @@ def _show_dataset(found: dict[str, Any]) -> None:
     if dense := found["dense"]:
         figures = {key: f"{{0[{key}]:.4g}}" for key in ("min", "mean", "max", "std")}
         columns = {"column": "{0[column]}", **figures, "zeros": "{0[zeros]:.1%}"}
-        show_rows(f"Dense columns, from {dense[0]['rows']:,} training rows", columns, dense)
+        show_rows(f"Dense columns after their transforms, in {dense[0]['rows']:,} training rows", columns, dense)
     _verified(found)
 
 
@@ -388,7 +388,7 @@ def _show_machine(found: dict[str, Any]) -> None:
     versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
     _wrapped(f"{'packages':<17}", ", ".join(versions), 17)
     for use, command in found["extras"].items():
-        _line("optional", f"{use}: {command}")
+        _line("not installed", f"{use}: {command}")
     for kind, backend in found["backends"].items():
         _line(f"tables on {kind}", f"{backend['name']}: {backend['why']}")
     if (kept := found["kernel_cache"]) is not None:

@@ -262,7 +262,7 @@ def _verdict(found: dict[str, Any]) -> str:
     rate, parts = format_count(trial["samples_per_second"]), trial["placed_seconds"]
     each = [f"{1000 * parts[name]:.1f} ms for {name}" for name in ("the model", "planning", "moving rows")]
     return (
-        f"{said}; a DLRM with {_TRIAL_TABLES} tables of dim {_TRIAL_DIM} learns from {rate} samples/s at batch "
+        f"{said}; a DLRM with {_TRIAL_TABLES} tables of dim {_TRIAL_DIM} trains on {rate} samples/s at batch "
         f"{_TRIAL_BATCH:,}, and {limit} of a step; with a tenth of its rows in fast memory a step takes "
         f"{each[0]}, {each[1]} and {each[2]}, so the limit is {trial['bound']}"
     )

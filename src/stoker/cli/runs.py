@@ -372,7 +372,7 @@ def _show_curves(found: Comparison) -> None:
     marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
     legend = "   ".join(f"{marks[name]} {name}" for name in points)
     width = max(20, min(72, Console().width - 12))
-    say(f"{found.metric} on the validation rows:   {legend}")
+    say(f"{found.metric} on the validation rows:   {legend}   * several")
     say(text_plot(points, marks, width=width))
 
 

@@ -1,4 +1,4 @@
-"""Let a thread that works beside requests give Python's lock to other threads.
+"""Let a thread that works while requests are answered give Python's lock to other threads.
 
 Python lets a thread keep its lock for 5 ms while others wait, and a score takes the lock again after each operation of
 torch. So 10 ms of Python in another thread delay a request by 10 ms or more. A shorter interval for all threads

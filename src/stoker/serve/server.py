@@ -329,7 +329,7 @@ class Server:
                 each.scores.set_result(result)
                 self.figures.rows.inc(len(each.rows))
 
-    # Beside the requests.
+    # While requests are answered.
 
     async def _poll(self) -> None:
         """Show what is served, and follow the updates of a run."""

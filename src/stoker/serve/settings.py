@@ -29,7 +29,7 @@ class ServeSettings(Settings, panel="Server"):
         1, "Processes that answer. Each loads the rows of a run; those of an export are shared.", least=1, most=256
     )
     wait: float = setting(2.0, "Milliseconds that a request waits under load for others to share its batch.", least=0)
-    batch_rows: int = setting(1024, "Rows of a batch; a larger request is a batch of its own.", least=1)
+    batch_rows: int = setting(1024, "Rows of a batch; a larger request is one batch.", least=1)
     retrieve: Literal["off", "exact", "approximate"] = setting(
         "off", "How POST /retrieve finds the best items, of a two-tower model."
     )

@@ -56,7 +56,7 @@ class ModelConfig(Settings, panel="Model"):
     )
     tt_cores: int = setting(3, "Cores of a tensor train, 2 to 4.", least=2, most=4)
     tt_own: Mapping[str, int] = setting(
-        dict, "TABLE=K: each row of this table has K numbers of its own, and all rows share one core."
+        dict, "TABLE=K: each row of this table has K numbers that no other row has, and all rows share one core."
     )
     matmul: Literal["fp32", "tf32", "bf16"] = setting(
         "fp32", "Precision of matrix products. tf32 is for a GPU; bf16 runs the dense part under autocast."

@@ -64,7 +64,7 @@ _ALWAYS = {
     "valid_rows": "all of them, since fewer say less about which checkpoint is best",
     "ranking_k": "the usual one; for lists",
     "save_every": "a checkpoint at each evaluation",
-    "checkpoint_minutes": "a run that is killed loses at most so much",
+    "checkpoint_minutes": "a run that is killed loses at most these minutes",
     "keep_last": "one more than is needed, if the last one is damaged",
     "log_every": "enough points for a curve",
     "tensorboard": "written if TensorBoard is installed",
