@@ -104,7 +104,20 @@ def test_each_message_is_trained_on_once(
     lines = [json.loads(line) for line in (run / "updates.jsonl").read_text().splitlines()]
     assert [line["rows"] for line in lines] == [100, 100, 200]
 
-    kafka.first = [10_000, 0]
+    kafka.rows.append([])  # a partition that is new, and is read from its first message on
+    kafka.first = [0, 0, 0]
+    results = stream(tmp_path / "whole", url, poll=0.01)
+    kafka.rows[2] += [(900, json.dumps(row).encode()) for row in day[:7]]
+    assert next(results).rows == 7
+    kafka.rows.append([(900, json.dumps(row).encode()) for row in day[7:16]])
+    kafka.first.append(0)
+    assert next(results).rows == 9, "one that appeared meanwhile"
+    results.close()
+    rows, kafka.rows = kafka.rows, [[], [], [], []]
+    with pytest.raises(DataError, match="partition 0 of clicks has messages 0 to 0, and the next one is"):
+        next(stream(run, url, poll=0.01))
+    kafka.rows = rows
+    kafka.first = [10_000, 0, 0, 0]
     with pytest.raises(DataError, match=r"partition 0 of clicks has messages 10,000 to .* the next one is"):
         next(stream(run, url, poll=0.01))
     (run / "stream/clicks-000000003.jsonl.gz").rename(tmp_path / "away")

@@ -757,6 +757,8 @@ def test_a_directory_is_watched(place: Path) -> None:
         elif len(slept) == 2:
             assert not (place / "run/head.json").exists(), "not while it is written"
             (incoming / "day_1.csv.part").rename(incoming / "day_1.csv")
+        elif len(slept) == 3:
+            assert not (place / "run/head.json").exists(), "not before it has stayed the same"
         elif len(slept) == 5:
             for number in (2, 3):
                 shutil.copy(place / f"logs/day_{number}.csv", incoming / f"day_{number}.csv")
@@ -781,7 +783,7 @@ def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Pat
 
 
 def test_files_without_rows_end_no_watch(place: Path) -> None:
-    incoming, log, slept = place / "incoming", pl.read_csv(place / "logs/day_1.csv"), list[float]()
+    incoming, log, slept = place / "incoming", pl.read_csv(place / "logs/day_2.csv"), list[float]()
     incoming.mkdir()
 
     def sleep(seconds: float) -> None:
@@ -791,12 +793,16 @@ def test_files_without_rows_end_no_watch(place: Path) -> None:
             (incoming / "empty.csv.gz").write_bytes(gzip.compress(b""))
             log.head(0).write_csv(incoming / "header.csv")
             log.head(0).write_parquet(incoming / "table.parquet")
+            shutil.copy(place / "logs/day_1.csv", incoming)
         elif len(slept) == 3:
             log.write_csv(incoming / "header.csv")
         assert len(slept) < 8
 
+    results = watch(place / "run", incoming, sleep=sleep)
     with pytest.warns(UserWarning, match="left out until they change, since they have no rows: ") as warned:
-        assert next(watch(place / "run", incoming, sleep=sleep)).rows == 300
+        found = [next(results).rows for _ in range(2)]
+    assert found == [300, 300]
+    assert "empty.csv," not in str(warned[0].message), "it has no header"
     assert all(name in str(warned[0].message) for name in ("empty.csv.gz", "header.csv", "table.parquet"))
 
 

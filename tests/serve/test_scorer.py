@@ -24,7 +24,7 @@ from stoker.testing import make_daily_run
 from stoker.training.scores import tiles
 from tests.campaigns import scaled
 
-_SCHEMA: dict[str, Any] = {
+SCHEMA: dict[str, Any] = {
     "name": "shop",
     "label": "bought",
     "derive": ["mean_target name=rate by=item", "divide name=per_page left=price right=pages"],
@@ -60,7 +60,7 @@ def log(rows: int, seed: int) -> pl.DataFrame:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shop")
-    data = stoker.prepare(Schema.from_dict(_SCHEMA), log(600, 0), out=folder / "data", split="random:0.8,0.1")
+    data = stoker.prepare(Schema.from_dict(SCHEMA), log(600, 0), out=folder / "data", split="random:0.8,0.1")
     stoker.train(data, out=folder / "run", display="quiet", embedding_dim=4, batch_size=64, epochs=1,
                  model_options={"bottom": (24,), "top": (40, 8)})  # fmt: skip
     return folder / "run"

@@ -12,6 +12,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import stoker
 from stoker import Batch, EmbeddingTables, TableConfig
+from stoker.tables import stepping
 from stoker.tables.storage import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -92,6 +94,18 @@ def target(step: int, shape: torch.Size) -> Tensor:
 def loss_of(out: Tensor, step: int) -> Tensor:
     """Linear, so that integer rows keep integer gradients."""
     return (out * target(step, out.shape)).sum()
+
+
+class Fails(torch.autograd.Function):
+    """Raises an error in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError
 
 
 def same_rows(tables: EmbeddingTables, bags: Bags) -> None:
@@ -265,6 +279,25 @@ def test_clipping_behind_a_step_inside_backward_is_refused(clip: Callable[[Any],
         clip(tables.parameters())
         with pytest.raises(stoker.ConfigError, match=r"clipped or unscaled after backward.*as_optimizer"):
             optimizer.step() if optimizer is not None else tables(batches(1)[0])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_clipping_is_refused_in_any_step(to_none: bool) -> None:
+    """Also where the loop has cleared what shows it."""
+    tables, (first, *others) = made(), batches(4)
+    optimizer = torch.optim.SGD(tables.parameters(), lr=0.5)
+    for ids in others:
+        loss_of(tables(ids), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    loss_of(tables(first), 0).backward()
+    nn.utils.clip_grad_norm_(tables.parameters(), 0.5)
+    with pytest.raises(stoker.ConfigError, match="clipped or unscaled after backward"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=to_none)
+    loss_of(tables(first), 0).backward()
+    optimizer.step()
+    assert tables.tick == 5
 
 
 def test_a_scaler_inside_accumulate_is_refused(scaler: torch.amp.GradScaler) -> None:
@@ -565,6 +598,11 @@ def test_gradients_that_a_loop_never_clears_are_refused(carried: float) -> None:
     rows.zero_grad()
     rows.step()
     assert torch.equal(tables.rows("t"), before)
+    tables.step_each_backward()  # whatever a loop does
+    for ids in (first, second):
+        loss_of(tables(ids), 1).backward()
+        rows.step()
+    assert not torch.equal(tables.rows("t"), before)
 
 
 @pytest.mark.parametrize("factor", [None, math.nan])
@@ -748,6 +786,33 @@ def test_a_learning_rate_set_beside_a_scheduler_counts() -> None:
         assert tables.lr == rate
     with pytest.raises(stoker.ConfigError, match="rows of its tables only"):
         rows.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("size", [1.0, math.inf])
+def test_a_change_of_the_gradient_counts_once_though_a_backward_fails(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes: a backward begins with what was done to the gradient before it."""
+    monkeypatch.setattr(stepping, "_several_processes", lambda: True)
+    first, second = batches(2)
+    weights = torch.ones(second.numel(), requires_grad=True)
+    found = []
+    for fails in (False, True):
+        tables = made()
+        tables.replicate(None)
+        rows = tables.as_optimizer()
+        loss_of(tables(first), 0).mul(size).backward()
+        for _ in range(2):
+            nn.utils.clip_grad_norm_(tables.parameters(), 2.0)
+            if fails:
+                out = tables(second.reshape(-1), torch.arange(second.numel() + 1), Fails.apply(weights))
+                with pytest.raises(ZeroDivisionError):
+                    out.sum().backward()
+            tables.handle.grad.mul_(0.5)
+        rows.step()
+        found.append(tables.rows("t"))
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert not torch.equal(found[0], start())
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -1098,6 +1163,32 @@ def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
     assert not set(head.parameters()) & tables._steps._hooks.keys()
 
 
+def test_threads_that_share_a_model_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients add up while both train; when one has gone, they are watched again."""
+    monkeypatch.setattr(stepping, "_ALONE", 3)
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+
+    def backward(ids: Tensor) -> None:
+        head(tables(ids).flatten(1)).sum().backward()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        for ids in batches(3):
+            for each in (one, two):
+                each.submit(backward, ids).result()
+            for each in (one, two):
+                each.submit(optimizer.step).result()
+            optimizer.zero_grad()
+        for ids in batches(4):
+            one.submit(backward, ids).result()
+            one.submit(optimizer.step).result()
+            optimizer.zero_grad()
+        for ids in batches(2):
+            one.submit(backward, ids).result()
+        with pytest.raises(stoker.ConfigError, match="SGD steps once for 2 backwards"):
+            one.submit(optimizer.step).result()
+
+
 def test_accumulation_in_another_model_is_no_trouble() -> None:
     """Rows that train alone, and after them a model that has nothing to do with them."""
     tables, other = made(), nn.Linear(2, 1)
@@ -1366,16 +1457,6 @@ def test_ids_changed_between_forward_and_backward_are_refused(where: str) -> Non
 def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     tables, bags = made(where), Bags()
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ZeroDivisionError
-
     first, second = batches(2)
     weights = torch.ones(4 * FEATURES, requires_grad=True)
     out = tables(first.reshape(-1), torch.arange(4 * FEATURES + 1), Fails.apply(weights))
@@ -1400,6 +1481,38 @@ def test_an_exception_inside_accumulate_drops_its_gradients() -> None:
         interrupted()
     assert tables.tick == 0
     assert torch.equal(tables.rows("t"), start())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_that_accumulate_within_each_other_are_one_step(fails: bool) -> None:
+    tables, bags = made(), Bags()
+    first, second = batches(2)
+    with tables.accumulate():
+        loss_of(tables(first), 0).backward()
+        with contextlib.suppress(KeyError), tables.accumulate():
+            loss_of(tables(second), 1).backward()
+            if fails:
+                raise KeyError
+        assert tables.tick == 0
+    for step, ids in enumerate((first, second)):
+        loss_of(bags(ids), step).backward()
+    torch.optim.SGD(bags.parameters(), lr=0.5).step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
+def test_rows_whose_gradient_is_zero_step_as_by_themselves() -> None:
+    """A momentum moves them, whoever drives the steps."""
+    alone, driven = (made(optimizer=stoker.MomentumSGD(lr=0.5, momentum=0.5)) for _ in range(2))
+    rows, ids = driven.as_optimizer(), batches(1)[0]
+    for factor in (1.0, 0.0, 0.0):
+        before = driven.rows("t")
+        for tables in (alone, driven):
+            loss_of(tables(ids), 0).mul(factor).backward()
+        rows.step()
+        rows.zero_grad()
+        assert torch.equal(driven.rows("t"), alone.rows("t"))
+        assert not torch.equal(driven.rows("t"), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

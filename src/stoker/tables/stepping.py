@@ -257,7 +257,6 @@ class RowStepper:
             yield
             return
         self._accumulating += 1
-        self._unmark()
         try:
             yield
         except BaseException:
@@ -292,7 +291,6 @@ class RowStepper:
     def discard(self) -> None:
         """Drop gradients that were not used."""
         self._pending.clear()
-        self._norm = 0.0
 
     def step(self) -> None:
         """Step with the collected gradients."""
@@ -308,7 +306,6 @@ class RowStepper:
             self._take_changes()
             if self._pending:
                 self.trained.apply_gradients(*self._take_pending())
-            self._norm = 0.0
 
     def _check_nothing_is_left(self) -> None:
         """Raise an error if the handle has a gradient when the rows have none."""
@@ -460,9 +457,7 @@ class RowStepper:
         if published is None or grad is None or (grad is published and grad._version == self._version):
             return
         self._published, found = None, grad.tolist()
-        if found == [0.0, 0.0]:
-            self.trained.handle.grad = None  # which nothing reads again
-        elif grad is published or found != [_MARK_READ, _MARK_READ]:  # not equal ones that were put back
+        if found != [0.0, 0.0] and (grad is published or found != [_MARK_READ, _MARK_READ]):  # or equal ones put back
             self.trained.handle.grad = None
             self.settle()
             raise ConfigError(
