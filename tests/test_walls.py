@@ -36,7 +36,7 @@ LINES = {
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_250
+ALL_LINES = 66_260
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -142,7 +142,7 @@ class TableBuilder:
 
     def _by_count(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the numbers of some entries by falling count, and those of equal counts by value."""
-        by_value = numbers[self._series().gather(numbers).arg_sort().to_numpy()]
+        by_value: npt.NDArray[np.int64] = numbers[self._series().gather(numbers).arg_sort().to_numpy()]
         return by_value[np.argsort(-self._counts[by_value], kind="stable")]
 
     def _series(self) -> pl.Series:
