@@ -32,11 +32,11 @@ LINES = {
     "rewrite": 1_910,
     "prep": 13_390,
     "synthetic": 1_670,
-    "cli": 3_410,
+    "cli": 3_440,
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_260
+ALL_LINES = 66_280
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
