@@ -28,15 +28,15 @@ LINES = {
     "tables": 13_355,
     "models": 2_010,
     "placement": 2_900,
-    "training": 11_210,
+    "training": 11_220,
     "rewrite": 1_910,
-    "prep": 13_350,
+    "prep": 13_390,
     "synthetic": 1_670,
-    "cli": 3_410,
+    "cli": 3_440,
     "live": 1_370,
     "serve": 1_630,
 }  # fmt: skip
-ALL_LINES = 66_210
+ALL_LINES = 66_280
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

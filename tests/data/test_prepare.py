@@ -271,6 +271,16 @@ def test_progress_never_falls_within_a_stage(tmp_path: Path, recipe: str) -> Non
         assert done[-1] == pytest.approx(steps[0].total, rel=0.02), "a bar ends full"
 
 
+def test_large_tables_take_most_of_the_progress_of_counting(tmp_path: Path) -> None:
+    seen = list[StageProgress]()
+    raw = generated(tmp_path, "criteo", 3000)
+    data = stoker.prepare("criteo", raw, out=tmp_path / "out", progress=seen.append)
+    tables = [feature.table for feature in data.schema.features]
+    done = np.array([0, *(one.done for one in seen if one.stage == "fit")])
+    share = dict(zip(tables, np.diff(done) / done[-1], strict=True))
+    assert share["C3"] > 10 * share["C9"] > 0, "a table of 10 M values takes longer than one of 30"
+
+
 def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(("\n".join(criteo_lines(3000)) + "\n").encode()))
     packed[-8] ^= 0xFF  # the checksum of the contents

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measuring import peak
 
 from stoker.base.errors import DataError
 from stoker.prep.fit.dense import select_rank
@@ -71,6 +72,27 @@ def test_tables_grow_past_their_first_room(monkeypatch: pytest.MonkeyPatch) -> N
     for start in range(0, 30_000, 1000):
         texts.add(pa.array(names[start : start + 1000], pa.large_string()), np.ones(1000, np.int64))
     assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == set(names)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="measures memory through /proc, which is not here"
+)
+def test_numbers_are_counted_in_ninety_bytes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 40 M distinct values in a table on each of two threads, 200 bytes would be 16 GB."""
+    monkeypatch.setattr("stoker.prep.fit.vocabulary._BATCH", 2**15)  # as if there were 32 times as many
+    values = np.random.default_rng(0).permutation(1_100_000).astype(np.int64) * 7919
+
+    def count(values: np.ndarray) -> int:
+        before = peak(reset=True)
+        builder = TableBuilder("int")
+        for block in np.array_split(values, 20):
+            builder.add(pa.array(block), np.ones(len(block), np.int64))
+        done = builder.finish(min_count=1, missing=None, total=len(values))
+        assert done.num_embeddings == len(values) + 1
+        return peak() - before
+
+    count(values[:1000])  # loads what it needs
+    assert count(values) / len(values) < 120
 
 
 @pytest.mark.parametrize(("kind", "top"), [("hex", 2**64 - 1), ("int", -1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import tracemalloc
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -407,6 +408,15 @@ def test_pinned_rows_leave_the_slots_that_the_others_in_flight_need(data: Datase
 def test_a_window_knows_as_many_batches_as_its_name_says(data: Dataset) -> None:
     found = stoker.replay(data, fraction=1.0, batch_size=100, strategies=["lookahead-1", "lookahead-3"]).strategies
     assert {each.strategy: each.ahead for each in found} == {"lookahead-1": 1, "lookahead-3": 3}
+
+
+def test_counts_are_not_copied_to_find_the_most_used_ids() -> None:
+    counts = {name: 10**6 // np.arange(1, 2**19 + 1) for name in "ab"}
+    tracemalloc.start()
+    assert _most_used(counts, 100) == {"a": 50, "b": 50}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < counts["a"].nbytes / 4
 
 
 def test_of_equally_used_ids_none_is_pinned_where_not_all_can_be() -> None:

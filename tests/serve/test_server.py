@@ -663,6 +663,15 @@ def test_the_collector_skips_what_a_server_has_loaded(shop: tuple[Path, Any], mo
     assert "the first requests load the kernels" in ran.output
 
 
+def test_rows_that_do_not_fit_memory_are_refused_with_a_way_out(
+    shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("stoker.base.device.total_memory", lambda: 1000)
+    ran = CliRunner().invoke(app, ["serve", str(shop[0])])
+    assert "but this machine has 1000 B of memory. Serve an export" in str(ran.exception), ran.output
+
+
 def test_the_limit_of_a_body_may_have_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     ran = CliRunner().invoke(app, ["serve", str(tmp_path), "--max-body", "1MiB"])

@@ -17,6 +17,7 @@ import torch
 from campaigns import scaled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from measuring import peak
 from small_runs import files
 from torch import Tensor, nn
 
@@ -493,14 +494,6 @@ def test_rows_stream_in_bounded_memory(home: Any, tmp_path: Path) -> None:
     assert peak() - before < rows / 2
     for each in (net, other):
         each["tables"].close()
-
-
-def peak(*, reset: bool = False) -> int:
-    """Bytes of memory, at most since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
 
 
 VALUES = st.recursive(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.base.errors import install, require
+from stoker.base.errors import ConfigError, install, require
 from stoker.base.progress import Bars
+from stoker.base.units import format_size, quoted
 from stoker.cli.options import MovedData, OneObject, printed, say, takes
 from stoker.serve.settings import ExportSettings, ServeSettings
 
@@ -94,6 +95,22 @@ def serve(
             _serve(source, data, chosen, listening, speaks=number == 0)
 
 
+def _check_memory(run: Path, workers: int) -> None:
+    """Raise :class:`ConfigError` if the rows of a run, a copy for each process, do not fit memory."""
+    from stoker.base.device import total_memory
+    from stoker.training.files.checkpoint import chain
+    from stoker.training.files.rundir import find_checkpoint
+
+    files = chain(find_checkpoint(run))[0].manifest["files"].values()
+    needed, most = workers * sum(entry["bytes"] for entry in files), total_memory()
+    if most is not None and needed > most:
+        copies = f" in {workers} processes" if workers > 1 else ""
+        raise ConfigError(
+            f"the rows of {run} take {format_size(needed)}{copies}, but this machine has {format_size(most)} of "
+            f"memory. Serve an export, whose rows are mapped: stoker export {quoted(run)} OUT, then stoker serve OUT"
+        )
+
+
 def _load_modules() -> None:
     """Import what serves, so that forked processes share it.
 
@@ -131,7 +148,8 @@ def _serve(
         from stoker.serve.server import Server
         from stoker.serve.server import serve as run_server
 
-        of_run = not is_export(source)
+        if of_run := not is_export(source):
+            _check_memory(source, chosen.workers)
         data, retriever = data if of_run else None, None
         if chosen.retrieve != "off":
             retriever = Retriever(source, data, approximate=chosen.retrieve == "approximate", follow=of_run)

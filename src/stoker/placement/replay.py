@@ -12,7 +12,7 @@ C slots, B examples, F features.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, asdict, dataclass, replace
@@ -593,10 +593,14 @@ def _replayed(
 
 def _most_used(counts: Mapping[str, Any], most: int) -> dict[str, int]:
     """Return table -> how many of its first ids are among the ``most`` most used rows, without ties at the end."""
-    every = np.concatenate([np.asarray(found) for found in counts.values()])
-    next_one = len(every) - most - 1  # the most used of the others, whose ties may not be pinned, either
-    least = np.partition(every, next_one)[next_one] if next_one >= 0 else 0
-    return {name: int(np.count_nonzero(np.asarray(found) > least)) for name, found in counts.items() if most > 0}
+
+    def above(uses: int) -> dict[str, int]:  # without a copy of the counts, which may be of a billion rows
+        return {name: int(np.count_nonzero(np.asarray(found) > uses)) for name, found in counts.items()}
+
+    greatest = max((int(np.asarray(found).max(initial=0)) for found in counts.values()), default=0)
+    # The uses of the most used of the others, whose ties may not be pinned, either.
+    least = bisect_left(range(greatest + 1), -most, key=lambda uses: -sum(above(uses).values()))
+    return above(least) if most > 0 else {}
 
 
 def _pinned(

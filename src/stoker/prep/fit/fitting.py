@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,10 +203,24 @@ class Fitting:
             for name, work in self.table_files.items()
         ]  # fmt: skip
         executor = task.executor if task.like is None else None  # only this process has the dataset of ``like``
+        sizes, done = self._dictionary_sizes(), 0
         for step, record in task.run(steps, executor=executor, ahead=len(steps)):
             self.tables[step.table] = record
-            task.report(StageProgress(stage="fit", done=len(self.tables), total=len(names), unit="steps"))
+            done += sizes[step.table]
+            task.report(StageProgress(stage="fit", done=done, total=sum(sizes.values()), unit="values"))
         self.dense = self._fit_dense()
+
+    def _dictionary_sizes(self) -> Counter[str]:
+        """Return the distinct values of the blocks by table, with one more each: about the work of a table."""
+        columns = list(enumerate(self.task.layout.features))
+        found = Counter(column.table_name for _, column in columns)
+        for part in self.parts:
+            with part.open() as arrays:
+                for index, column in columns:
+                    if column.hash_buckets is None:
+                        name = "ends" if column.type == "string" else "values"
+                        found[column.table_name] += len(arrays[f"{name}.{index}"])
+        return found
 
     def _fit_dense(self) -> list[DenseFit]:
         task = self.task

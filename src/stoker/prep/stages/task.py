@@ -44,7 +44,7 @@ class StageProgress:
     stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
     done: int
     total: int
-    unit: str  # bytes | steps | rows | tables
+    unit: str  # bytes | steps | rows | tables | values
 
 
 class Step(Protocol):
