@@ -28,6 +28,7 @@ from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.rewrite.classified import write_classified
+from stoker.training.scores.evaluation import Scores
 
 SCHEMA = Schema(
     label=Label(column="click"),
@@ -330,6 +331,15 @@ def test_scores_carry_the_columns_of_their_rows(tmp_path: Path) -> None:
         (tmp_path / "s.parquet").unlink()
     stoker.predict(model, data.test, tmp_path / "s.csv")
     assert pl.read_csv(tmp_path / "s.csv")["raw_row"].to_list() == table(data.test)["row"].to_list()
+
+
+def test_no_kept_column_takes_the_name_of_another() -> None:
+    kept = pa.table({"raw_row": [5], "row": [6], "group": [7]})
+    scores = Scores(scores=np.zeros(1, np.float32), labels=None, groups=np.ones(1, np.int32), kept=kept)
+    found = pa.table(scores).to_pydict()
+    assert found == {
+        "row": [0], "label": [None], "raw_row": [5], "raw_raw_row": [6], "raw_group": [7], "score": [0.0], "group": [1],
+    }  # fmt: skip
 
 
 def test_scores_over_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

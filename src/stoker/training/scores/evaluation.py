@@ -411,8 +411,10 @@ def _table(
 
     known = pa.nulls(len(scores), pa.float32()) if labels is None else pa.array(labels, from_pandas=True)  # NaN: null
     values: dict[str, Any] = {"row": np.arange(first, first + len(scores)), "label": known}
-    if kept is not None:
-        values |= zip(map(_kept_name, kept.column_names), kept.columns, strict=True)
+    for name, column in () if kept is None else zip(kept.column_names, kept.columns, strict=True):
+        while name in values or name in ("score", "group"):
+            name = f"raw_{name}"
+        values[name] = column
     values["score"] = scores
     return pa.table(values if groups is None else values | {"group": groups})
 
@@ -433,10 +435,6 @@ def check_scores_file(out: Path) -> None:
         raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
     check_target(out)
     require("pyarrow", "writing scores needs")
-
-
-def _kept_name(name: str) -> str:
-    return f"raw_{name}" if name in ("row", "label", "score", "group") else name
 
 
 def _writer(file: Any, suffix: str, schema: Any) -> Any:
