@@ -191,8 +191,8 @@ def test_a_log_that_grows_while_it_is_read_is_named(tmp_path: Path, pack: Any) -
     schema = Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]})
     found = run_prepare(schema, log, out=tmp_path / "data", progress=grow)
     assert found.warnings == [
-        f"{log} had {before:,} bytes before it was read and has {before + len(more):,} now: rows at its end may be missing. "
-        "Prepare again when it no longer changes."
+        f"{log} had {before:,} bytes before it was read and has {before + len(more):,} now: rows at its end may be "
+        "missing. Prepare again when it no longer changes."
     ]
     [source] = stoker.Dataset(found.path).manifest["sources"]
     assert source["bytes"] == before
