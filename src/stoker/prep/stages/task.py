@@ -235,7 +235,8 @@ def all_test(schema: Schema) -> Schema:
     if schema.split.rule == "column":
         values = {value: "drop" if target == "drop" else "test" for value, target in schema.split.values.items()}
         split = replace(schema.split, values=values)
-    return replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule), split=split)
+    label = OptionalLabel(column=schema.label.column, rule=schema.label.rule)
+    return replace(schema, label=label, split=split, as_text=schema.text_columns)
 
 
 def schema_after_features(schema: Schema) -> Schema:
