@@ -806,3 +806,46 @@ def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(
     plain = stoker.Schema.from_dict({**values, "source": {"separator": ";"}})
     with pytest.raises(stoker.DataError, match=r'decimal comma: set decimal = ","'):
         stoker.prepare(plain, rows.with_columns(x=pl.lit("3,5")), out=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("split", "group", "kind"),
+    [("hash:user:0.6,0.2", None, "int"), ("last_touch:user:0.6,0.2", None, "float"), ("random:0.6,0.2", "user", "int"),
+     ("random:0.6,0.2", "user", "float")],
+)  # fmt: skip
+def test_features_of_a_number_that_splits_the_rows_are_found_again(
+    tmp_path: Path, split: str, group: str | None, kind: str
+) -> None:
+    """They see its text, as the split does: 100 of 100.0, in training, in new rows and in requests."""
+    values = {
+        "label": "label", "keep": ["ts"], "timestamp": {"column": "ts"}, "group": group,
+        "categorical": [{"name": "user", "type": kind}, {"name": "item", "type": "int"}],
+        "derive": ["count by=user,item", "cross columns=user,item buckets=997", "rank by=user order=ts"],
+    }  # fmt: skip
+    users = np.random.default_rng(0).integers(100, 110, 300)
+    log = pl.DataFrame({"label": users % 3 // 2, "user": users, "item": users % 7, "ts": range(300)})
+    forms: list[Any] = [log, log.cast({"user": pl.Float64}), log.cast({"user": pl.Float32})]
+    log.write_csv(tmp_path / "whole.csv")
+    forms[1].write_csv(tmp_path / "dotted.csv")
+    schema = stoker.Schema.from_dict({key: value for key, value in values.items() if value is not None})
+
+    def rows_of(data: stoker.Dataset) -> dict[int, Any]:
+        found = {}
+        for part in filter(len, data.splits.values()):
+            times = pl.DataFrame(part.kept.read()).get_column("ts").to_list()
+            for batch in part.batches(300):
+                found |= dict(zip(times, zip(batch.dense.tolist(), batch.ids.tolist(), strict=True), strict=True))
+        return dict(sorted(found.items()))
+
+    data = stoker.prepare(schema, tmp_path / "dotted.csv", out=tmp_path / "data", split=split)
+    wanted = rows_of(data)
+    assert len(wanted) == 300
+    other = stoker.prepare(schema, tmp_path / "whole.csv", out=tmp_path / "other", split=split)
+    assert rows_of(other) == wanted, "the same rows train"
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    for new in (*forms[1:], tmp_path / "whole.csv", tmp_path / "dotted.csv"):
+        again = stoker.prepare(None, new, out=tmp_path / "new", like=data, overwrite=True)
+        assert rows_of(again) == wanted
+        if not isinstance(new, Path):
+            batch = encoder.encode(new.drop("label"), unknown=True)
+            assert list(zip(batch.dense.tolist(), batch.ids.tolist(), strict=True)) == list(wanted.values())

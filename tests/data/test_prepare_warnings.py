@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -173,23 +175,28 @@ def test_one_value_in_two_notations_is_named(tmp_path: Path, texts: list[str], p
     assert (again.already, again.warnings) == (True, found.warnings)
 
 
-def test_a_log_that_grows_while_it_is_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_log_that_grows_while_it_is_read_is_named(tmp_path: Path, pack: Any) -> None:
     """Its manifest has the size before, so that an update does not take the new rows for used ones."""
     log = tmp_path / "log.csv"
-    log.write_text("clicked,item\n" + "".join(f"{n % 2},i{n % 9}\n" for n in range(ROWS)))
-    before = log.stat().st_size
+    text = b"clicked,item\n" + b"".join(b"%d,i%d\n" % (n % 2, n % 9) for n in range(ROWS))
+    log.write_bytes(pack(text))
+    before, more = log.stat().st_size, pack(b"1,new\n")
 
     def grow(_: Any) -> None:
         if log.stat().st_size == before and (tmp_path / "data/.work/parts").exists():
-            with log.open("a") as file:
-                file.write("1,new\n")
+            with log.open("ab") as file:
+                file.write(more)
 
     schema = Schema.from_dict({"label": "clicked", "categorical": [{"name": "item"}]})
     found = run_prepare(schema, log, out=tmp_path / "data", progress=grow)
     assert found.warnings == [
-        f"{log} had {before:,} bytes before it was read and has {before + 6:,} now: rows at its end may be missing. "
-        "Prepare again when it no longer changes."
+        f"{log} had {before:,} bytes before it was read and has {before + len(more):,} now: rows at its end may be "
+        "missing. Prepare again when it no longer changes."
     ]
     [source] = stoker.Dataset(found.path).manifest["sources"]
     assert source["bytes"] == before
     assert source["tail"] == hash_edge(log, 0, before)
+    if pack is gzip.compress:
+        edge = hashlib.sha256(text).hexdigest()
+        assert source["text"] == {"bytes": len(text), "head": edge, "tail": edge}

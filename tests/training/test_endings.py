@@ -45,6 +45,14 @@ def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert RunDirectory.create(out, config).read("config.json") == config
 
 
+def test_a_run_whose_path_is_not_utf8_is_refused_before_any_work(tmp_path: Path) -> None:
+    """TensorBoard cannot write there: the run was begun, and ended with an error of its own."""
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")) / "run"
+    with pytest.raises(DataError, match=r"caf\\xe9/run: this path is not UTF-8. Rename the file or its directory"):
+        RunDirectory.create(out, {})
+    assert not out.parent.exists()
+
+
 def test_of_two_processes_one_makes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.mkdir
 

@@ -114,6 +114,12 @@ def exchange(made: Path, target: Path, old: Path, remove: Callable[[Path], None]
     remove(old)
 
 
+def check_name(path: Path) -> None:
+    """Raise :class:`DataError` unless a path is UTF-8: manifests, messages and other libraries name it."""
+    if (shown := os.fsencode(path).decode(errors="backslashreplace")) != str(path):
+        raise DataError(f"{shown}: this path is not UTF-8. Rename the file or its directory.")
+
+
 def check_target(path: str | Path) -> None:
     """Raise an error before the work if :func:`atomic_file` could not write its result.
 

@@ -383,6 +383,8 @@ class Schema:
     keep: tuple[str, ...] = ()  # raw columns, or outputs of features, to copy to the scores
     #: raw column -> how a dataset writes its texts (stoker.prep.parse.notation); "": of all others. Not of a file
     notation: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    #: raw columns that features see as text, as in training, although no split reads them. Not of a file either
+    as_text: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for text in self.derive:
@@ -568,12 +570,23 @@ class Schema:
         return (*self.categorical, *self.sequence)
 
     @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Raw columns that the split or the groups read as text. Then features see texts, too."""
+        split = self.split.column if "column" in RULE_KEYS[self.split.rule] else None
+        return tuple(dict.fromkeys(name for name in (split, self.group, *self.as_text) if name is not None))
+
+    @property
     def unlisted(self) -> set[str]:
-        """Raw columns of whose texts a dataset keeps no list: of hash buckets, and of features that compare them."""
+        """Raw columns of whose texts a dataset keeps no list.
+
+        Of hash buckets, of features that compare them, and of numbers that the split or the groups read as text.
+        """
         listed = {one.raw for one in self.features if one.hash_buckets is None}
         listed |= {column for one in self.feature if one.has_table for column in one.inputs}
         compared = {column for one in self.feature if one.kind in _COMPARING for column in one.inputs}
-        return ({one.raw for one in self.features} | compared) - listed
+        numbers = {one.raw for one in self.features if one.type in ("int", "float")} & {*self.text_columns}
+        texts = {one.raw for one in self.features if one.type not in ("int", "float")}
+        return (({one.raw for one in self.features} | compared) - listed) | (numbers - texts)
 
     def notation_of(self, column: str) -> str:
         """Return how texts of a raw column are written."""
@@ -582,7 +595,7 @@ class Schema:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with all defaults; :meth:`from_dict` is the inverse."""
         values = asdict(self)
-        del values["derive"], values["notation"]
+        del values["derive"], values["notation"], values["as_text"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
         for key in ("feature", "keep"):  # schemas without these keep the hash of earlier versions
             if not values[key]:

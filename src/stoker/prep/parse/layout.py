@@ -17,7 +17,7 @@ from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
-from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
+from stoker.prep.schema import RULE_KEYS, CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
 Array = npt.NDArray[Any]
@@ -65,13 +65,14 @@ class Layout:
         if schema.timestamp is not None:
             self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
         self.split: Field | None = None
-        by_column = ("hash", "column", "leave_last_out", "last_touch")
-        if schema.split.column is not None and schema.split.rule in by_column:
-            self.split = Field(column=schema.split.column, kind="string", required=True)
+        if schema.split.column is not None and "column" in RULE_KEYS[schema.split.rule]:
+            notation = schema.notation_of(schema.split.column)
+            self.split = Field(column=schema.split.column, kind="string", required=True, notation=notation)
         self.group: Field | None = None
         if schema.group is not None and not keys_only:
             # Rows that only window features see belong to no split, and need no group.
-            self.group = Field(column=schema.group, kind="string", required=not schema.feature)
+            notation = schema.notation_of(schema.group)
+            self.group = Field(column=schema.group, kind="string", required=not schema.feature, notation=notation)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
         self.kept = [] if keys_only else [self._kept_field(name) for name in schema.keep]
         everything = [

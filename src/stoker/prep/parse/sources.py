@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stoker.base.errors import DataError, errors_as, require
-from stoker.base.files import EDGE
+from stoker.base.files import EDGE, check_name
 from stoker.base.units import format_size, quoted
 from stoker.prep.source_format import SourceFormat
 
@@ -84,16 +84,9 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
     return list(files.values()), list(again.values())
 
 
-def check_name(path: Path) -> None:
-    """Raise :class:`DataError` unless a path is UTF-8: manifests and messages name it."""
-    given = str(path.absolute())
-    if (shown := os.fsencode(given).decode(errors="backslashreplace")) != given:
-        raise DataError(f"{shown}: this path is not UTF-8. Rename the file or its directory.")
-
-
 def _check_regular(path: Path) -> None:
     """Raise :class:`DataError` unless ``path`` is a regular file that this process may read."""
-    check_name(path)
+    check_name(path.absolute())
     with errors_as(DataError, f"{path} cannot be read", "Check its path and its permissions."):
         mode = path.stat().st_mode
         if stat.S_ISREG(mode):
@@ -148,9 +141,9 @@ def is_packed(path: Path) -> bool:
     return _compression(path) is not None
 
 
-def text_of(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces, decompressed."""
-    return (piece for piece, _, _ in _pieces(path))
+def text_of(path: Path, most: int | None = None) -> Iterator[bytes]:
+    """Yield the bytes of a file, or of its first ``most`` bytes, in pieces, decompressed."""
+    return (piece for piece, _, _ in _pieces(path, most))
 
 
 def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
@@ -164,10 +157,10 @@ def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
     return hashlib.sha256(memoryview(found)[:size]).hexdigest()
 
 
-def text_edges(path: Path) -> dict[str, Any]:
-    """Return how many bytes a file has, decompressed, and the sha256 of the first and of the last of them."""
+def text_edges(path: Path, most: int) -> dict[str, Any]:
+    """Return how many bytes the first ``most`` of a file are, decompressed, and the sha256 of their two ends."""
     head, tail, done = bytearray(), bytearray(), 0
-    for piece in text_of(path):
+    for piece in text_of(path, most):
         head += piece[: EDGE - len(head)]
         tail += piece
         del tail[:-EDGE]
@@ -354,13 +347,13 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
     yield lines.removeprefix(_BOM) if first else lines, used, damage, True
 
 
-def _pieces(path: Path) -> Iterator[tuple[bytes, int, str | None]]:
-    """Yield pieces of decompressed text, the bytes of the file read so far, and the damage, if any."""
+def _pieces(path: Path, most: int | None = None) -> Iterator[tuple[bytes, int, str | None]]:
+    """Yield pieces of decompressed text, the bytes of the file read so far (up to ``most``), and the damage, if any."""
     compression, used = _compression(path), 0
     make, failure = _inflater(path, compression)
     member: Any = None
     with path.open("rb") as file:
-        while raw := file.read(_READ):
+        while raw := file.read(_READ if most is None else min(_READ, most - used)):
             used += len(raw)
             if compression is None:
                 yield raw, used, None

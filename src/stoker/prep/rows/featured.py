@@ -358,6 +358,8 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
                 readers[column] = feature
             elif not kinds:
                 own.append(Field(column=column, kind="string", notation=schema.notation_of(column)))
+    for column in sorted((read & {*schema.as_text}) - made):
+        own.append(Field(column=column, kind="string", notation=schema.notation_of(column)))
     return list(dict.fromkeys([*own, *(item for item in fields if item.kept)])), readers
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stoker.base.errors import DataError
-from stoker.base.files import NO_ROOM, hash_file
+from stoker.base.files import NO_ROOM, check_name, hash_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST, SPLITS
@@ -22,7 +22,7 @@ from stoker.prep.features.fitted import Merge
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import BadLineLimit
-from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, check_name
+from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import Negatives, OptionalLabel, Schema, SplitRule, Timestamp
 from stoker.prep.stages.parts import Journal
@@ -139,7 +139,7 @@ class Task:
             DataError: the directory is neither empty nor left by an interrupted preparation, or another preparation is
                 running in it.
         """
-        check_name(self.out)
+        check_name(self.out.absolute())
         if self.out.exists() and not self.out.is_dir():
             raise DataError(f"{self.out} is a file. Choose another directory.")
         present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
@@ -235,7 +235,8 @@ def all_test(schema: Schema) -> Schema:
     if schema.split.rule == "column":
         values = {value: "drop" if target == "drop" else "test" for value, target in schema.split.values.items()}
         split = replace(schema.split, values=values)
-    return replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule), split=split)
+    label = OptionalLabel(column=schema.label.column, rule=schema.label.rule)
+    return replace(schema, label=label, split=split, as_text=schema.text_columns)
 
 
 def schema_after_features(schema: Schema) -> Schema:

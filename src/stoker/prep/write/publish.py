@@ -445,7 +445,7 @@ def _sources(task: Task, rows: ReadRows) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for entry, path in zip(found, task.files, strict=True):
         if is_packed(path):
-            entry["text"] = text_edges(path)
+            entry["text"] = text_edges(path, task.sizes[path])
     for part in rows.raw:
         entry = found[part.file]
         entry["rows"] += part.rows

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError, errors_as
-from stoker.base.files import SEAL, atomic_file, lock_file, seal, sync_folder, unseal
+from stoker.base.files import SEAL, atomic_file, check_name, lock_file, seal, sync_folder, unseal
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS
@@ -84,7 +84,9 @@ class RunDirectory:
 
         Raises:
             ConfigError: it exists and is not empty, or its parent is not writable.
+            DataError: its path is not UTF-8, which TensorBoard needs.
         """
+        check_name(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             known = (self.path / "config.json").exists()
             hint = f"Continue it with --resume {quoted(self.path)}, or choose" if known else "Choose"
