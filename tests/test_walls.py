@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_330,
+    "base": 2_340,
     "ops": 7_190,
-    "dataset": 3_100,
+    "dataset": 3_090,
     "optim": 600,
-    "tables": 13_355,
-    "models": 2_010,
-    "placement": 2_900,
-    "training": 11_220,
+    "tables": 13_350,
+    "models": 2_020,
+    "placement": 2_910,
+    "training": 11_280,
     "rewrite": 1_910,
-    "prep": 13_390,
+    "prep": 13_580,
     "synthetic": 1_670,
     "cli": 3_440,
     "live": 1_370,
-    "serve": 1_630,
+    "serve": 1_640,
 }  # fmt: skip
-ALL_LINES = 66_280
+ALL_LINES = 66_680
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
