@@ -10,7 +10,6 @@ Legend: R ranks, V shards, P parameters of the dense part, D columns.
 
 from __future__ import annotations
 
-import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -439,7 +438,7 @@ class Sent:
     rows: float
     gradients: float  # of rows
     parameters: float  # gradients of the dense part
-    headers: float  # before each message, with room for more data than comes
+    headers: float  # before each message
 
     @property
     def total(self) -> float:
@@ -463,11 +462,7 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
     for table in placement.tables:
         key = placement.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype
         groups.setdefault(key, []).append(table)
-    ids = rows = gradients = room = 0.0
-
-    def spare(count: float) -> float:  # there is room for the most rows so far: about two deviations more than the mean
-        return 2 * math.sqrt(count * (ranks - 1))
-
+    ids = rows = gradients = 0.0
     for (strategy, dim, _, dtype), tables in groups.items():
 
         def distinct(shares: Iterable[float], tables: list[TableConfig] = tables) -> float:
@@ -475,19 +470,17 @@ def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) 
             return others * sum(part_of(use, share).distinct for share in shares for use in uses)
 
         whole = isinstance(strategy, TensorTrain)  # every rank has the cores, and gets all gradients
-        sums, sum_bytes = distinct(nodes), (_SUM_HEAD if whole or sends_names(ranks, shards) else _SUM_COUNT) + 4 * dim
-        gradients, room = gradients + sums * sum_bytes, room + spare(sums) * sum_bytes
+        gradients += distinct(nodes) * ((_SUM_HEAD if whole or sends_names(ranks, shards) else _SUM_COUNT) + 4 * dim)
         if whole:
             continue
-        wanted, row = distinct(len(each) / shards for each in own), dim * DTYPES[dtype].itemsize
-        name = 8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE_IDS else 4
-        ids, rows = ids + wanted * name, rows + wanted * row
-        room += spare(wanted) * (name + row * isinstance(strategy, Slotted))
+        wanted = distinct(len(each) / shards for each in own)
+        ids += wanted * (8 if ranks * sum(table.num_embeddings for table in tables) >= _WIDE_IDS else 4)
+        rows += wanted * dim * DTYPES[dtype].itemsize
     # Rows of slots are asked for ahead. Others, and sums of parameters, follow a message with a word of 8 bytes.
     asked = [not isinstance(strategy, TensorTrain) for strategy, *_ in groups]
     ahead = sum(isinstance(strategy, Slotted) for strategy, *_ in groups)
     messages, words = len(groups) + sum(asked) + ahead + 1, sum(asked) - ahead + 1
     return Sent(
         ids=ids, rows=rows, gradients=gradients, parameters=4 * (parameters + 1) * others * (len(nodes) / ranks + 1),
-        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words) + room,
+        headers=(ranks - 1) * (messages * (128 + 8 * ranks) + 8 * words),
     )  # fmt: skip

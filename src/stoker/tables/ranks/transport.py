@@ -135,7 +135,8 @@ class Ranks:
         self.rank, self.size = group.rank, group.size
         self.settings: list[Callable[[], Mapping[str, str]]] = []  # of tables on these ranks, for messages
         self.unsure = False  # whether ranks have written other rows since their rows were compared
-        self.sent = Counter[str]()  # bytes sent to other ranks, by work; "headers" come before each message
+        # Bytes sent to other ranks, by work, without room that stays empty; "headers" come before each message.
+        self.sent = Counter[str]()
         self._rooms: _Rooms = vars(group).setdefault("rooms", _Rooms())  # one for all that send through a group
 
     def __repr__(self) -> str:
@@ -484,7 +485,6 @@ class Ranks:
         start, sent = header.to(given[0].device), list[Tensor]()
         for size, each in zip(room[self.rank].tolist(), given, strict=True):
             sent.append(torch.cat([start, each[:size], start.new_zeros(max(0, size - len(each)))]))
-            self.sent["headers"] += max(0, size - len(each))
         found = self._swap(work, sent, (room[:, self.rank] + len(header)).tolist())
         return torch.stack([each[: len(header)] for each in found]).cpu(), room, [each[len(header) :] for each in found]
 
