@@ -25,7 +25,7 @@ LINES = {
     "ops": 7_190,
     "dataset": 3_100,
     "optim": 600,
-    "tables": 13_270,
+    "tables": 13_310,
     "models": 2_010,
     "placement": 2_900,
     "training": 11_150,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_120
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -22,7 +22,6 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those
 #: references to classes of optimizers when these were last looked for, and how many were known
 _known: tuple[tuple[int, ...], int] = (), -1
 _arrivals = itertools.count()
-_ALONE = 256  # steps of one thread until gradients are watched again
 
 
 class _Sum:
@@ -49,9 +48,6 @@ class _Sum:
             self.steps, self.used = 0, False
 
 
-_Sums = dict[Tensor, _Sum]
-
-
 def _note_arrival(watched: weakref.ref[_Sum], _: Tensor) -> None:
     """Note that a gradient is about to be added."""
     if (found := watched()) is not None:
@@ -70,7 +66,8 @@ class Accumulation:
         self._latest = 0  # those when an optimizer last stepped
         self._settled = -1  # those after which all known optimizers have stepped
         self._resumes = 0  # those from which on gradients are watched
-        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Sums] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, _Sum]]
+        self._watched = weakref.WeakKeyDictionary()
 
     def before_forward(self) -> None:
         """Watch all parameters of optimizers that have not stepped since the rows did."""
@@ -140,16 +137,11 @@ class Accumulation:
         for each in self._watched.get(optimizer, {}).values():
             each.used = each.steps > 0
 
-    def forget(self) -> None:
-        """Count the gradients that are there for none of the next steps."""
+    def forget(self, pause: int = 0) -> None:
+        """Count the gradients that are there for none of the next steps, and watch none for ``pause`` steps."""
         self._stepped.update(dict.fromkeys(_optimizers, self.steps))
-        self._settled = self.steps
+        self._settled, self._resumes = self.steps, max(self._resumes, self.steps + pause)
         self._watched.clear()
-
-    def pause(self) -> None:
-        """Watch nothing for some steps: several threads share gradients, and hooks may not change in a backward."""
-        self._resumes = self.steps + _ALONE
-        self.forget()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -46,6 +46,7 @@ _NOTHING = nullcontext()
 _UNREAD = {
     "weight_decay", "betas", "momentum", "dampening", "nesterov", "eps", "amsgrad", "maximize", "alpha", "lr_decay",
 }  # fmt: skip
+_ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
 _hook: Any = None
@@ -266,10 +267,6 @@ class RowStepper:
         self._accumulation.step_rows()
         self._mark()
 
-    def forget(self) -> None:
-        """Count dense gradients that are there for none of the next steps of the rows."""
-        self._accumulation.forget()
-
     def discard(self) -> None:
         """Drop gradients that were not used."""
         self._pending.clear()
@@ -453,17 +450,14 @@ class RowStepper:
             )
 
     def _change_thread(self) -> None:
-        """Note the thread of a forward, unless it is one of autograd's."""
-        if torch._C._current_graph_task_id() < 0:
+        """Watch no gradients while several threads train: they share them, and hooks may not change in a backward."""
+        if torch._C._current_graph_task_id() < 0:  # else the thread is one of autograd's
             if self._thread:
-                self._accumulation.pause()
+                self._accumulation.forget(_ALONE)
             self._thread = threading.get_ident()
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
-        """Raise an error if an optimizer is to step once for several backwards, in each of which the rows stepped.
-
-        ``closure``: the step calls one.
-        """
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Raise an error if an optimizer is to step once for several steps of the rows; not yet with a ``closure``."""
         self._steps_before = self._accumulation.steps
         if not self.checked or self.trained is None:
             return
@@ -621,7 +615,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, trained: Any, steps: RowStepper, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
-        steps.forget()
+        steps._accumulation.forget()
         _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 
