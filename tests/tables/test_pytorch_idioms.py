@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 import stoker
 from stoker import Batch, EmbeddingTables, TableConfig
@@ -628,6 +629,9 @@ def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
         nn.utils.clip_grad_norm_([*tables.parameters(), *head.parameters()], 1.0, norm_type=norm)
     nn.utils.clip_grad_norm_(head.parameters(), 1.0, norm_type=norm)
     nn.utils.clip_grad_norm_(tables.parameters(), 1.0, norm_type=2)
+    with pytest.raises(stoker.ConfigError, match="only the 2-norm is known"):
+        get_total_norm((p.grad for p in tables.parameters()), norm)
+    assert get_total_norm(torch.tensor([3.0, -4.0]), 1) == 7
     rows.step()
     assert tables.tick == 1
 
@@ -680,8 +684,8 @@ def test_optimizers_that_step_less_often_than_the_rows_are_no_mistake() -> None:
 
 
 @pytest.mark.parametrize("how", ["each step", "in turn", "skipped"])
-@pytest.mark.parametrize("cleared", [True, False])
-def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: str, cleared: bool) -> None:
+@pytest.mark.parametrize("cleared", ["to none", "to zeros", ""])
+def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: str, cleared: str) -> None:
     """Its gradients are there when the forward of the rows begins, but the rows took no step with them."""
     tables, head = made(), nn.Sequential(nn.Linear(FEATURES * DIM, 4), nn.Linear(4, 1))
     head[0].bias.requires_grad_(False)
@@ -696,7 +700,7 @@ def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: 
             mine = [one, two] if how == "each step" else [(one, two)[step % 2]] if how == "in turn" else [one]
             if cleared:
                 for each in mine:
-                    each.zero_grad()
+                    CLEARED[cleared](each)
             sum(p.square().sum() for p in head.parameters()).backward()  # type: ignore[union-attr]
             head(tables(ids).flatten(1)).sum().backward()
             if how != "skipped" or step % 4 != 2:
@@ -1107,6 +1111,42 @@ CLEARED: dict[str, Callable[[torch.optim.Optimizer], None]] = {
 }
 
 
+@pytest.mark.parametrize("clear", [None, "to none", "to zeros"])
+@pytest.mark.parametrize("idle", [False, True], ids=["all step", "one is idle"])
+@pytest.mark.parametrize("head", [Recurrent, Tied])
+def test_forwards_before_their_backwards(head: Callable[[], nn.Module], idle: bool, clear: str | None) -> None:
+    """They are refused if the optimizer steps for both, whatever a backward does within a gradient."""
+    tables, layers, kept = made(), head(), nn.Linear(2, 1)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (layers, kept))
+    with pytest.raises(stoker.ConfigError, match="SGD steps once for 2") if clear is None else contextlib.nullcontext():
+        for first, second in zip(batches(3), batches(3, seed=1), strict=True):
+            losses = [layers(tables(ids)).sum() for ids in (first, second)]
+            for loss in losses:
+                if clear is not None:
+                    CLEARED[clear](optimizer)
+                loss.backward()
+            if not idle:
+                other.step()
+            optimizer.step()
+    assert tables.tick == (2 if clear is None else 6)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_optimizer_that_steps_twice_for_one_backward_is_no_trouble(idle: bool) -> None:
+    """Also beside another that never steps; a gradient that it then adds to is refused."""
+    loop = Loop(stepped=False)
+    other = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1) if idle else None
+    for _ in range(4):
+        loop.clear()
+        loop.backward()
+        loop.step()
+        loop.step()
+    loop.backward()
+    with pytest.raises(stoker.ConfigError, match="of its last step, too"):
+        loop.step()
+    del other
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("adds", [False, True], ids=["cleared each time", "added up"])
 @pytest.mark.parametrize("first", ["forward", "clear"])
@@ -1160,7 +1200,22 @@ def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
         optimizer.zero_grad()
         head(tables(ids).flatten(1)).sum().backward()
         optimizer.step()
-    assert not set(head.parameters()) & tables._steps._hooks.keys()
+    assert len(tables._steps._accumulation._watched[optimizer]) == 1
+
+
+def test_a_loop_in_step_is_watched_at_one_parameter_and_other_models_at_none() -> None:
+    tables, head, other = made(), nn.Sequential(nn.Linear(FEATURES * DIM, 4), nn.Linear(4, 1)), nn.Linear(2, 1)
+    optimizer, beside = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (head, other))
+    for ids in batches(3):
+        head(tables(ids).flatten(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(3):
+        other(torch.ones(2)).sum().backward()
+        beside.step()
+    watched = tables._steps._accumulation._watched
+    assert [*watched[optimizer]] == [head[0].bias]
+    assert not watched.get(beside)
 
 
 def test_threads_that_share_a_model_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef
 
 from stoker.base.errors import ConfigError
+from stoker.tables.accumulation import Accumulation, parameters_of
 
 #: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
 #: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
@@ -49,9 +49,6 @@ _UNREAD = {
 _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
 _watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
-_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
-#: references to classes of optimizers when these were last looked for, and how many were known
-_known: tuple[tuple[int, ...], int] = (), -1
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -130,19 +127,9 @@ class RowStepper:
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
         self._lock = threading.RLock()
-        self._count = 0  # steps inside backward so far
-        self._count_before = 0  # those before a step of an optimizer that calls a closure
+        self._accumulation = Accumulation()
+        self._steps_before = 0  # of the rows, before a step of an optimizer that calls a closure
         self._thread = 0  # of the last forward
-        self._unwatched = 0  # steps until another thread counts as gone
-        self._settled = 0  # those after which all known optimizers have stepped
-        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # as they did
-        self._added: dict[Tensor, int] = {}  # dense parameters: steps of the rows whose gradients theirs adds up
-        self._arrived: dict[Tensor, int] = {}  # those that got a gradient since the last backward ended, and in which
-        self._reached: set[Tensor] = set()  # those that got one in a backward that reached the rows
-        self._hooks: dict[Tensor, Any] = {}  # on these parameters
-        weakref.finalize(self, lambda hooks: [each.remove() for each in hooks.values()], self._hooks)
-        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped once
-        self._ended: dict[int, TensorWeakRef] = {}  # a gradient of each optimizer, by its id, when the rows' step ended
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -158,7 +145,8 @@ class RowStepper:
 
     def keep(self, handle: nn.Parameter) -> None:
         """Record the handle after it was created or moved."""
-        self.handle, trains = handle, handle.requires_grad
+        self.handle = self._accumulation.handle = handle
+        trains = handle.requires_grad
         if self._published is not None:  # the gradient has moved, too
             self._published, self._version = handle.grad, 0 if handle.grad is None else handle.grad._version
         if handle.is_inference():  # created in inference mode: it never trains
@@ -219,11 +207,9 @@ class RowStepper:
         """End the backward ``task``: step, or keep the gradients for a later step."""
         self._running.pop(task, None)
         trained = self.trained
-        if self._arrived:
-            arrived, self._arrived = self._arrived, {}
-            self._reached.update(p for p, each in list(arrived.items()) if each >= task)  # also in reentrant backwards
         if trained is None or not gradients:
             return
+        self._accumulation.end_backward(task)
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self.checked:
@@ -277,15 +263,7 @@ class RowStepper:
         if self.optimizer is not None:
             self.optimizer.hand_lr_over()
         self.trained.apply_gradients(gradients, scale)
-        self._count += 1
-        reached, self._reached = self._reached, set()
-        self._added.update({p: self._added[p] + 1 for p in reached if p in self._added})
-        if self.checked:
-            if self._count - self._settled > 1:
-                self._look_back()
-            elif self._count == 1:
-                _find_optimizers()
-            self._ended = {id(o): TensorWeakRef(g) for o in list(_optimizers) if (g := _first_gradient(o)) is not None}
+        self._accumulation.step_rows()
         self._mark()
 
     def discard(self) -> None:
@@ -433,8 +411,7 @@ class RowStepper:
                 self._change_thread()
             if not self.deferred:
                 self._check_mark()
-                if self._new or self._count != self._settled:
-                    self._look_ahead()
+                self._accumulation.before_forward()
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -459,7 +436,7 @@ class RowStepper:
         self._published, found = None, grad.tolist()
         if found != [0.0, 0.0] and (grad is published or found != [_MARK_READ, _MARK_READ]):  # or equal ones put back
             self.trained.handle.grad = None
-            self.settle()
+            self._accumulation.forget()
             raise ConfigError(
                 "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
                 f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
@@ -467,73 +444,21 @@ class RowStepper:
                 "without the tables' handle. If rows are meant to be left out, say so: tables.step_each_backward()."
             )
 
-    def _behind(self, count: int, new: Collection[torch.optim.Optimizer] = ()) -> Iterator[torch.optim.Optimizer]:
-        """Yield the optimizers of dense parameters that last stepped before the rows' step ``count``, or are new."""
-        if self._count < self._unwatched:
-            return
-        if self._count - self._settled < 3:  # not in each step of rows that train alone
-            _find_optimizers()
-        yield from (each for each in list(_optimizers) if self._counts.get(each, 0) < count or each in new)
-
-    def _unseen(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the dense parameters that are not watched."""
-        known, handle = self._added, self.handle
-        groups = (group["params"] for group in optimizer.param_groups)
-        return [p for own in groups for p in own if p not in known and p.requires_grad and p is not handle]
-
     def _change_thread(self) -> None:
         """Watch no gradients while several threads train: they share them, and hooks may not change in a backward."""
         if torch._C._current_graph_task_id() < 0:  # else the thread is one of autograd's
-            self._unwatched = self._count + _ALONE if self._thread else 0
+            if self._thread:
+                self._accumulation.forget(_ALONE)
             self._thread = threading.get_ident()
-            self.settle()
 
-    def _look_ahead(self) -> None:
-        """Watch dense parameters: does their next gradient start anew, or is it added to one of an earlier step?"""
-        for optimizer in self._behind(self._count, self._new):
-            ended = self._ended.get(id(optimizer))  # if replaced, the rows took no part in what is there now
-            cleared = ended is not None and ((grad := ended()) is None or grad is not _first_gradient(optimizer))
-            for p in self._unseen(optimizer):
-                self._watch(p, int(not cleared and _any(p.grad)))
-
-    def _look_back(self) -> None:
-        """Do so after backwards whose forwards all came before them: gradients that were added to have a version."""
-        for p in (p for optimizer in self._behind(self._count - 1) for p in self._unseen(optimizer)):
-            if (grad := p.grad) is not None and _was_reached(p):
-                graph = grad.grad_fn  # with create_graph=True a backward copies or adds
-                added = grad._version > (graph is not None) or type(graph).__name__ == "AddBackward0"
-                self._watch(p, 1 + added)
-
-    def _watch(self, p: Tensor, added: int) -> None:
-        self._added[p] = added
-        self._hooks[p] = p.register_hook(partial(_note_arrival, weakref.ref(self), weakref.ref(p)))
-
-    def _forget(self, parameters: list[Tensor]) -> None:
-        for p in parameters:
-            self._added.pop(p, None)
-            if (hook := self._hooks.pop(p, None)) is not None:
-                hook.remove()
-
-    def settle(self, *, counted: bool = False) -> None:
-        """Forget what is known of gradients: all optimizers have stepped, and are ``counted`` if so."""
-        if not counted:
-            self._counts.update(dict.fromkeys(_optimizers, self._count))
-        self._settled = self._count
-        self._forget(list(self._hooks))
-        self._arrived.clear()
-        self._reached.clear()
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
-        """Raise an error if an optimizer is to step once for several backwards, in each of which the rows stepped.
-
-        ``closure``: the step calls one.
-        """
-        self._count_before = self._count
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Raise an error if an optimizer is to step once for several steps of the rows; not yet with a ``closure``."""
+        self._steps_before = self._accumulation.steps
         if not self.checked or self.trained is None:
             return
         handle = self.trained.handle
         if self.deferred:
-            if any(p is handle for p in _parameters(optimizer)):
+            if any(p is handle for p in parameters_of(optimizer)):
                 self._shared = type(optimizer).__name__
                 if _enabled_scaler():
                     raise ConfigError(
@@ -547,28 +472,21 @@ class RowStepper:
 
     def check_count(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
         """Do :meth:`check_optimizer` for all backwards since it stepped, with those of a closure."""
-        since, count = self._count - self._counts.get(optimizer, 0), 0
-        (self._new.discard if optimizer in self._counts else self._new.add)(optimizer)
-        self._counts[optimizer] = self._count
-        if self._added:
-            own = [p for p in _parameters(optimizer) if p in self._added]
-            count = max((self._added.get(p, 0) for p in own if p.grad is not None), default=0)
-            self._forget(own)
-        if len(_optimizers) == 1 or all(self._counts.get(each) == self._count for each in _optimizers):
-            self.settle(counted=True)
         if not self.checked or self.deferred or self.trained is None:
             return
-        inside = self._count - self._count_before
+        inside = self._accumulation.steps - self._steps_before
         if closure and inside > 1 and isinstance(optimizer, torch.optim.LBFGS):  # it looks for the best step
             raise self._once_for(optimizer, inside)
-        if 1 < count <= since:
-            raise self._once_for(optimizer, count)
-        if since < count:
+        count, used = self._accumulation.of(optimizer)
+        if count > 1 and used:
             raise ConfigError(
                 f"{type(optimizer).__name__} steps with gradients of its last step, too, which zero_grad() has not "
                 f"dropped; the rows of {self.name} stepped by those of one backward alone. Call zero_grad() after each "
                 "step(). If each backward is meant to be a step of the rows, say so: tables.step_each_backward()."
             )
+        if count > 1:
+            raise self._once_for(optimizer, count)
+        self._accumulation.step_optimizer(optimizer)
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
         return ConfigError(
@@ -624,56 +542,9 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
-def _kinds(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
-    return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
-
-
-def _find_optimizers() -> None:
-    """Find the optimizers that have not stepped yet."""
-    global _known
-    kinds = _kinds(torch.optim.Optimizer)
-    references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
-    if (references, len(_optimizers)) != _known:  # one may have replaced another
-        found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
-        _optimizers.update(each for each in found if "param_groups" in vars(each) and type(each) is not TableOptimizer)
-        _known = references, len(_optimizers)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the gradient of the first parameter that trains."""
-    return next((p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad), None)
-
-
-def _any(grad: Tensor | None) -> bool:
-    """Return True if there is a gradient other than zeros."""
-    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
-
-
-def _was_reached(p: Tensor) -> bool:
-    """Return True if the backward that ends now has written the gradient of a parameter."""
-    try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node))
-    except RuntimeError:  # there is none, or it hands out gradients
-        return True
-
-
-def _note_arrival(steps: weakref.ref[RowStepper], parameter: weakref.ref[Tensor], _: Tensor) -> None:
-    """Note that a gradient of a dense parameter is about to be added to what it has."""
-    rows, p = steps(), parameter()
-    if rows is not None and p is not None and rows.checked:
-        if rows._added.get(p) and not _any(p.grad):
-            rows._added[p] = 0
-        rows._arrived[p] = torch._C._current_graph_task_id()
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, TableOptimizer):
         return
-    _optimizers.add(optimizer)
     closure = _closure(args, kwargs)
     _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
@@ -700,12 +571,14 @@ def _check_all(check: Callable[[RowStepper], None]) -> None:
 
 
 def _refuse_other_norms() -> None:
-    """Let ``clip_grad_norm_`` raise an error for a norm that the handle's gradient does not have.
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` raise an error for norms that the handle's gradient does not have.
 
-    Nothing of a norm is seen in a gradient afterwards, and torch has no hook there.
+    Nothing of a norm is seen in a gradient afterwards, and torch has no hook there. What changes is the function inside
+    torch's decorator, because a loop may have imported what is around it.
     """
-    norm_of: Callable[..., Tensor] | None = getattr(clip_grad, "_get_total_norm", None)
-    if norm_of is None or hasattr(norm_of, "checks_rows"):
+    [cell, *_] = getattr(getattr(clip_grad, "_get_total_norm", None), "__closure__", None) or [None]
+    norm_of: Callable[..., Tensor] | None = cell and cell.cell_contents
+    if cell is None or not callable(norm_of) or hasattr(norm_of, "checks_rows"):
         return
 
     @wraps(norm_of)
@@ -715,14 +588,14 @@ def _refuse_other_norms() -> None:
             for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
                 if any(steps.trained.handle.grad is each for each in tensors):
                     raise ConfigError(
-                        f"gradients are clipped by their norm of type {norm_type}, but of the gradient of the rows of "
+                        f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
                         f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
                         "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
                     )
         return norm_of(tensors, norm_type, *args, **kwargs)
 
     vars(checked)["checks_rows"] = True
-    vars(clip_grad)["_get_total_norm"] = checked
+    cell.cell_contents = checked
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -737,7 +610,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, trained: Any, steps: RowStepper, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
-        steps.settle()
+        steps._accumulation.forget()
         _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 

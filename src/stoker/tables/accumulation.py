@@ -1,0 +1,177 @@
+"""How many steps of the rows the gradients of dense parameters add up, where rows step inside backward.
+
+An optimizer that steps once for several backwards moves its parameters by the sum of their gradients, but each of these
+backwards has moved the rows. A hook on a parameter sees whether its next gradient is added to one that is there. While
+an optimizer steps whenever the rows do, one of its parameters is watched. If a forward finds it behind, all are.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
+#: references to classes of optimizers when these were last looked for, and how many were known
+_known: tuple[tuple[int, ...], int] = (), -1
+_arrivals = itertools.count()
+
+
+class _Sum:
+    """The gradient of a dense parameter, watched as long as this object lives."""
+
+    __slots__ = ("__weakref__", "_hook", "arrived", "number", "parameter", "reached", "steps", "took_part", "used")
+
+    def __init__(self, parameter: Tensor, steps: int, used: bool) -> None:
+        self.parameter = parameter
+        self.steps = steps  # of the rows whose gradients it adds up
+        self.used = used  # whether its optimizer has stepped with some of them
+        self.took_part = False  # in the last step of the rows
+        self.reached = False  # by a backward with which the rows have not stepped yet
+        self.arrived = -1  # the last backward that added to it
+        self.number = 0  # of that arrival, of all arrivals
+        self._hook = parameter.register_hook(unserializable_hook(partial(_note_arrival, weakref.ref(self))))
+
+    def __del__(self) -> None:
+        self._hook.remove()
+
+    def look(self) -> None:
+        """Start anew if the gradient was cleared."""
+        if self.steps and not _any(self.parameter.grad):
+            self.steps, self.used = 0, False
+
+
+def _note_arrival(watched: weakref.ref[_Sum], _: Tensor) -> None:
+    """Note that a gradient is about to be added."""
+    if (found := watched()) is not None:
+        found.look()
+        found.arrived, found.number = torch._C._current_graph_task_id(), next(_arrivals)
+
+
+class Accumulation:
+    """Follow the gradients of dense parameters through the steps of the rows and of optimizers."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # of the rows
+        self.handle: Tensor | None = None  # which is no dense parameter
+        #: those when each optimizer last stepped
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._latest = 0  # those when an optimizer last stepped
+        self._settled = -1  # those after which all known optimizers have stepped
+        self._resumes = 0  # those from which on gradients are watched
+        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Tensor, _Sum]]
+        self._watched = weakref.WeakKeyDictionary()
+
+    def before_forward(self) -> None:
+        """Watch all parameters of optimizers that have not stepped since the rows did."""
+        if self.steps == self._settled or self.steps < self._resumes:
+            return
+        if self.steps - self._latest < 3:  # not in each step of rows that train alone
+            _find_optimizers()
+        for optimizer in list(_optimizers):
+            if self._stepped.get(optimizer, -1) < self.steps:
+                self._watch_all(optimizer, int(self.steps > 0))
+
+    def _watch_all(self, optimizer: torch.optim.Optimizer, steps: int) -> list[_Sum]:
+        """Return those that were not watched before. ``steps``: what a gradient adds up if none is known."""
+        watched = self._watched.setdefault(optimizer, {})
+        new = [p for p in parameters_of(optimizer) if p not in watched and p.requires_grad and p is not self.handle]
+        if not new:
+            return []
+        for each in watched.values():
+            each.look()
+        known = [(each.steps, each.used) for each in watched.values()]  # all are cleared together
+        steps, used = max(known, default=(steps, False))
+        for p in new:
+            watched[p] = _Sum(p, steps, used) if steps and _any(p.grad) else _Sum(p, 0, False)
+        return [watched[p] for p in new]
+
+    def end_backward(self, task: int) -> None:
+        """Note what got a gradient in the backward ``task``, which reached the rows, or in one inside it."""
+        for optimizer, watched in list(self._watched.items()):
+            reached = [each for each in watched.values() if each.arrived >= task]
+            for each in reached or [each for each in self._watch_all(optimizer, 0) if _was_reached(each.parameter)]:
+                each.reached = True
+
+    def step_rows(self) -> None:
+        """Count a step of the rows with all backwards since their last."""
+        self.steps += 1
+        for watched in list(self._watched.values()):
+            for each in watched.values():
+                each.steps += each.reached
+                each.took_part, each.reached = each.reached, False
+
+    def of(self, optimizer: torch.optim.Optimizer) -> tuple[int, bool]:
+        """Return how many steps of the rows its gradients add up, and whether it has stepped with some of them."""
+        watched = self._watched.get(optimizer, {}).values()
+        for each in watched:
+            if each.steps > 1:
+                each.look()
+        return max(((each.steps, each.used) for each in watched), default=(0, False))
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step of an optimizer; watch one of the parameters that took part in the last step of the rows."""
+        _optimizers.add(optimizer)
+        alone = self._stepped.get(optimizer) == self.steps  # the rows have not stepped since its last step
+        self._stepped[optimizer] = self._latest = self.steps
+        if all(self._stepped.get(each) == self.steps for each in _optimizers):
+            self._settled = self.steps
+        if self.steps < self._resumes:
+            return
+        watched = self._watched.get(optimizer, {})
+        if took_part := [(p.dim() < 2, each.number, p) for p, each in watched.items() if each.took_part]:
+            kept = max(took_part, key=lambda each: each[:2])[2]  # small, and near the rows
+            for p in [p for p in watched if p is not kept]:
+                del watched[p]
+        elif alone:
+            watched.clear()
+        elif not watched:
+            self._watch_all(optimizer, int(self.steps > 0))
+        for each in self._watched.get(optimizer, {}).values():
+            each.used = each.steps > 0
+
+    def forget(self, pause: int = 0) -> None:
+        """Count the gradients that are there for none of the next steps, and watch none for ``pause`` steps."""
+        self._stepped.update(dict.fromkeys(_optimizers, self.steps))
+        self._settled, self._resumes = self.steps, max(self._resumes, self.steps + pause)
+        self._watched.clear()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _any(grad: Tensor | None) -> bool:
+    """Return True if there is a gradient other than zeros."""
+    return grad is not None and bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+
+
+def _was_reached(parameter: Tensor) -> bool:
+    """Return True if the backward that ends now has written the gradient of a parameter."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # it hands out gradients
+        return False
+
+
+def _kinds(kind: type[torch.optim.Optimizer]) -> list[type[torch.optim.Optimizer]]:
+    return [kind, *(each for subclass in kind.__subclasses__() for each in _kinds(subclass))]
+
+
+def _find_optimizers() -> None:
+    """Find the optimizers of dense parameters that have not stepped yet."""
+    global _known
+    kinds = _kinds(torch.optim.Optimizer)
+    references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
+    if (references, len(_optimizers)) != _known:  # one may have replaced another
+        found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
+        _optimizers.update(each for each in found if "param_groups" in vars(each) and not hasattr(each, "_row_steps"))
+        _known = references, len(_optimizers)
