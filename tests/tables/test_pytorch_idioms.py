@@ -1009,7 +1009,19 @@ def _both(loop: Loop) -> None:
         loss.backward()
 
 
+def _with_a_graph(loop: Loop) -> None:
+    """A backward of the rows alone before, whose forward came first, too."""
+    losses = [loop.tables(loop.ids).sum(), loop.loss()]
+    losses[0].backward()
+    losses[1].backward(create_graph=True)
+
+
 STEPS_OF_ONE: dict[str, Callable[[Loop], Any]] = {
+    "after gradients that were all dropped": lambda loop: (loop.backward(2), loop.clear()),
+    "after a forward without a backward": lambda loop: (
+        loop.backward(), loop.step(), loop.clear(to_none=False), loop.loss(),
+    ),
+    "with a graph": _with_a_graph,
     "clipped": lambda loop: (loop.backward(), loop.clip()),
     "clipped after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(), loop.clip()),
     "clipped after rows trained alone and zeros": lambda loop: (
@@ -1037,11 +1049,15 @@ STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
     "two after others that were dropped": lambda loop: (loop.backward(2), loop.clear(), loop.backward(2)),
     "two after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), loop.backward(2)),
     "two forwards first, after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), _both(loop)),
+    "two forwards first, with a graph": lambda loop: [
+        loss.backward(create_graph=True) for loss in (loop.loss(), loop.loss())
+    ],
     "with a graph": lambda loop: [loop.loss().backward(create_graph=True) for _ in range(2)],
     "the last in a closure": lambda loop: (loop.backward(), loop.optimizer.step(loop.backward)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("loop", STEPS_OF_ONE)
 def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepped: bool) -> None:
@@ -1161,6 +1177,7 @@ def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
         head(tables(ids).flatten(1)).sum().backward()
         optimizer.step()
     assert not set(head.parameters()) & tables._steps._hooks.keys()
+    assert not head.weight._backward_hooks
 
 
 def test_threads_that_share_a_model_are_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -498,11 +498,11 @@ class RowStepper:
 
     def _look_back(self) -> None:
         """Do so after backwards whose forwards all came before them: gradients that were added to have a version."""
-        for p in (p for optimizer in self._behind(self._count - 1) for p in self._unseen(optimizer)):
-            if (grad := p.grad) is not None and _was_reached(p):
-                graph = grad.grad_fn  # with create_graph=True a backward copies or adds
-                added = grad._version > (graph is not None) or type(graph).__name__ == "AddBackward0"
-                self._watch(p, 1 + added)
+        for optimizer in self._behind(self._count - 1):
+            found = [(p, grad) for p in self._unseen(optimizer) if (grad := p.grad) is not None and _was_reached(p)]
+            copied = any(grad.grad_fn is not None for _, grad in found)  # create_graph=True: a backward copies or adds
+            for p, grad in found:
+                self._watch(p, 1 + (grad._version > copied or type(grad.grad_fn).__name__ == "AddBackward0"))
 
     def _watch(self, p: Tensor, added: int) -> None:
         self._added[p] = added
