@@ -243,6 +243,20 @@ def test_batches_are_the_requests_in_order_and_not_too_large(sizes: list[int], m
         assert len(batch) == 1 or sum(len(each.rows) for each in batch) <= most
 
 
+def test_a_client_that_has_gone_takes_no_answer_of_others(small: Server) -> None:
+    loop = asyncio.new_event_loop()
+    gone, here = [SimpleNamespace(rows=[{}], scores=loop.create_future()) for _ in range(2)]
+    gone.scores.cancel()
+    small._deliver([gone, here], [(1, {}), (2, {})])  # type: ignore[list-item]
+    assert here.scores.result() == (2, {})
+    loop.close()
+    assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}], "more": 1})[0] == 400
+    assert ask(small, "/nowhere/at/all", {})[0] == 404
+    text = small.figures.generate(small.figures.registry).decode()
+    assert 'path="other",status="404"' in text
+    assert "nowhere" not in text
+
+
 def test_a_request_that_does_not_fit_is_refused_alone(small: Server) -> None:
     good, bad = [{"item": "1", "user": "2"}], [{"item": "1"}]
     wanted = small.scorer.score_together([good])[0]

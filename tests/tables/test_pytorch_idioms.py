@@ -240,6 +240,13 @@ def test_a_gradient_scaler_beside_rows_that_step_inside_backward_is_refused(scal
     assert tables.tick == 1
 
 
+def test_a_scaler_that_has_not_scaled_is_no_trouble() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    tables = made()
+    tables(batches(1)[0]).sum().backward()
+    assert (tables.tick, scaler.is_enabled()) == (1, True)
+
+
 def test_a_scaler_that_is_off_is_no_trouble() -> None:
     tables, scaler = made(), torch.amp.GradScaler("cpu", enabled=False)
     scaler.scale(loss_of(tables(batches(1)[0]), 0)).backward()
@@ -968,6 +975,17 @@ def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
     for ids in batches(2):
         head(tables(ids).flatten(1)).sum().backward()
     optimizer.step()
+
+
+def test_accumulation_of_sparse_gradients_is_refused() -> None:
+    tables, other, ids = made(), nn.EmbeddingBag(ROWS, DIM, sparse=True), batches(1)[0]
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for times in (1, 1, 2):
+        for _ in range(times):
+            (tables(ids).sum(1) * other(ids)).sum().backward()
+        with pytest.raises(stoker.ConfigError, match="for 2 backwards") if times > 1 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 class Loop:
