@@ -1536,6 +1536,35 @@ def test_blocks_that_accumulate_within_each_other_are_one_step(fails: bool) -> N
     assert tables.tick == 1
 
 
+def test_an_optimizer_for_a_scheduler_alone_leaves_a_block_its_gradients() -> None:
+    tables, bags = made(), Bags()
+    rows, (first, second) = tables.as_optimizer(in_backward=True), batches(2)
+    with tables.accumulate():
+        for ids in (first, second):
+            loss_of(tables(ids), 0).backward()
+            rows.step()
+            rows.zero_grad()
+            loss_of(bags(ids), 0).backward()
+        assert tables.tick == 0
+    torch.optim.SGD(bags.parameters(), lr=0.5).step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
+def test_a_closure_of_the_rows_has_gradients() -> None:
+    tables, bags, ids = made(), Bags(), batches(1)[0]
+    rows = tables.as_optimizer()
+
+    def closure(module: Any) -> Tensor:
+        loss = loss_of(module(ids), 0)
+        loss.backward()
+        return loss
+
+    found = rows.step(lambda: closure(tables))  # type: ignore[arg-type, return-value]
+    assert found == torch.optim.SGD(bags.parameters(), lr=0.5).step(lambda: closure(bags))
+    same_rows(tables, bags)
+
+
 def test_rows_whose_gradient_is_zero_step_as_by_themselves() -> None:
     """A momentum moves them, whoever drives the steps."""
     alone, driven = (made(optimizer=stoker.MomentumSGD(lr=0.5, momentum=0.5)) for _ in range(2))
