@@ -18,7 +18,7 @@ import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse import floats
-from stoker.prep.parse.floats import in_way
+from stoker.prep.parse.floats import in_way, way_of
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, PLAIN, SINGLE, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
@@ -378,6 +378,13 @@ def test_one_odd_text_among_many_ids_costs_no_look_at_each(monkeypatch: pytest.M
     assert max(looked) <= 1_000
     assert notation_of(pl.Series([*ids[1:], "1e+05"])) == "1|1e-04"
     assert max(looked) == 2_000
+
+
+def test_texts_without_an_exponent_are_written_in_no_way() -> None:
+    for texts in ([], [None], ["1", "0.5", "x"], ["0.001"], ["1e-07", "1E-7"]):
+        assert way_of(pl.Series(texts, dtype=pl.String)) == "", texts
+    assert way_of(pl.Series(["1e-07", None, "0.5"])) == "1e-07"
+    assert way_of(pl.Series(["0.5", "1.0E-7", None])) == "1.0E-7"
 
 
 def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:

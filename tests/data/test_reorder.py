@@ -217,7 +217,9 @@ def test_the_same_bytes_from_any_number_of_threads(data: Dataset, tmp_path: Path
     assert digests(tmp_path / "out1") == digests(tmp_path / "out3")
 
 
-def test_the_same_order_again_is_taken_another_is_refused(data: Dataset, tmp_path: Path) -> None:
+def test_the_same_order_again_is_taken_another_is_refused(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     first = run_reorder(data, out, how=SMALL, tables=TABLES)
     again = run_reorder(data, out, how=SMALL, tables=TABLES[::-1])
@@ -226,6 +228,10 @@ def test_the_same_order_again_is_taken_another_is_refused(data: Dataset, tmp_pat
     with pytest.raises(DataError, match=r"reordered with other settings.*overwrite"):
         run_reorder(data, out, how=other, tables=TABLES)
     assert not run_reorder(data, out, how=other, tables=TABLES, overwrite=True).reused
+    with monkeypatch.context() as patch:  # another version may make another order
+        patch.setattr("stoker.rewrite.reorder.__version__", "0")
+        with pytest.raises(DataError, match="overwrite"):
+            run_reorder(data, out, how=other, tables=TABLES)
     with pytest.raises(DataError, match=r"is reordered already\. Reorder its source, .*source"):
         run_reorder(out, tmp_path / "twice", tables=TABLES)
     assert not (tmp_path / "twice").exists()
@@ -245,10 +251,12 @@ def test_what_cannot_be_reordered_is_refused(data: Dataset, tmp_path: Path) -> N
         data.new_ids  # noqa: B018
 
 
-def test_a_damaged_shard_stops_it_and_nothing_is_left(data: Dataset, tmp_path: Path) -> None:
-    file = data.path / data.valid.entry["shards"][0]["file"]
+@pytest.mark.parametrize("where", ["a label of a split that is read late", "an id, now beyond its table"])
+def test_a_damaged_shard_stops_it_and_nothing_is_left(data: Dataset, tmp_path: Path, where: str) -> None:
+    split = data.valid if "label" in where else data.train
+    file = data.path / split.entry["shards"][0]["file"]
     found = bytearray(file.read_bytes())
-    found[-1] ^= 1
+    found[-1 if "label" in where else split.shards[0].starts["ids"] + 3] ^= 0x40
     file.write_bytes(bytes(found))
     with pytest.raises(DataError, match="damaged"):
         run_reorder(Dataset(data.path), tmp_path / "deep" / "out", how=SMALL, tables=TABLES)

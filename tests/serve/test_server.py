@@ -19,12 +19,16 @@ from datetime import datetime
 from decimal import Decimal
 from http.client import HTTPConnection
 from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import stoker
@@ -221,6 +225,55 @@ def test_bytes_of_values_are_those_of_each_written_out() -> None:
         writer.write_table(table)
     with pytest.raises(RequestError, match="1,000,000 rows take 0 bytes"):
         arrow_rows(bytes(sink.getvalue()), 1000)
+
+
+class Asked(list[Any]):
+    """Requests that have come; then none for a moment, then the end."""
+
+    def get(self, timeout: float | None = None) -> Any:
+        if not self and timeout is not None:
+            raise Empty
+        return self.pop(0) if self else None
+
+
+@given(sizes=st.lists(st.integers(1, 15), max_size=30), most=st.integers(1, 12))
+def test_batches_are_the_requests_in_order_and_not_too_large(sizes: list[int], most: int) -> None:
+    server = Server(SimpleNamespace(lock=threading.RLock()), ServeSettings(batch_rows=most))  # type: ignore[arg-type]
+    requests = [SimpleNamespace(rows=[{}] * size, since=0.0) for size in sizes]
+    server._waiting = Asked(requests)  # type: ignore[assignment]
+    batches = list(server._batches())
+    assert [id(each) for batch in batches for each in batch] == [id(each) for each in requests]
+    for batch in batches:
+        assert len(batch) == 1 or sum(len(each.rows) for each in batch) <= most
+
+
+def test_a_client_that_has_gone_takes_no_answer_of_others(small: Server) -> None:
+    loop = asyncio.new_event_loop()
+    gone, here = [SimpleNamespace(rows=[{}], scores=loop.create_future()) for _ in range(2)]
+    gone.scores.cancel()
+    small._deliver([gone, here], [(1, {}), (2, {})])  # type: ignore[list-item]
+    assert here.scores.result() == (2, {})
+    loop.close()
+    assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}], "more": 1})[0] == 400
+    assert ask(small, "/nowhere/at/all", {})[0] == 404
+    text = small.figures.generate(small.figures.registry).decode()
+    assert 'path="other",status="404"' in text
+    assert "nowhere" not in text
+
+
+def test_a_request_that_does_not_fit_is_refused_alone(small: Server) -> None:
+    good, bad = [{"item": "1", "user": "2"}], [{"item": "1"}]
+    wanted = small.scorer.score_together([good])[0]
+    for requests in ([good, bad, good], [bad]):
+        for rows, found in zip(requests, small._scored(requests), strict=True):
+            if rows is bad:
+                assert isinstance(found, RequestError)
+                assert found.status == 422
+            else:
+                assert found[0].tobytes() == wanted.tobytes()
+    body = {"user": {"user": 2}, "candidates": [{"item": 1}, {"item": 1, "user": 3}], "k": 1}
+    status, answer = ask(small, "/topk", body)
+    assert (status, "user and candidates both have ['user']" in answer["error"]) == (400, True)
 
 
 def test_a_compressed_dictionary_alone_is_not_read() -> None:

@@ -241,6 +241,13 @@ def test_a_gradient_scaler_beside_rows_that_step_inside_backward_is_refused(scal
     assert tables.tick == 1
 
 
+def test_a_scaler_that_has_not_scaled_is_no_trouble() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    tables = made()
+    tables(batches(1)[0]).sum().backward()
+    assert (tables.tick, scaler.is_enabled()) == (1, True)
+
+
 def test_a_scaler_that_is_off_is_no_trouble() -> None:
     tables, scaler = made(), torch.amp.GradScaler("cpu", enabled=False)
     scaler.scale(loss_of(tables(batches(1)[0]), 0)).backward()
@@ -974,6 +981,17 @@ def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
     optimizer.step()
 
 
+def test_accumulation_of_sparse_gradients_is_refused() -> None:
+    tables, other, ids = made(), nn.EmbeddingBag(ROWS, DIM, sparse=True), batches(1)[0]
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for times in (1, 1, 2):
+        for _ in range(times):
+            (tables(ids).sum(1) * other(ids)).sum().backward()
+        with pytest.raises(stoker.ConfigError, match="for 2 backwards") if times > 1 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 class Loop:
     """Rows, and a dense part with its optimizer, which a loop steps as it likes."""
 
@@ -1013,7 +1031,19 @@ def _both(loop: Loop) -> None:
         loss.backward()
 
 
+def _with_a_graph(loop: Loop) -> None:
+    """A backward of the rows alone before, whose forward came first, too."""
+    losses = [loop.tables(loop.ids).sum(), loop.loss()]
+    losses[0].backward()
+    losses[1].backward(create_graph=True)
+
+
 STEPS_OF_ONE: dict[str, Callable[[Loop], Any]] = {
+    "after gradients that were all dropped": lambda loop: (loop.backward(2), loop.clear()),
+    "after a forward without a backward": lambda loop: (
+        loop.backward(), loop.step(), loop.clear(to_none=False), loop.loss(),
+    ),
+    "with a graph": _with_a_graph,
     "clipped": lambda loop: (loop.backward(), loop.clip()),
     "clipped after rows trained alone": lambda loop: (loop.rows_alone(), loop.backward(), loop.clip()),
     "clipped after rows trained alone and zeros": lambda loop: (
@@ -1041,11 +1071,15 @@ STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
     "two after others that were dropped": lambda loop: (loop.backward(2), loop.clear(), loop.backward(2)),
     "two after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), loop.backward(2)),
     "two forwards first, after zeros": lambda loop: (loop.backward(), loop.clear(to_none=False), _both(loop)),
+    "two forwards first, with a graph": lambda loop: [
+        loss.backward(create_graph=True) for loss in (loop.loss(), loop.loss())
+    ],
     "with a graph": lambda loop: [loop.loss().backward(create_graph=True) for _ in range(2)],
     "the last in a closure": lambda loop: (loop.backward(), loop.optimizer.step(loop.backward)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("loop", STEPS_OF_ONE)
 def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepped: bool) -> None:
@@ -1554,6 +1588,35 @@ def test_blocks_that_accumulate_within_each_other_are_one_step(fails: bool) -> N
     torch.optim.SGD(bags.parameters(), lr=0.5).step()
     same_rows(tables, bags)
     assert tables.tick == 1
+
+
+def test_an_optimizer_for_a_scheduler_alone_leaves_a_block_its_gradients() -> None:
+    tables, bags = made(), Bags()
+    rows, (first, second) = tables.as_optimizer(in_backward=True), batches(2)
+    with tables.accumulate():
+        for ids in (first, second):
+            loss_of(tables(ids), 0).backward()
+            rows.step()
+            rows.zero_grad()
+            loss_of(bags(ids), 0).backward()
+        assert tables.tick == 0
+    torch.optim.SGD(bags.parameters(), lr=0.5).step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
+def test_a_closure_of_the_rows_has_gradients() -> None:
+    tables, bags, ids = made(), Bags(), batches(1)[0]
+    rows = tables.as_optimizer()
+
+    def closure(module: Any) -> Tensor:
+        loss = loss_of(module(ids), 0)
+        loss.backward()
+        return loss
+
+    found = rows.step(lambda: closure(tables))  # type: ignore[arg-type, return-value]
+    assert found == torch.optim.SGD(bags.parameters(), lr=0.5).step(lambda: closure(bags))
+    same_rows(tables, bags)
 
 
 def test_rows_whose_gradient_is_zero_step_as_by_themselves() -> None:
