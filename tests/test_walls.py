@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_900,
     "training": 11_220,
     "rewrite": 1_910,
-    "prep": 13_390,
+    "prep": 13_400,
     "synthetic": 1_670,
     "cli": 3_440,
     "live": 1_370,
