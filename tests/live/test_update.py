@@ -95,6 +95,17 @@ def test_an_update_scores_first_then_trains(place: Path) -> None:
     assert result.bytes == sum(len(value) for value in without_manifest(result.checkpoint).values())
 
 
+def test_each_stage_of_an_update_has_its_own_progress(place: Path) -> None:
+    seen: dict[str, list[tuple[int, int]]] = {}
+    found = stoker.update(
+        place / "run", place / "logs/day_1.csv",
+        progress=lambda what, done, total: seen.setdefault(what, []).append((done, total)),
+    )  # fmt: skip
+    assert seen["scoring new rows"][-1] == (found.rows, found.rows)
+    assert {"new rows: reading", "new rows: counting", "new rows: writing"} <= seen.keys()
+    assert all(len({total for _, total in steps}) == 1 for steps in seen.values()), "a bar of one unit"
+
+
 def test_it_is_a_pass_over_the_rows_in_their_order(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as a loop of one's own, and steps that go on, by which dropout draws what it drops."""
     run, steps, step = place / "run", list[int](), Replica.step

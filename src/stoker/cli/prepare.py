@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from stoker.prep.schema import Schema
     from stoker.prep.stages.task import StageProgress
 
-_STAGES = {
-    "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
-    "fit": "counting", "write": "writing",
-    "look": "reading again", "order": "ordering ids", "replace": "replacing ids",
-}  # fmt: skip
-
 
 def init(
     log: Annotated[list[str], typer.Argument(help="Raw files or patterns of your log.")],
@@ -233,6 +227,7 @@ def _prepare(
     """Prepare with a bar for each stage."""
     from stoker.prep.inputs import files_of
     from stoker.prep.prepare import run_prepare
+    from stoker.prep.stages.task import STAGE_WORDS
 
     overwrite = bool(given.get("overwrite"))
     try:
@@ -243,7 +238,7 @@ def _prepare(
         ):
 
             def show(progress: StageProgress) -> None:
-                bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
+                bars(STAGE_WORDS[progress.stage], progress.done, progress.total, progress.unit)
 
             return run_prepare(chosen, inputs, out=folder, progress=show, **given)
     except KeyboardInterrupt as stop:

@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.base import remote
 from stoker.base.errors import DataError, StokerError
 from stoker.base.picture import Grid, Shown
-from stoker.base.progress import Progress, quiet
+from stoker.base.progress import Progress, quiet, showing
 from stoker.base.settings import with_arguments_of
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
@@ -34,7 +34,7 @@ from stoker.prep.inputs import Inputs, files_of
 from stoker.prep.like import times_of
 from stoker.prep.parse.sources import expand
 from stoker.prep.prepare import PrepareReport, run_prepare
-from stoker.prep.stages.task import StageProgress
+from stoker.prep.stages.task import STAGE_WORDS, StageProgress
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.checkpoint import Link
@@ -182,7 +182,7 @@ def prepare_rows(
     show = asked.progress or quiet
 
     def progress(stage: StageProgress) -> None:
-        show("preparing new rows", stage.done, stage.total)
+        show(f"new rows: {STAGE_WORDS[stage.stage]}", stage.done, stage.total)
 
     like = _before(journal, order, asked)
     config = TrainConfig.from_dict(journal.config["settings"])
@@ -301,12 +301,12 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
             group["initial_lr"] = rate
         if parent is None:
             parent, first = journal.checkpoint, int(begun["step"])
-            show("scoring new rows", 0, len(rows))
             own = of_model if asked.data is None else open_dataset(asked.data)
-            before = finite(evaluate(
-                replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k,
-                catalogue=catalogue_of(replica.model, own, parent),
-            ))  # fmt: skip
+            with showing(lambda _, done, total, unit: show("scoring new rows", done, total)):
+                before = finite(evaluate(
+                    replica.model, rows, lookahead=config.some_lookahead, k=config.ranking_k,
+                    catalogue=catalogue_of(replica.model, own, parent),
+                ))  # fmt: skip
             read = [each["rows"] if each["bytes"] == log.bytes else None
                     for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
             logs = [log.to_dict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 WORK_VERSION = 14  # raise it when the content of parts changes
 KEPT = "__keep."  # prefix of kept columns while features are computed
+STAGE_WORDS = {
+    "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
+    "fit": "counting", "write": "writing",
+    "look": "reading again", "order": "ordering ids", "replace": "replacing ids",
+}  # fmt: skip
 _OURS = (
     "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
 )  # fmt: skip
