@@ -24,7 +24,7 @@ def test_days_of_a_run(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureF
     run = tmp_path / "run"
     code, out, err = output(capsys, "update", run, *logs[:2])
     assert code == 0, err
-    assert "rows it had not seen" in " ".join(out.split())
+    assert "before training on these rows" in " ".join(out.split())
     assert "update 1: trained on 600 rows" in out
     code, out, _ = output(capsys, "update", run, logs[0], logs[2], "--json", "--rate", "0.5")
     assert code == 0

@@ -86,7 +86,7 @@ class UpdateResult(Shown):
 
     def grids(self) -> tuple[Grid, ...]:
         """Return the metrics of the model before on the new rows."""
-        return (metric_grid({"new rows": self.before}, "the model before, on rows it had not seen"),) * bool(self.rows)
+        return (metric_grid({"new rows": self.before}, "before training on these rows"),) * bool(self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
