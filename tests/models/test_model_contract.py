@@ -254,6 +254,9 @@ def test_loss_without_labels_is_refused(case: Any, spec: FeatureSpec) -> None:
     batch = random_batch(spec, 2)
     with pytest.raises(ValueError, match="no labels"):
         build(case, spec).loss(replace(batch, labels=None))
+    for shape in ((1,), (2, 1), (3,)):  # some of which would be broadcast
+        with pytest.raises(ValueError, match=r"has labels of shape .* for 2 examples"):
+            build(case, spec).loss(replace(batch, labels=torch.zeros(shape)))
 
 
 def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) -> None:

@@ -375,6 +375,8 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     for time in (datetime(2026, 3, 1), np.datetime64("2026-03-01", "ns")):
         with pytest.raises(stoker.DataError, match="column item: '2026-03-01T00:00:00' is not a whole number"):
             client.topk({"user": 1}, [{"item": time}], 1)
+    missing = pl.Series([None], dtype=pl.Datetime("us")).to_pandas()[0]  # NaT
+    assert client.topk({"user": missing}, [{"item": 2}], 1) == client.topk({"user": None}, [{"item": 2}], 1)
     for value in (np.inf, b"x"):
         with pytest.raises(stoker.DataError, match=f"column item: {value!r} cannot be sent"):
             client.topk({"user": 1}, [{"item": value}], 1)
@@ -689,8 +691,9 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
             found, answer = ask(server, "/retrieve", {"users": [{"user": 1}] * 4, "k": 2})
             assert (found, "7 items are allowed" in answer["error"]) == (413, True), answer
         server._searching += server.settings.max_waiting
-        with pytest.raises(stoker.StokerError, match="256 requests wait already"):
+        with pytest.raises(stoker.StokerError, match="256 requests wait already") as caught:
             client.retrieve([{"user": 1}])
+        assert caught.type is stoker.StokerError, "the rows are fine"
         server._searching -= server.settings.max_waiting
         text = ask(server, "/metrics")[1]
         assert f"stoker_items {len(retriever)}.0" in text
