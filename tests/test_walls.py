@@ -21,7 +21,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_290,
+    "base": 2_295,
     "ops": 7_190,
     "dataset": 3_100,
     "optim": 600,
@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_900,
     "training": 11_150,
     "rewrite": 1_910,
-    "prep": 13_350,
+    "prep": 13_550,
     "synthetic": 1_670,
     "cli": 3_410,
     "live": 1_370,
     "serve": 1_600,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_295
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
