@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_190,
     "dataset": 3_090,
     "optim": 600,
-    "tables": 13_350,
+    "tables": 13_400,
     "models": 2_020,
     "placement": 2_910,
     "training": 11_280,
     "rewrite": 1_910,
-    "prep": 13_580,
+    "prep": 13_610,
     "synthetic": 1_670,
     "cli": 3_440,
     "live": 1_370,
     "serve": 1_640,
 }  # fmt: skip
-ALL_LINES = 66_680
+ALL_LINES = 66_740
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -827,7 +827,11 @@ def test_features_of_a_number_that_splits_the_rows_are_found_again(
     values = {
         "label": "label", "keep": ["ts"], "timestamp": {"column": "ts"}, "group": group,
         "categorical": [{"name": "user", "type": kind}, {"name": "item", "type": "int"}],
+<<<<<<< HEAD
         "derive": ["count by=user,item", "cross columns=user,item buckets=997", "rank by=user order=ts"],
+=======
+        "derive": ["count by=user,item", "cross columns=user,item buckets=97", "rank by=user order=ts"],
+>>>>>>> prep54
     }  # fmt: skip
     users = np.random.default_rng(0).integers(100, 110, 300)
     log = pl.DataFrame({"label": users % 3 // 2, "user": users, "item": users % 7, "ts": range(300)})
@@ -856,3 +860,30 @@ def test_features_of_a_number_that_splits_the_rows_are_found_again(
         if not isinstance(new, Path):
             batch = encoder.encode(new.drop("label"), unknown=True)
             assert list(zip(batch.dense.tolist(), batch.ids.tolist(), strict=True)) == list(wanted.values())
+
+
+@pytest.mark.parametrize(("words", "number"), [(("True", "False"), "1.0"), (("1", "0"), "1"), (("TRUE", "FALSE"), "1")])
+def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[str, str], number: str) -> None:
+    """Although no list of the texts of these columns says how they are written; the values of the condition do."""
+    values = {
+        "label": "label", "categorical": [{"name": "item"}, {"name": "bucket", "source": "flag", "hash_buckets": 97}],
+        "derive": [f"match column=flag values={words[0]}", f"constrain column=size values={number} name=one",
+                   f"mask column=item where_column=flag values={words[0]} name=shown"],
+    }  # fmt: skip
+    draws = np.random.default_rng(6).integers(0, 4, (80, 3))
+    typed = pl.DataFrame({"label": draws[:, 0] % 2, "item": [f"i{n}" for n in draws[:, 1]], "flag": draws[:, 2] < 2,
+                          "size": draws[:, 1].astype(float)})  # fmt: skip
+    sizes = typed["size"].cast(pl.String if number == "1.0" else pl.Int64)
+    log = typed.with_columns(flag=pl.Series([words[0] if flag else words[1] for flag in typed["flag"]]), size=sizes)
+    log.write_csv(tmp_path / "log.csv")
+    schema = stoker.Schema.from_dict(values)
+    data = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0")
+    [wanted] = data.train.batches(80)
+    assert len(wanted.dense.unique()) == 2
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    for rows in (typed, typed.cast({"size": pl.Float32}), typed.cast({"size": pl.Int64}), log):
+        [found] = stoker.prepare(None, rows, out=tmp_path / "new", like=data, overwrite=True).test.batches(80)
+        asked = encoder.encode(rows.drop("label"))
+        for one in (found, asked):
+            assert (one.ids == wanted.ids).all()
+            assert (one.dense == wanted.dense).all()

@@ -73,7 +73,7 @@ def notation_by_column(
         return {"": AS_TYPED, **known}
     hashed = tables.get("", UNLISTED)
     default = {} if hashed == PLAIN else {"": WIDENED}
-    return {**default, **dict.fromkeys(schema.unlisted, hashed), **dict.fromkeys(found, MIXED), **known}
+    return {**default, **schema.notation_of_unlisted(hashed), **dict.fromkeys(found, MIXED), **known}
 
 
 class Like:

@@ -575,18 +575,27 @@ class Schema:
         split = self.split.column if "column" in RULE_KEYS[self.split.rule] else None
         return tuple(dict.fromkeys(name for name in (split, self.group, *self.as_text) if name is not None))
 
-    @property
-    def unlisted(self) -> set[str]:
-        """Raw columns of whose texts a dataset keeps no list.
+    def notation_of_unlisted(self, hashed: str) -> dict[str, str]:
+        """Return raw column -> how texts are written of which a dataset keeps no list.
 
-        Of hash buckets, of features that compare them, and of numbers that the split or the groups read as text.
+        As the values of conditions on them are. Else, if hash buckets, the split or the groups read them, or a feature
+        compares them, in the notation ``hashed``.
         """
+        from stoker.prep.parse.notation import PLAIN, notation_of_values
+
         listed = {one.raw for one in self.features if one.hash_buckets is None}
         listed |= {column for one in self.feature if one.has_table for column in one.inputs}
         compared = {column for one in self.feature if one.kind in _COMPARING for column in one.inputs}
         numbers = {one.raw for one in self.features if one.type in ("int", "float")} & {*self.text_columns}
         texts = {one.raw for one in self.features if one.type not in ("int", "float")}
-        return (({one.raw for one in self.features} | compared) - listed) | (numbers - texts)
+        unlisted = (({one.raw for one in self.features} | compared) - listed) | (numbers - texts)
+        values: dict[str, set[str]] = {}
+        for one in self.feature if hashed == PLAIN else ():  # not of a dataset of an earlier version
+            column, some = getattr(one, "tested", ""), getattr(one, "values", ())
+            if column and some and column not in listed:
+                values.setdefault(column, set()).update(some)
+        found = {column: name for column, some in values.items() if (name := notation_of_values(some))}
+        return {**dict.fromkeys(unlisted, hashed), **found}
 
     def notation_of(self, column: str) -> str:
         """Return how texts of a raw column are written."""

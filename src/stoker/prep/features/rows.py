@@ -22,6 +22,11 @@ class _Condition(Derivation):
     values: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression, found anywhere: "^...$" for the whole text
 
+    @property
+    def tested(self) -> str:
+        """The column whose texts the condition compares."""
+        return self.column
+
     def check(self) -> None:
         if bool(self.values) == (self.pattern is not None):
             fail(self.where, "values", "and pattern: give one of the two")
@@ -83,6 +88,10 @@ class Mask(_Condition, RowLocal):
     reads = "column where_column"
     read_as = TEXT
     where_column: str
+
+    @property
+    def tested(self) -> str:
+        return self.where_column
 
     def expressions(self) -> Sequence[pl.Expr]:
         shown = self.met_by(pl.col(self.where_column).cast(pl.String))

@@ -9,7 +9,7 @@ text is known, as with hash buckets, 136.0 is always 136.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import polars as pl
@@ -99,6 +99,12 @@ def notation_of(texts: pl.Series) -> str:
         return f"1.{digits * '0'}"
     shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
     return str(shapes[0]) if len(shapes) == 1 else ""
+
+
+def notation_of_values(values: Collection[str]) -> str:
+    """Return how the values of a condition are written; it may name one of two truth values."""
+    words = next((name for name, words in _WORDS.items() if {*values} <= {*words}), "")
+    return words or notation_of(pl.Series([*values], dtype=pl.String))
 
 
 def _digits_of(decimals: pl.Series) -> int:

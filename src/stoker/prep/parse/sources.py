@@ -157,8 +157,8 @@ def text_edge(path: Path, begin: int = 0, size: int = EDGE) -> str:
     return hashlib.sha256(memoryview(found)[:size]).hexdigest()
 
 
-def text_edges(path: Path, most: int) -> dict[str, Any]:
-    """Return how many bytes the first ``most`` of a file are, decompressed, and the sha256 of their two ends."""
+def text_edges(path: Path, most: int | None = None) -> dict[str, Any]:
+    """Return how many bytes a file, or its first ``most`` bytes, has decompressed, and the sha256 of their two ends."""
     head, tail, done = bytearray(), bytearray(), 0
     for piece in text_of(path, most):
         head += piece[: EDGE - len(head)]

@@ -104,9 +104,8 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.like is None:
-            self.schema = replace(
-                self.schema, notation={**self.schema.notation, **dict.fromkeys(self.schema.unlisted, PLAIN)}
-            )
+            notation = {**self.schema.notation, **self.schema.notation_of_unlisted(PLAIN)}
+            self.schema = replace(self.schema, notation=notation)
         self.splitting = self.schema if self.like is None else all_test(self.schema)
         if self.like is not None and self.like.negatives and not self.schema.label.column:
             self.splitting = replace(self.splitting, label=self.schema.label)  # each row has label 1
