@@ -827,11 +827,7 @@ def test_features_of_a_number_that_splits_the_rows_are_found_again(
     values = {
         "label": "label", "keep": ["ts"], "timestamp": {"column": "ts"}, "group": group,
         "categorical": [{"name": "user", "type": kind}, {"name": "item", "type": "int"}],
-<<<<<<< HEAD
-        "derive": ["count by=user,item", "cross columns=user,item buckets=997", "rank by=user order=ts"],
-=======
         "derive": ["count by=user,item", "cross columns=user,item buckets=97", "rank by=user order=ts"],
->>>>>>> prep54
     }  # fmt: skip
     users = np.random.default_rng(0).integers(100, 110, 300)
     log = pl.DataFrame({"label": users % 3 // 2, "user": users, "item": users % 7, "ts": range(300)})
