@@ -93,11 +93,6 @@ class Dataset:
         return str(self.manifest["schema_hash"])
 
     @property
-    def kept_names(self) -> list[str]:
-        """Raw columns kept for the scores (``keep`` of the schema). :attr:`Split.kept` has their values."""
-        return list(self.manifest.get("schema", {}).get("keep", []))
-
-    @property
     def splits(self) -> dict[str, Split]:
         """The splits by name, in the order train, valid, test."""
         return {name: self.split(name) for name in SPLITS if name in self._splits}

@@ -109,13 +109,12 @@ class RankMixer(RecModel):
                 f"RankMixer width {width} is not a multiple of its {self.tokens} tokens. Give a width such as "
                 f"{self.tokens * math.ceil(width / self.tokens)}, or other tokens."
             )
-        self.slice = _cut(inputs, self.tokens)
-        if not self.slice:
+        if not (size := _cut(inputs, self.tokens)):
             raise ConfigError(
                 f"RankMixer cannot cut {inputs} inputs into {self.tokens} slices of {math.ceil(inputs / self.tokens)}: "
                 "the last would be empty. Give fewer tokens."
             )
-        self.width, self.expansion = width, expansion
+        self.slice, self.width, self.expansion = size, width, expansion
         self._spare = self.tokens * self.slice - inputs
         generator = dense_generator(self.seed, "rankmixer")
         self.project = PerToken(self.tokens, self.slice, width, generator)

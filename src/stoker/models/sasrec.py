@@ -40,9 +40,7 @@ class AttentionBlock(nn.Module):
         of_query, of_others = self.attention.split([width, 2 * width])
         query = self._heads(nn.functional.linear(seen[:, -queries:], of_query))  # [B, H, Q, W / H]
         key, value = (self._heads(half) for half in nn.functional.linear(seen, of_others).chunk(2, dim=2))
-        allowed = torch.ones(queries, steps, dtype=torch.bool, device=x.device).tril(steps - queries) & mask.unsqueeze(
-            1
-        )
+        allowed = torch.ones(queries, steps, dtype=torch.bool, device=x.device).tril(steps - queries) & mask[:, None]
         scores = query @ key.transpose(2, 3) / math.sqrt(width / self.heads)
         # A missing step has only refused keys: a finite value keeps it finite until the mask makes it 0.
         scores = scores.masked_fill(~allowed.unsqueeze(1), torch.finfo(scores.dtype).min)

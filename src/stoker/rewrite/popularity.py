@@ -38,6 +38,7 @@ from stoker.placement.replay import row_size
 from stoker.rewrite.derived import table_ids
 from stoker.rewrite.hot_profile import CurvePoint, HotProfile, HotTable, ProfileOptions, ProfileSettings
 from stoker.training.config import TrainConfig
+from stoker.training.scores.metrics import run_starts
 from stoker.training.settings import plain
 
 Floats = npt.NDArray[np.float64]
@@ -212,11 +213,6 @@ def _error(hot: npt.NDArray[np.bool_], inputs: BlockSample) -> float:
     return float(np.sqrt(spread * max(0.0, 1 - inputs.share))) / len(hot)
 
 
-def _steps(values: npt.NDArray[Any]) -> Int64:
-    """Return the begin of each run of equal values, [R]."""
-    return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)[: len(values)]
-
-
 class ExactRows:
     """The rows of a table by their accesses, from full counts [N].
 
@@ -228,13 +224,13 @@ class ExactRows:
         self.rows, self.accesses = len(counts), int(counts.sum())
         self._counts = counts
         known = counts[1:]  # row 0 is apart, as it may have any count
-        starts = _steps(known)
+        starts = run_starts(known)
         self.by_count = not bool((known[starts[1:]] > known[starts[1:] - 1]).any())
         if not self.by_count:
             from scipy.optimize import isotonic_regression
 
             known = isotonic_regression(known, increasing=False).x
-            starts = _steps(known)
+            starts = run_starts(known)
         self._negative = -known[starts].astype(np.float64)  # [R] counts of the steps, negated: they rise
         self._ends = np.append(starts, len(known)) + 1  # [R + 1] row after each step; the first is 1
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -304,13 +305,13 @@ def _sums(keys: Keys, k: int) -> tuple[float, ...]:
         times rows.
     """
     positive = (keys & np.uint64(1)).astype(np.int64)
-    starts = _begins(keys >> _GROUP)
+    starts = run_starts(keys >> _GROUP)
     sizes = np.diff(np.append(starts, len(keys)))
     count = np.add.reduceat(positive, starts)  # [G] P
     at = np.flatnonzero(positive)
     group = np.repeat(np.arange(len(starts)), sizes)[at]
     place = at - starts[group]  # from 0
-    first = place[_begins(group)] if len(at) else place
+    first = place[run_starts(group)]
     discounts = 1.0 / np.log2(np.arange(min(k, int(sizes.max()))) + 2.0)
     seen = place < k
     gained = np.bincount(group[seen], discounts[place[seen]], len(starts))
@@ -318,7 +319,7 @@ def _sums(keys: Keys, k: int) -> tuple[float, ...]:
     ranked = count > 0
     # A positive row wins against later negative rows of its group. Negative rows of equal score are before it.
     before = np.cumsum(1 - positive) - (1 - positive)  # negative rows before each row
-    ties = _begins(keys >> np.uint64(1))
+    ties = run_starts(keys >> np.uint64(1))
     tied = before - np.repeat(before[ties], np.diff(np.append(ties, len(keys))))
     negatives = sizes - count
     won = np.zeros(len(starts), np.int64)
@@ -332,6 +333,6 @@ def _sums(keys: Keys, k: int) -> tuple[float, ...]:
     )  # fmt: skip
 
 
-def _begins(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Return the begins of runs of equal values in an array that is not empty."""
-    return np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1))
+def run_starts(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return where each run of equal values begins."""
+    return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)[: len(values)]
