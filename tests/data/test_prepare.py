@@ -271,6 +271,19 @@ def test_progress_never_falls_within_a_stage(tmp_path: Path, recipe: str) -> Non
         assert done[-1] == pytest.approx(steps[0].total, rel=0.02), "a bar ends full"
 
 
+def test_the_bar_of_a_parquet_file_ends_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its rate falls until the end of the preparation, with 0 ms left."""
+    monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
+    seen = list[StageProgress]()
+    log = pl.DataFrame({"item": ["a", "b"] * 500, "click": [0, 1] * 500})
+    log.write_parquet(tmp_path / "log.parquet", row_group_size=70)
+    schema = stoker.Schema.from_dict({"label": "click", "categorical": [{"name": "item"}]})
+    stoker.prepare(schema, tmp_path / "log.parquet", out=tmp_path / "out", progress=seen.append)
+    read = [one for one in seen if one.stage == "read"]
+    assert len(read) == 15
+    assert read[-1].done == read[-1].total == (tmp_path / "log.parquet").stat().st_size
+
+
 def test_large_tables_take_most_of_the_progress_of_counting(tmp_path: Path) -> None:
     seen = list[StageProgress]()
     raw = generated(tmp_path, "criteo", 3000)

@@ -76,9 +76,9 @@ class Source:
         """Yield the number of every block, its size for the progress, and its reader."""
         if self.kind == "parquet":
             cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
-            per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
+            size, total = self.path.stat().st_size, sum(rows for _, rows in cuts)
             for number, (start, rows) in enumerate(cuts):
-                yield number, int(rows * per_row), partial(
+                yield number, size * (start + rows) // total - size * start // total, partial(
                     parquet_block, self.path, self.fields, start, rows, self.format.null_values
                 )  # fmt: skip
             return
