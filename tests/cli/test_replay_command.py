@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +118,26 @@ def test_the_rate_of_a_stage_that_is_done_does_not_fall(monkeypatch: pytest.Monk
         bars("reading", 3000, 3000, "rows")
         task.start_time -= 1000
         assert re.fullmatch(r"3,000 of 3,000 rows  (750|74\d)/s", str(bars._bar.columns[-1].render(task)))
+
+
+def test_each_thread_shows_its_own_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two blocks that overlap, as of two runs, the one that began first leaves nothing behind."""
+    began, ended = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with progress.showing(lambda *work: print("first", *work)):
+            began.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=first)
+    with progress.showing(lambda *work: print("second", *work)):
+        thread.start()
+        began.wait(60)
+        progress.Counted("reading", 9, "rows").add(4)
+    ended.set()
+    thread.join()
+    progress.Counted("reading", 9, "rows").add(5)
+    assert capsys.readouterr().out == "second reading 4 9 rows\n"
 
 
 @pytest.mark.parametrize(

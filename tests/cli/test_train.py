@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,19 @@ def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path:
     assert ended.returncode == 128 + number
     assert f"stoker train --resume {out}" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_a_run_sets_the_exit_code(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def end(*arguments: Any) -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait(5)
+
+    monkeypatch.setattr("stoker.training.loop._train", end)
+    assert call("train", data.path, "--out", tmp_path / "run", *SMALL) == 128 + number
 
 
 def test_explain_shows_settings_and_trains_nothing(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:

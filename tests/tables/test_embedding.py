@@ -451,3 +451,22 @@ def test_offsets_without_the_last_one():
     bag = nn.EmbeddingBag.from_pretrained(tables.rows("t"), mode="sum")
     ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 1])
     assert torch.equal(tables(ids, offsets)[:, 0], bag(ids, offsets))
+
+
+@pytest.mark.parametrize("dim", [1, 4])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_gradient_that_torch_negates_lazily_is_negated(dim: int, backend: str) -> None:
+    """The imaginary part of a conjugate is a view of memory that has the other sign."""
+    real, imaginary = (
+        stoker.EmbeddingTables(
+            [stoker.TableConfig(name=name, num_embeddings=9, embedding_dim=dim)],
+            optimizer=stoker.SGD(lr=1.0),
+            backend=backend,
+        )
+        for name in ("real", "imaginary")
+    )
+    ids, before = torch.arange(3).view(-1, 1), imaginary.rows("imaginary")
+    weights = torch.randn(3, 1, dim, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    (torch.complex(real(ids), imaginary(ids)).conj() * weights).real.sum().backward()
+    moved = (imaginary.rows("imaginary") - before)[:3]
+    torch.testing.assert_close(moved, -weights[:, 0].imag)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from copy import deepcopy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,12 +209,12 @@ def test_looking_up_hot_rows_is_an_addition(rows: list[int], seed: int, plain: b
             at = int(random.integers(len(ids)))
             wrong = ids.index_fill(0, torch.tensor([at]), int(random.choice([-1, bound[at]])))
             with pytest.raises(IndexError, match=f"has id {wrong[at]} in feature"):
-                split_rows(replace(bags, ids=wrong.view(bags.ids.shape)), space, fixed)
+                split_rows(bags._replace(ids=wrong.view(bags.ids.shape)), space, fixed)
     wanted = every[which.reshape(-1).numpy()]
     if offsets is not None and not plain:
         for least, most in ((1, 0), (0, 1)):  # they begin after 0, or end after the ids
             with pytest.raises(ValueError, match="offsets must rise from 0"):
-                split_rows(replace(bags, offsets=offsets.clamp(min=least) + most), space, fixed)
+                split_rows(bags._replace(offsets=offsets.clamp(min=least) + most), space, fixed)
     places = fixed.places(wanted)
     own = places >= 0
     assert np.array_equal(-1 - found.which.reshape(-1).numpy()[own], places[own])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -593,6 +594,31 @@ def test_an_interrupt_within_a_message_ends_all_ranks(at: str, monkeypatch: pyte
     (first, _), (second, said) = on_threads(2, work)
     assert (first, second) == ("RanksError", "KeyboardInterrupt")
     assert said.startswith("rank 1 of 2 was interrupted (KeyboardInterrupt) when it was to ")
+
+
+def test_an_interrupt_between_the_messages_of_a_sum_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of gradients has two: the second has no header that would say that ranks do different things."""
+    send = Ranks.joined
+
+    def joined(self: Ranks, *given: Any) -> Tensor:
+        if self.rank == 1:
+            raise KeyboardInterrupt
+        return send(self, *given)
+
+    monkeypatch.setattr(Ranks, "joined", joined)
+
+    def work(group: Ranks) -> list[str]:
+        end, said = group.wire.end, list[str]()
+        monkeypatch.setattr(group.wire, "end", lambda why: [said.append(why), end(why)][1])
+        with pytest.raises(RanksError):  # noqa: PT012 - the loop of rank 1 goes on
+            with suppress(KeyboardInterrupt):
+                group.add({Node(group.rank, 1): torch.ones(4)}, 1)
+            group.numbers("go on", [group.rank])
+        return said
+
+    first, [second] = on_threads(2, work)
+    assert first == []
+    assert second.startswith("rank 1 of 2 was interrupted (KeyboardInterrupt) when it was to add gradients of param")
 
 
 def test_two_backwards_of_a_forward_are_those_of_one_process() -> None:

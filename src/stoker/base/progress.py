@@ -28,18 +28,18 @@ def quiet(what: str, done: int, total: int) -> None:
     """Show no progress."""
 
 
-_shown: Callable[[str, int, int, str], Any] | None = None
+_shown = threading.local()  # blocks of threads overlap, so that one would leave the other's behind
 
 
 @contextmanager
 def showing(show: Callable[[str, int, int, str], Any]) -> Iterator[None]:
-    """Call ``show`` with (what, done, total, unit) of the work that :class:`Counted` counts within the block."""
-    global _shown
-    before, _shown = _shown, show
+    """Call ``show`` with (what, done, total, unit) of what this thread's :class:`Counted` count within the block."""
+    before = getattr(_shown, "show", None)
+    _shown.show = show
     try:
         yield
     finally:
-        _shown = before
+        _shown.show = before
 
 
 class Counted:
@@ -58,8 +58,8 @@ class Counted:
     def add(self, amount: int) -> None:
         """Note that ``amount`` more is done."""
         self._done = min(self._done + amount, self._total)
-        if _shown is not None and self._total:
-            _shown(self._what, self._done, self._total, self._unit)
+        if self._total and (show := getattr(_shown, "show", None)) is not None:
+            show(self._what, self._done, self._total, self._unit)
 
     def __enter__(self) -> Counted:
         self.add(0)

@@ -106,7 +106,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     for index, grad in enumerate(grads):
         if grad is not None:
             bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
-            grad = grad.clone() if is_foreign(grad) else grad  # it waits until the rows step
+            # It waits until the rows step; kernels see memory, not that it is negated, as behind conj().
+            grad = grad.clone() if is_foreign(grad) else grad.resolve_neg()
             found[5 + index] = call.tables.backward_of(
                 index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.forward,
                 rows=wanted[0], weights=wanted[5 + index],

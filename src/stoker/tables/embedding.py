@@ -511,8 +511,7 @@ class EmbeddingTables(CopiedTables):
             return
         if self.raw is not None and any(each.born != self.born for each in gradients):
             self._births.check(self._apart(gradients))
-        tick, alone = self.tick + 1, gradients[0]
-        shards = self.shards_of(len(alone.grad))
+        tick, alone, shards = self.tick + 1, gradients[0], self.shards_of(len(gradients[0].grad))
         joint, ranks = None if self.ranks else self._joint, self._summed
         own = said(self, scale) if ranks else []
         rule = joint.rule(shards is not None) if joint and alone.group < 0 and len(gradients) == 1 else None

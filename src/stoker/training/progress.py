@@ -200,6 +200,7 @@ class Interrupted(KeyboardInterrupt):
         except KeyboardInterrupt as stop:
             run = RunDirectory(path)
             if isinstance(stop, cls) or not (path / "config.json").exists():
+                vars(stop).setdefault("exit_code", 128 + came[0])  # of the command line
                 raise
             newest = run.checkpoint(run.steps()[-1]) if run.steps() else None
             raise cls(came[0], newest, path, at_once=True) from None

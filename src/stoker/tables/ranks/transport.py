@@ -203,10 +203,7 @@ class Ranks:
         own = torch.stack([parts[node] for node in nodes[self.rank]])
         slices = self.slices(own)
         width = slices[self.rank].shape[1]
-        sent, said = self.exchange_noted(
-            "add gradients of parameters", [each.reshape(-1) for each in slices], [own.shape[1], own.itemsize]
-        )
-        check_same([length for length, _ in said], [size for _, size in said])
+        work = "add gradients of parameters"
 
         def added() -> Tensor:
             found: dict[Node, Tensor] = {}
@@ -216,7 +213,10 @@ class Ranks:
             assert total is not None
             return total
 
-        return self.joined("add gradients of parameters", added, [each[0].nbytes for each in slices])
+        with self.whole(work):
+            sent, said = self.exchange_noted(work, [each.reshape(-1) for each in slices], [own.shape[1], own.itemsize])
+            check_same([length for length, _ in said], [size for _, size in said])
+            return self.joined(work, added, [each[0].nbytes for each in slices])
 
     def slices(self, values: Tensor) -> list[Tensor]:
         """Return the columns of ``values`` [k, n] that each rank adds."""
