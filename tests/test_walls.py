@@ -30,7 +30,7 @@ LINES = {
     "placement": 2_910,
     "training": 11_280,
     "rewrite": 1_910,
-    "prep": 13_580,
+    "prep": 13_590,
     "synthetic": 1_670,
     "cli": 3_440,
     "live": 1_370,
