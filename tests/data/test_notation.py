@@ -18,7 +18,7 @@ import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse import floats
-from stoker.prep.parse.floats import in_way
+from stoker.prep.parse.floats import as_double, in_way
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, PLAIN, SINGLE, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
@@ -516,6 +516,13 @@ def test_a_narrow_float_is_the_number_that_its_text_writes(tmp_path: Path, kind:
     wanted = stoker.prepare(None, tmp_path / "log.csv", out=tmp_path / "like", like=data, history="ignore")
     found = stoker.prepare(None, narrow, out=tmp_path / "like_narrow", like=data, history="ignore")
     assert bits(found.test) == bits(wanted.test)
+
+
+def test_a_narrow_float_does_not_depend_on_the_others() -> None:
+    large = [123456789.0, 1e11, -3e38]
+    for others in ([], [0.5], [7.0], [None]):
+        found = as_double(pl.Series([*large, *others], dtype=pl.Float32))
+        assert found.to_list() == [123456790.0, 1e11, -3e38, *others]
 
 
 def test_a_dataset_of_float32_keeps_its_ids_and_finds_texts(tmp_path: Path) -> None:
