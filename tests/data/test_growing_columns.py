@@ -81,6 +81,20 @@ def test_rows_in_memory_have_the_raw_ids_of_prepared_ones(data: stoker.Dataset, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int", "float", "string"])
+def test_new_rows_need_not_have_all_values(kind: str, tmp_path: Path) -> None:
+    """The vocabulary then adds entries between theirs, which must not move raw ids."""
+    values = {"label": "click", "categorical": [{"name": "user", "type": kind, "oov": "grow"}]}
+    rows = pl.DataFrame({"click": [0, 1] * 30, "user": [str(3 * (number % 20)) for number in range(60)]})
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    new = pl.DataFrame({"click": [0, 1] * 3, "user": ["30", "33", "100", "36", "7", "30"]})
+    wanted = RowEncoder(FittedSchema.of(Like(data.path))).encode(new.drop("click"))
+    for grow in (False, True):
+        made = stoker.prepare(None, new, out=tmp_path / f"new{grow}", like=data, grow=grow)
+        [batch] = made.test.batches(6)
+        assert batch.ids.tolist() == wanted.ids.tolist()
+
+
 def test_a_run_grows_resumes_and_scores_the_same_under_any_placement(data: stoker.Dataset, tmp_path: Path) -> None:
     whole = stoker.train(data, out=tmp_path / "a", epochs=2, **SMALL)
     part = stoker.train(data, out=tmp_path / "b", epochs=1, device_memory="16KiB", **SMALL)

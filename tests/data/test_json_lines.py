@@ -178,7 +178,7 @@ def test_what_is_no_text_is_a_bad_line(value: str, reason: str) -> None:
     ],
 )
 def test_what_is_no_list_of_values_is_a_bad_line(value: str, reason: str) -> None:
-    found = both([b'{"ts": ["a"]}', b'{"ts": %s}' % value.encode()], (FIELDS[5],))
+    found = both([b'{"ts": ["a"]}', b'{"ts":\r%s}' % value.encode()], (FIELDS[5],))
     assert [(line, why) for line, why, _ in found["bad"]] == [(1, reason)]
     assert found["columns"]["ts", "string"] == [["a"]]
 
@@ -186,6 +186,14 @@ def test_what_is_no_list_of_values_is_a_bad_line(value: str, reason: str) -> Non
 def test_numbers_in_a_column_of_text_stay_as_they_are_written() -> None:
     lines = [b'{"t": %s}' % value for value in (b"1", b"1.0", b"1.50", b"1e3", b"true", b"null", b'"1.50"')]
     assert both(lines, FIELDS[:1])["columns"]["t", "string"] == ["1", "1.0", "1.50", "1e3", "true", None, "1.50"]
+
+
+@pytest.mark.parametrize("key", [rb"\u00E9", rb"\u00e9", "é".encode()])
+def test_a_key_may_be_escaped_in_any_way(key: bytes) -> None:
+    """Java and C# write capital letters in escapes, and PHP writes \\/ for a slash."""
+    lines = [b'{"%s": %s, "a\\/b": 0.10}' % (key, value) for value in (b"1.50", b"1e5", b'"x"')]
+    found = both(lines, (FIELDS[4], Field(column="a/b", kind="string")))["columns"]
+    assert found == {("é", "string"): ["1.50", "1e5", "x"], ("a/b", "string"): ["0.10"] * 3}
 
 
 def test_ordinary_blocks_take_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import stoker
 from stoker.base.files import seal, unseal
 from stoker.prep.like import Like
 from stoker.prep.parse import floats
-from stoker.prep.parse.floats import in_way, way_of
+from stoker.prep.parse.floats import as_double, in_way, way_of
 from stoker.prep.parse.json_lines import parsed
 from stoker.prep.parse.notation import AS_TYPED, PLAIN, SINGLE, agreed, notation_of, text_of_floats, written
 from stoker.prep.requests import FittedSchema, RowEncoder
@@ -454,13 +454,13 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
 
 def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> None:
     """Also in crosses. Texts of an earlier dataset that are written in two ways keep two."""
-    texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "10.00", "7"] * 8
+    texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "-0.0", "7"] * 8
     values = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}],
               "derive": ["cross columns=price,kind buckets=9973"]}  # fmt: skip
     rows = pl.DataFrame({"label": [0, 1, 1, 0, 0, 1, 0, 1] * 8, "price": texts, "kind": ["a", "b"] * 32})
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
     wanted = [batch.ids.tolist() for batch in data.train.batches(64)]
-    short = ["5", "2.5", "120", "-0.25", "1.2.30", "v2.50", "10", "7"] * 8
+    short = ["5", "2.5", "120", "-0.25", "1.2.30", "v2.50", "0", "7"] * 8
     numbers = rows.with_columns(price=pl.Series(short)).filter(~pl.col("price").str.contains(r"v|\.2\."))
     again = stoker.prepare(None, rows.with_columns(price=pl.Series(short)), out=tmp_path / "again", like=data)
     assert [batch.ids.tolist() for batch in again.test.batches(64)] == wanted
@@ -523,6 +523,13 @@ def test_a_narrow_float_is_the_number_that_its_text_writes(tmp_path: Path, kind:
     wanted = stoker.prepare(None, tmp_path / "log.csv", out=tmp_path / "like", like=data, history="ignore")
     found = stoker.prepare(None, narrow, out=tmp_path / "like_narrow", like=data, history="ignore")
     assert bits(found.test) == bits(wanted.test)
+
+
+def test_a_narrow_float_does_not_depend_on_the_others() -> None:
+    large = [123456789.0, 1e11, -3e38]
+    for others in ([], [0.5], [7.0], [None]):
+        found = as_double(pl.Series([*large, *others], dtype=pl.Float32))
+        assert found.to_list() == [123456790.0, 1e11, -3e38, *others]
 
 
 def test_a_dataset_of_float32_keeps_its_ids_and_finds_texts(tmp_path: Path) -> None:

@@ -430,6 +430,11 @@ def test_a_decimal_is_sent_with_all_its_digits(value: str, sent: Any) -> None:
     assert type(_plain(Decimal(value))) is type(sent)
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_narrow_float_is_sent_as_the_number_of_its_text(kind: Any) -> None:
+    assert _plain({"a": kind(0.1), "b": np.array([0.1, np.nan, 3], kind)}) == {"a": 0.1, "b": [0.1, None, 3]}
+
+
 def test_a_score_that_is_not_a_number_is_no_json(tmp_path: Path) -> None:
     """Float32 has no 1e39. Arrow has not-a-numbers, as the files of ``predict`` have."""
     rows = [{"cost": cost, "item": item, "user": 1} for cost, item in ((2.0, 1), (1e39, 2))]

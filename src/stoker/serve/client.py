@@ -136,6 +136,8 @@ def _json(body: Mapping[str, Any], *rows: Mapping[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """Return a value as one that JSON has, which means what it means in a column of :meth:`Client.score`."""
+    if isinstance(value, np.generic | np.ndarray) and value.dtype in (np.float16, np.float32):
+        value = value.astype(str).astype(float)  # 0.1, not 0.10000000149
     if isinstance(value, np.generic | np.ndarray):  # datetime64[ns] would become numbers
         value = (value.astype("datetime64[us]") if value.dtype.kind == "M" else value).tolist()
     if isinstance(value, Mapping):

@@ -80,7 +80,6 @@ class _TableStep:
         if buckets is not None:
             return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}
         record: dict[str, Any] = {}
-        raw_ids = builder.raw_ids() if first.oov == "grow" else None
         if self.like is not None and not self.grows:
             found = builder.find(self.like.vocabulary(self.table))
         elif self.like is not None:
@@ -101,8 +100,8 @@ class _TableStep:
                 record["twins"] = twins_of(found.frame["value"], record["notation"])
         known: Array = found.ids.astype(np.int32)
         missing_id, size = found.missing_id, found.num_embeddings
-        if raw_ids is not None:
-            known, missing_id = raw_ids, int(as_raw_ids(hashes_of(pl.Series([""])))[0])
+        if first.oov == "grow":
+            known, missing_id = builder.raw_ids(), int(as_raw_ids(hashes_of(pl.Series([""])))[0])
             given = first.grow.rows if first.grow is not None else None
             size = given or max(_LEAST_ROWS, 2 * found.num_embeddings)
             if self.like is not None:

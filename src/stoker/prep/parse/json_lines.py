@@ -37,6 +37,7 @@ _UNREADABLE: dict[Any, bytes] = {
 _INT = rb"-?(?:[1-9][0-9]{0,17}|0)"
 _FLOAT = _INT + rb"(?:\.[0-9]{1,17})?(?:[eE][-+]?[0-9]{1,2})?"
 _NUMBER = rb"-?(?:[1-9][0-9]*|0)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+_ESCAPED_KEY = re.compile(rb'(?<!\\)"[^"\\\n]*+\\(?:[^"\\\n]|\\[^\n])*+"(?=[ \t\r]*+:)')
 _FEW = 64  # lines that are read line by line if one of them cannot be read fast
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -51,10 +52,11 @@ def json_block(data: bytes, fields: Sequence[Field], nulls: Sequence[str] = ()) 
     """
     line, count = _lines(data)
     typed = partial(frame_block, fields=fields, lines=count, text_at=lambda at: cut_text(line(at)), nulls=nulls)
-    if (frame := _read_with_polars(data, fields, count)) is not None:
+    usual = _ESCAPED_KEY.sub(_usual, data) if b"\\" in data else data
+    if (frame := _read_with_polars(usual, fields, count)) is not None:
         return typed(frame)
     filled = np.array([number for number in range(count) if line(number).strip(b" \t\r")], np.int64)
-    ready = _eased(data, fields, nulls)
+    ready = _eased(usual, fields, nulls)
     if (frame := _read_with_polars(ready, fields, len(filled))) is not None:
         return typed(frame, row_line=filled)
     frame, fast = _read_in_order(ready, filled, fields)
@@ -69,6 +71,13 @@ def _lines(data: bytes) -> tuple[Callable[[int], bytes], int]:
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
     starts = np.append(0, ends + 1)
     return lambda number: data[starts[number] : ends[number]], len(ends)
+
+
+def _usual(key: re.Match[bytes]) -> bytes:
+    """Return a key with the escapes of :func:`_key`: others write u00DF for u00df, and a backslash before a slash."""
+    with suppress(ValueError):
+        return json.dumps(json.loads(key[0])).encode()
+    return key[0]
 
 
 def _eased(data: bytes, fields: Sequence[Field], nulls: Sequence[str]) -> bytes:
@@ -98,7 +107,7 @@ def _texts_of(texts: Sequence[str]) -> bytes:
 
 def _key(names: Sequence[str]) -> bytes:
     """Return a pattern of the keys of some columns."""
-    return rb'"(?:' + _texts_of(names) + rb')"[ \t]*+:[ \t]*+'
+    return rb'"(?:' + _texts_of(names) + rb')"[ \t\r]*+:[ \t\r]*+'
 
 
 def _read_in_order(

@@ -52,12 +52,13 @@ NUMBERS = (WHOLE, DOTTED, *_WORDS)
 _TRUE, _FALSE = r"^([Tt]rue|TRUE|1|1\.0)$", r"^([Ff]alse|FALSE|0|0\.0)$"
 _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
+_TO_LOWER = ((_WORD_TRUE, "true"), (_WORD_FALSE, "false"))
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     **dict.fromkeys((WHOLE, PLAIN_NUMBERS, UNLISTED), (r"\.0$", [_TO_WHOLE])),
-    PLAIN_TEXTS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [(_WORD_TRUE, "true"), (_WORD_FALSE, "false"), _TO_WHOLE]),
+    PLAIN_TEXTS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
     PLAIN: (
-        r"\.\d*0$|^(T(rue|RUE)|F(alse|ALSE))$",
-        [(_WORD_TRUE, "true"), (_WORD_FALSE, "false"), (r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1")],
+        r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$",
+        [*_TO_LOWER, (r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0")],
     ),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
     LOWER: ("^-?[TF0-9]", [(_TRUE, "true"), (_FALSE, "false"), _TO_WHOLE]),
