@@ -103,7 +103,7 @@ def test_every_block_of_every_day_runs(tmp_path: Path, capsys: pytest.CaptureFix
                 exec(text.replace("8123", str(server.port)), scope)
                 assert scope["client"].version["update"] == 1
                 assert scope["served"].tobytes() == scope["offline"].tobytes()
-    assert "not seen" in said["stoker update run day_2.csv"]
+    assert "before training on these rows" in said["stoker update run day_2.csv"]
     assert (tmp_path / "scores.parquet").exists()
     assert scope["follower"].version.number == 2
     assert [piece["rows"] for piece in scope["found"].manifest["tables"][0]["changed"]] == [2]

@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_910,
     "training": 11_280,
     "rewrite": 1_910,
-    "prep": 13_610,
+    "prep": 13_620,
     "synthetic": 1_670,
     "cli": 3_440,
     "live": 1_370,
     "serve": 1_640,
 }  # fmt: skip
-ALL_LINES = 66_730
+ALL_LINES = 66_750
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
