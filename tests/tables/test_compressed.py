@@ -619,4 +619,4 @@ def test_replicas_hold_the_cores_of_one_process(tmp_path: Path) -> None:
                     assert torch.equal(found[name][key], value), key
                 else:
                     torch.testing.assert_close(found[name][key], value, rtol=1e-4, atol=1e-5)
-    assert all("'big'" in found["error"] for found in ranks)
+    assert all("'big.core1'" in found["error"] for found in ranks)
