@@ -2,7 +2,7 @@
 
 Tests give the numbers of a whole campaign. `make test` does an eighth of each and leaves out tests marked `slow`, so
 that it stays short; with ``STOKER_EFFORT=0.25`` it does a quarter, and all tests; `make soak` and `make kills` do more.
-CI does a quarter, and a third of the slow tests in turn (``STOKER_TURN=0/3``): the commit decides which.
+CI does a quarter, and a quarter of the slow tests in turn (``STOKER_TURN=0/4``): the commit decides which.
 """
 
 from __future__ import annotations
