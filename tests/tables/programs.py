@@ -114,7 +114,7 @@ def draw_rounds(random: np.random.Generator, batches: int, tables: int, mode: st
     return found
 
 
-class _Fails(torch.autograd.Function):
+class Fails(torch.autograd.Function):
     """Its backward raises."""
 
     @staticmethod
@@ -335,7 +335,7 @@ class Run:
             self.backward([mine])
         elif turn.backward == "failing":
             early, _ = self.loss(batch, seed + 2)
-            self.backward([(_Fails.apply(early), None), mine])
+            self.backward([(Fails.apply(early), None), mine])
         elif turn.backward != "never":
             self.backward([mine], thread=turn.backward == "by another thread")
         if turn.reuse and turn.backward not in ("later", "never"):
@@ -427,7 +427,7 @@ class Run:
     def do_backward_fails(self, first: int, staged: bool) -> None:
         one, two = (fresh(each).to(self.case.device) for each in self.some(first, 2))
         early, _ = self.loss(one, first)
-        self.backward([(_Fails.apply(early), None), self.loss(two, first)])
+        self.backward([(Fails.apply(early), None), self.loss(two, first)])
 
     def do_eval_backward(self, first: int, staged: bool) -> None:
         self.tables.eval()

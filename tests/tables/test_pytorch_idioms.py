@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from programs import Fails
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -95,18 +96,6 @@ def target(step: int, shape: torch.Size) -> Tensor:
 def loss_of(out: Tensor, step: int) -> Tensor:
     """Linear, so that integer rows keep integer gradients."""
     return (out * target(step, out.shape)).sum()
-
-
-class Fails(torch.autograd.Function):
-    """Raises an error in a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ZeroDivisionError
 
 
 def same_rows(tables: EmbeddingTables, bags: Bags) -> None:

@@ -434,7 +434,8 @@ class RowStepper:
         if published is None or grad is None or (grad is published and grad._version == self._version):
             return
         self._published, found = None, grad.tolist()
-        if found != [0.0, 0.0] and (grad is published or found != [_MARK_READ, _MARK_READ]):  # or equal ones put back
+        put_back = grad is not published and found == [_MARK_READ, _MARK_READ]  # by the loop, with equal values
+        if found != [0.0, 0.0] and not put_back:
             self.trained.handle.grad = None
             self._accumulation.forget()
             raise ConfigError(
