@@ -29,11 +29,7 @@ _SIMD = (
 
 
 def resolve_device(name: str | torch.device | None = None) -> torch.device:
-    """Return the device to train on: ``name``, or for None and ``"auto"`` the first GPU, else the CPU.
-
-    Raises:
-        ConfigError: a device that torch does not know or this machine does not have.
-    """
+    """Return the device to train on: ``name``, or for None and ``"auto"`` the first GPU, else the CPU."""
     import torch
 
     if name is None or name == "auto":
@@ -75,11 +71,7 @@ def cpu_count() -> int:
 
 
 def check_threads(threads: int | None) -> int:
-    """Return the number of threads to use; None: one per core.
-
-    Raises:
-        ConfigError: fewer than one, or more than four per core (and more than 16).
-    """
+    """Return the number of threads to use; None: one per core."""
     cores = cpu_count()
     most = max(4 * cores, _FEW_THREADS)
     if threads is not None and not 1 <= threads <= most:

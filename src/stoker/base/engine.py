@@ -18,11 +18,7 @@ ENGINES = ("streaming", "gpu")
 
 
 def check_engine(engine: str) -> None:
-    """Raise an error for an ``engine`` that cannot work here.
-
-    Raises:
-        ConfigError: an unknown engine. DependencyError: the GPU engine is not installed.
-    """
+    """Raise an error for an ``engine`` that cannot work here."""
     if engine not in ENGINES:
         raise ConfigError(f"engine {engine!r} is not one of: {', '.join(ENGINES)}.", settings=("engine",))
     if engine == "gpu" and find_spec("cudf_polars") is None:

@@ -137,16 +137,7 @@ def missing_package(error: Exception, what: str) -> Exception:
 
 
 def require(package: str, what: str, remedy: str | None = None) -> Any:
-    """Import an optional package and return its module.
-
-    Args:
-        package: to import.
-        what: first words of the message, such as ``"the report needs"``.
-        remedy: what to run; None: what :func:`install` says.
-
-    Raises:
-        DependencyError: it is not installed.
-    """
+    """Import an optional package and return its module; ``what`` begins the message, such as ``"the report needs"``."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

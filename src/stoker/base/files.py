@@ -50,11 +50,7 @@ def refuse_url(path: object, what: str) -> None:
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under ``path`` complete and on disk when the block ends, or not at all.
-
-    Raises:
-        DataError: the disk has no room.
-    """
+    """Open a file that appears under ``path`` complete and on disk when the block ends, or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
@@ -121,11 +117,7 @@ def check_name(path: Path) -> None:
 
 
 def check_target(path: str | Path) -> None:
-    """Raise an error before the work if :func:`atomic_file` could not write its result.
-
-    Raises:
-        ConfigError: its directory is not writable, or there is a file where a directory would have to be.
-    """
+    """Raise an error before the work if :func:`atomic_file` could not write its result."""
     refuse_url(path, Path(path).name)
     path = Path(path)
     place = next(parent for parent in path.absolute().parents if parent.exists())
@@ -147,12 +139,7 @@ def sync_folder(path: str | Path) -> None:
 def lock_file(file: IO[Any] | int, *, wait: bool = False) -> bool | None:
     """Lock an open file against other processes until it is closed here, or this process ends in any way.
 
-    Args:
-        file: a file object or descriptor.
-        wait: wait until another process releases it.
-
-    Returns:
-        True; False if another process has the lock; None if the system or the disk has no such locks.
+    Return False if another process has the lock, None if the system or the disk has no such locks.
     """
     try:
         import fcntl
@@ -184,8 +171,7 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(text: str | bytes) -> Any:
     """Return the values of a file of JSON without their checksum, which files of earlier versions lack.
 
-    Raises:
-        ValueError: the text is not JSON, or was altered.
+    A text that is not JSON, or was altered, is a ValueError.
     """
     values = json.loads(text)
     if isinstance(values, dict) and SEAL in values and values.pop(SEAL) != hash_json(values):

@@ -83,10 +83,6 @@ class Bars:
 
     It also shows what :class:`Counted` counts within its block. If standard error is not a terminal, one line every 30
     seconds shows the time and the last stage that was reported.
-
-    Args:
-        quiet: show nothing.
-        keep: bars remain in the terminal when the work is done.
     """
 
     def __init__(self, *, quiet: bool, keep: bool = False) -> None:
@@ -186,11 +182,7 @@ _SOON, _AGAIN = 1.0, 3.0  # seconds of compiling before the first line, and betw
 
 
 class Compiled:
-    """Count compiled kernels, and say so if compiling takes longer than a second.
-
-    Args:
-        say: called with each line.
-    """
+    """Count compiled kernels, and say so if compiling takes longer than a second."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

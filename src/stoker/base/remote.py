@@ -48,11 +48,7 @@ def cache_folder() -> Path:
 
 
 def expand_url(url: str) -> list[str]:
-    """Return the URLs of the files that a URL or a glob pattern names, in any order.
-
-    Raises:
-        DataError: there is no such file, or it cannot be looked up. DependencyError: a package is missing.
-    """
+    """Return the URLs of the files that a URL or a glob pattern names, in any order."""
     scheme = url.split("://", 1)[0]
     pattern = "*[" if scheme in ("http", "https") else "*?["  # ? begins the query of a web address
     if not any(letter in url for letter in pattern):
@@ -65,11 +61,7 @@ def expand_url(url: str) -> list[str]:
 
 
 def fetch_file(url: str) -> Path:
-    """Return a local copy of a file; download it again only if its size, tag or time has changed.
-
-    Raises:
-        DataError: no such file, no right to read it, no room. DependencyError: a package is missing.
-    """
+    """Return a local copy of a file; download it again only if its size, tag or time has changed."""
     with _files(url) as remote:
         info = remote.fs.info(remote.root)
         if info.get("type") == "directory":
@@ -87,13 +79,7 @@ def fetch_file(url: str) -> Path:
 def fetch_sealed(url: str, folder: Path | None = None) -> Path:
     """Return a local copy of a folder with a manifest, each file checked by the checksum in the manifest.
 
-    Args:
-        url: of the folder.
-        folder: the copy; None: a folder of the cache that is named by the manifest's hash.
-
-    Raises:
-        DataError: no manifest, a file that is missing or damaged, no right to read. DependencyError: a package is
-            missing.
+    ``folder``: the copy; None: one of the cache, which is named by the manifest's hash.
     """
     with _files(url) as remote:
         text = remote.read(_MANIFEST)
@@ -121,15 +107,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
 
 
 def fetch_run(url: str, folder: Path | None = None) -> Path:
-    """Return a local copy of the current state of a run, or of one of its checkpoints.
-
-    Args:
-        url: of the run, or of a checkpoint.
-        folder: the copy; None: a folder of the cache.
-
-    Raises:
-        DataError: neither a run nor a checkpoint is there.
-    """
+    """Return a local copy of the current state of a run, or of one of its checkpoints."""
     run, _, step = url.rstrip("/").rpartition("/checkpoints/")
     with _files(run or url) as remote:
         if not run and remote.read(_MANIFEST) is not None:
@@ -241,11 +219,7 @@ def check_writable(url: str) -> None:
 
 
 def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
-    """Upload a run: new checkpoints, each whole before its manifest, then settings and logs; drop pruned checkpoints.
-
-    Raises:
-        DataError: the URL cannot be written.
-    """
+    """Upload a run: new checkpoints, each whole before its manifest, settings and logs; drop pruned checkpoints."""
     with _files(url, quiet=quiet) as remote:
         names = remote.names()
         there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}

@@ -76,9 +76,6 @@ def with_arguments_of(kind: Callable[_P, object]) -> Callable[[Callable[..., _R]
 
     The function gets only the arguments of the call, without the defaults of the class.
 
-    Raises:
-        ArgumentError: a call names another argument; the message names the nearest one.
-
     >>> @dataclass(kw_only=True)
     ... class Volume:
     ...     length: float
@@ -171,11 +168,7 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all settings; :func:`setting` declares a field, and creating an object checks them.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
+    """Base of all settings; :func:`setting` declares a field, and creating an object checks them."""
 
     panel: ClassVar[str] = ""
 
@@ -228,11 +221,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings with these values, which may have names of before.
-
-        Raises:
-            ConfigError: a setting that does not exist, with the nearest one; or a value out of its range.
-        """
+        """Return the settings with these values, which may have names of before."""
         known, values = [item.name for item in fields(cls)], renamed(values)
         if unknown := sorted(set(values) - set(known)):
             hint = near(unknown[0], known)
@@ -245,10 +234,6 @@ class Settings:
         return cls(**{item.name: values.pop(item.name) for item in fields(cls) if item.name in values})
 
     def replace(self, **changes: Any) -> Self:
-        """Return the settings with ``changes``.
-
-        Raises:
-            ConfigError: as for :meth:`from_dict`.
-        """
+        """Return the settings with ``changes``."""
         self.from_dict(changes)
         return replace(self, **renamed(changes))

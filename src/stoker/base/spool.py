@@ -37,15 +37,7 @@ def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 class Spool:
-    """Values of one type in a temporary file, for any number of threads; a context manager, which closes it.
-
-    Args:
-        dtype: of the values.
-        directory: of the file; None means the system's temporary directory.
-
-    Raises:
-        OSError: the file cannot be made; from every method: the disk is full or fails.
-    """
+    """Values of one type in a temporary file, for any number of threads; a context manager, which closes it."""
 
     def __init__(self, dtype: npt.DTypeLike, directory: str | Path | None = None) -> None:
         self._dtype = np.dtype(dtype)

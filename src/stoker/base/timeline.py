@@ -30,11 +30,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collect the spans of all threads within a ``with`` block; only one may be active at a time.
-
-    Raises:
-        RuntimeError: another one is active.
-    """
+    """Collect the spans of all threads within a ``with`` block; only one may be active at a time."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []  # in the order in which they ended

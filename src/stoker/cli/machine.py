@@ -48,9 +48,6 @@ _KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for th
 def examine(*, measure: bool = True) -> dict[str, Any]:
     """Return what matters for training on this machine, as plain JSON values.
 
-    Args:
-        measure: spend about a second on memory bandwidth.
-
     Returns:
         ``verdict`` (sentences with "; " between them), ``ok`` (training can run), ``problems`` (what prevents it) and
         ``advice`` (what would help), each with its remedy, and the findings by topic.

@@ -348,12 +348,9 @@ def show_grids(grids: Iterable[Grid]) -> None:
 
 
 def with_options(message: str, options: Mapping[str, str], settings: Iterable[str] = ()) -> str:
-    """Return a message with options in place of parameter names.
+    """Return a message with options in place of parameter names (parameter name -> option).
 
-    Args:
-        message: the message of the library.
-        options: parameter name -> option of the called command.
-        settings: names to replace besides those with an underscore, which are never English words.
+    ``settings``: names to replace besides those with an underscore, which are never English words.
     """
     names = [name for name in options if "_" in name or name in set(settings)]
     if not names:

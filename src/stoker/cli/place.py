@@ -116,8 +116,7 @@ def _show_sent(sent: Sent, shards: int) -> None:
 def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
     """Return settings that compress the fewest largest tables so that all rows fit the device.
 
-    Returns:
-        The settings, the placement and the time of a step with them; None if compression saves nothing.
+    The placement and the time of a step with them follow. None: compression saves nothing.
     """
     from stoker.optim import Constant
     from stoker.placement.planner import rows_to_compress

@@ -260,13 +260,7 @@ def _typed(log: Path) -> str:
 def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     """Prepare a raw log with a drafted schema, as ``stoker prepare auto`` does, and say what was done.
 
-    Args:
-        log: a file or a pattern.
-        folder: the dataset is made there, with the log's name: ``clicks-data`` for ``clicks.csv``.
-        quiet: print nothing.
-
-    Returns:
-        The dataset. One that was made from the same rows is taken as it is.
+    The dataset gets the name of the log: ``clicks-data`` for ``clicks.csv``. One of the same rows is taken as it is.
     """
     out = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '', log.name.split('.')[0]) or 'log'}-data"
     files = [_typed(log)]

@@ -59,11 +59,7 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def joined(wanted: int | None) -> Iterator[Ranks | None]:
-    """Yield the ranks of a process that was started as one of them; else None.
-
-    Raises:
-        ConfigError: there are other than ``wanted`` ones, or they cannot meet.
-    """
+    """Yield the ranks of a process that was started as one of ``wanted``; else None."""
     if not is_started():
         yield None
         return
@@ -173,10 +169,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 def _said(codes: Sequence[int], left: Sequence[int], printed: Sequence[str]) -> int:
     """Say why ranks failed, unless the first one has said it; return the exit code.
 
-    Args:
-        codes: exit codes of all ranks.
-        left: ranks that were ended at last.
-        printed: the errors of each rank, but for the first one.
+    ``left``: ranks that were ended at last; ``printed``: the errors of each rank but the first one.
     """
     killed = [rank for rank, code in enumerate(codes) if code < 0 and rank not in left]
     own = [rank for rank, code in enumerate(codes) if code > 0 and code != _LOST]

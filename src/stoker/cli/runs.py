@@ -185,11 +185,7 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
 
 
 def _with_rows(dataset: Dataset, name: str) -> Split:
-    """Return a split by name.
-
-    Raises:
-        DataError: the split does not exist or is empty.
-    """
+    """Return a split by name."""
     split = dataset.split(name)
     if not len(split):
         others = [f"--split {other} has {len(found):,}" for other, found in dataset.splits.items() if len(found)]

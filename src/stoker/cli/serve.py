@@ -112,11 +112,7 @@ def _check_memory(run: Path, workers: int) -> None:
 
 
 def _load_modules() -> None:
-    """Import what serves, so that forked processes share it.
-
-    Raises:
-        DependencyError: a package is missing.
-    """
+    """Import what serves, so that forked processes share it."""
     for module in ("aiohttp", "prometheus_client"):
         require(module, "stoker serve needs", install("prometheus_client"))
     with _no_collections():

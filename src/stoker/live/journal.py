@@ -98,13 +98,7 @@ class Order:
 
 @contextmanager
 def opened(run: str | Path) -> Iterator[UpdateJournal]:
-    """Yield the journal of a run, which no other process changes meanwhile. A run at a URL is uploaded at the end.
-
-    Raises:
-        ConfigError: there is no run, it is in use, or its training has not ended.
-        CheckpointError: head.json is damaged.
-        DataError: a file is damaged.
-    """
+    """Yield the journal of a run, which no other process changes meanwhile. A run at a URL is uploaded at the end."""
     with local_run(None, run) as (_, folder, _):
         directory = RunDirectory(str(folder))
         directory.config()  # else the lock would make a file elsewhere
@@ -117,13 +111,7 @@ def opened(run: str | Path) -> Iterator[UpdateJournal]:
 
 
 class UpdateJournal:
-    """The updates of a run up to its head.
-
-    Raises:
-        ConfigError: there is no run, or its training has not ended.
-        CheckpointError: head.json is damaged.
-        DataError: a file is damaged.
-    """
+    """The updates of a run up to its head."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -158,15 +146,8 @@ class UpdateJournal:
     ) -> tuple[list[tuple[Path, Log]], list[str]]:
         """Return the logs on which the model was not trained yet, and say why others are left out.
 
-        Files that describe users or items go with new logs, whether they were used before or not.
-
-        Args:
-            files: the files.
-            names: of those whose path says nothing.
-            base: the manifest of the dataset that the run was trained on.
-
-        Raises:
-            DataError: a log has grown since it was used, or begins with another of the logs.
+        Files that describe users or items go with new logs, whether they were used before or not. ``names`` are of
+        files whose path says nothing; ``base`` is the manifest of the dataset that the run was trained on.
         """
         lookups = recipes.lookups(base, [path.name for path in files])
         used: dict[object, tuple[int, str]] = {}

@@ -125,11 +125,7 @@ class _Topic:
             self._pending = True
 
     def _assign(self) -> None:
-        """Read each partition from its next message; a new one from its first.
-
-        Raises:
-            DataError: Kafka has no such topic, or no longer has the next message.
-        """
+        """Read each partition from its next message; a new one from its first."""
         partitions = self.consumer.list_topics(self.name, _WAIT).topics[self.name].partitions
         if not partitions:
             raise DataError(f"there is no topic {self.name}. Check its name.")

@@ -174,11 +174,7 @@ def _update(
 def prepare_rows(
     journal: UpdateJournal, order: Order, inputs: Inputs, asked: UpdateArguments
 ) -> tuple[Dataset, PrepareReport]:
-    """Prepare the rows of an update like those before; continue a killed preparation.
-
-    Raises:
-        DataError: a row has no label, or there is none.
-    """
+    """Prepare the rows of an update like those before; continue a killed preparation."""
     show = asked.progress or quiet
 
     def progress(stage: StageProgress) -> None:
@@ -229,8 +225,7 @@ def _trained_on(journal: UpdateJournal, asked: UpdateArguments) -> Mapping[str, 
 def _check_whole(data: Dataset, report: PrepareReport, inputs: Inputs) -> None:
     """Refuse a log that breaks off, and note lines that are left out or may have been cut.
 
-    Raises:
-        DataError: a compressed log breaks off. Its whole file would be refused later, as one that has grown.
+    The whole file of one that breaks off would be refused later, as one that has grown.
     """
     for source in data.manifest["sources"]:
         if "breaks_off" in source:
@@ -376,11 +371,7 @@ class _Losses:
         self._unread.append((loss, examples))
 
     def read(self) -> None:
-        """Bring :attr:`total` up to date, for which a GPU waits.
-
-        Raises:
-            StokerError: a loss is not finite.
-        """
+        """Bring :attr:`total` up to date, for which a GPU waits."""
         for loss, examples in self._unread:
             self.total += loss.item() * examples
         self._unread.clear()

@@ -43,14 +43,7 @@ def parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them: [B, inputs] to [B, sizes[-1]].
-
-    Args:
-        inputs: columns of the input.
-        sizes: outputs of each layer, at least one.
-        generator: draws the initial values.
-        last_relu: the last layer has a ReLU, too.
-    """
+    """Linear layers with ReLU between them: [B, inputs] to [B, sizes[-1]]."""
 
     def __init__(
         self, inputs: int, sizes: Sequence[int], generator: torch.Generator, *, last_relu: bool = False

@@ -170,9 +170,6 @@ def check_options(model: type[RecModel], options: Mapping[str, Any]) -> None:
     """Compare options with the annotations of the model's constructor and of the constructors that it calls.
 
     An option without an annotation, or with an unknown one, may have any value.
-
-    Raises:
-        ConfigError: names the option, its value and the expected type.
     """
     hints: dict[str, Any] = {}
     for kind in reversed(model.__mro__):

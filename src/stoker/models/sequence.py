@@ -109,11 +109,7 @@ def _option(target: str, sequence: str) -> str:
 
 
 def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
-    """Pair every sequence with the one-id feature that shares its table: target -> sequence.
-
-    Raises:
-        ConfigError: there is no pair, or more than one way to pair them.
-    """
+    """Pair every sequence with the one-id feature that shares its table: target -> sequence."""
     pairs: dict[str, str] = {}
     for sequence in spec.features:
         targets = [f.name for f in spec.features if not f.sequence and f.table == sequence.table]
@@ -138,11 +134,7 @@ def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
 
 
 def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
-    """Check the pairs and return their T.
-
-    Raises:
-        ConfigError: a feature is missing or of the wrong kind, or the sequences differ in length.
-    """
+    """Check the pairs and return their T."""
     features = {feature.name: feature for feature in spec.features}
     if not pairs or len(set(pairs.values())) < len(pairs):
         raise ConfigError(f"history is {dict(pairs)}: it needs at least one pair, and each sequence once.")

@@ -86,19 +86,12 @@ def distinct_rows(bags: Bags, space: AddressSpace) -> tuple[npt.NDArray[np.int64
     """Return the addresses [U] of the distinct rows, and for each id (same shape) the number of its row, int32.
 
     The order of the rows is unspecified. ``bags`` must be on the CPU.
-
-    Raises:
-        IndexError: an id is outside its table.
     """
     return split_rows(bags, space, PinnedRows(space))[:2]
 
 
 def split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct:
-    """Return the same as :func:`distinct_rows` if some rows are pinned, which need no search.
-
-    Raises:
-        IndexError: an id is outside its table.
-    """
+    """Return the same as :func:`distinct_rows` if some rows are pinned, which need no search."""
     if not HAVE_NUMBA:
         return _split_rows(bags, space, pinned)
     from stoker.ops.cpu import kernels
@@ -139,10 +132,7 @@ def _split_rows(bags: Bags, space: AddressSpace, pinned: PinnedRows) -> Distinct
 def to_slots(which: Tensor, slots: npt.NDArray[np.int64], pinned: int) -> Tensor:
     """Replace the number of each id's row by its slot, in place: see :class:`Distinct`.
 
-    Args:
-        which: the number of each id's row, or -1 - place.
-        slots: [U] slot of each row, after the ``pinned`` ones, whose places are their slots.
-        pinned: P.
+    ``slots`` [U] are those of the rows, after the ``pinned`` ones, whose places are their slots.
     """
     if not len(slots):  # a batch may have no rows
         slots = np.zeros(1, np.int64)

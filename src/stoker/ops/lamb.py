@@ -35,10 +35,7 @@ _CHUNK = 2**16  # elements worked on at a time: they stay in the cache
 def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[int]:
     """Return the sum of squares of each of T tables in units of 2^-80; only the norm of each row is rounded.
 
-    Args:
-        rows: [U, D] float32 or bfloat16.
-        table: [U] int64, the table of each row; None: table 0 has them all.
-        tables: T.
+    ``rows`` are [U, D]; ``table`` [U] int64 is that of each row; None: table 0 has them all.
     """
     totals = [0] * tables
     for start in range(0, len(rows), ROWS):
@@ -119,12 +116,7 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
 def direct(weight: Tensor, state: dict[str, Tensor], found: Touched, grad: Tensor, rule: RowRule) -> Tensor:
     """Update the moments of the rows ``found``, and return their directions [U, D] float32; no weight changes.
 
-    Args:
-        weight: [C, D] float32 or bfloat16.
-        state: the moments, each [C, D].
-        found: distinct rows.
-        grad: [U, D] float32.
-        rule: constants.
+    ``weight`` and the moments in ``state`` are [C, D], ``grad`` is [U, D] float32.
     """
     dim = weight.shape[1]
     out = torch.empty(len(found.rows), dim, dtype=torch.float32, device=weight.device)

@@ -253,11 +253,7 @@ class Tensors:
 def conditioned(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
     """Return the gradients [U, D] of distinct rows, clipped and with weight decay (:func:`stoker.ops.rule.condition`).
 
-    Args:
-        g: [U, D] float32.
-        rule: constants.
-        w: [U, D] float32, the rows themselves.
-        counts: [U] int64, how often each occurs in the batch; needed for CowClip.
+    ``w`` [U, D] are the rows; ``counts`` [U] int64 tell how often each occurs in the batch, needed for CowClip.
     """
     assert counts is not None or not rule.counts, "CowClip counts occurrences"
     occurs = None if counts is None else counts.to(torch.float32).unsqueeze(1)

@@ -53,17 +53,9 @@ def keep_ids(
 def select_bags(
     places: tuple[int, ...], features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the bags of some features.
+    """Return the bags of some features: ids, offsets [B * C + 1] and weights, whose gradient flows through.
 
-    Args:
-        places: of the C features, rising.
-        features: F.
-        ids: [L].
-        offsets: [B * F + 1] int64, sample-major.
-        weights: [L] or None; their gradient flows through.
-
-    Returns:
-        Ids, offsets [B * C + 1] and weights.
+    ``places`` of the C of all F ``features`` rise; ``ids`` are [L], ``offsets`` [B * F + 1] int64, sample-major.
     """
     by_hand = weights is None or (weights.dtype in (torch.float32, torch.float64) and not weights.requires_grad)
     columns = _index(places, ids.device)

@@ -101,12 +101,9 @@ def _sums(counts: Any, edges: Int64) -> tuple[Floats, Floats]:
 
 
 def uses_of(num_rows: int, counts: Any | None, lookups: float) -> Uses:
-    """Return the uses of a table.
+    """Return the uses of a table; ``lookups``: k.
 
-    Args:
-        num_rows: N.
-        counts: [N] training occurrences of each id in an epoch, falling; None takes Zipf's law.
-        lookups: k.
+    ``counts`` [N]: training occurrences of each id in an epoch, falling; None takes Zipf's law.
     """
     edges = _edges(num_rows)
     rows = np.diff(edges).astype(np.float64)
@@ -219,14 +216,9 @@ class _GroupUses:
 def expect(
     tables: Sequence[Uses], slots: int, *, lookahead: float | None, in_flight: int, transient: bool = False
 ) -> Traffic:
-    """Return the expected traffic of tables that share ``slots``.
+    """Return the expected traffic of tables that share ``slots``, enough for the rows of ``in_flight`` batches.
 
-    Args:
-        tables: their uses.
-        slots: C, enough for the rows of ``in_flight`` batches.
-        lookahead: mean W; None means that the whole epoch is known.
-        in_flight: F.
-        transient: rows are evicted after their last use in flight (``HostPipelined``).
+    ``lookahead`` None: the whole epoch is known. ``transient``: rows leave after their last use in flight.
     """
     if not any(len(uses.rows) for uses in tables):  # for example, cold batches of a dataset that is all hot
         return Traffic(distinct=0.0, hits=0.0, lookups=0.0, lookups_hit=0.0, first=0.0, written=0.0)
@@ -310,11 +302,7 @@ def _only(uses: Uses, rows: Floats) -> Uses:
 def choose_hot(tables: Sequence[Uses], slots: int, in_flight: int, least: Sequence[int] = ()) -> list[int]:
     """Return H of each table [T]: as many of the most used rows as leave slots for the other rows in flight.
 
-    Args:
-        tables: their uses.
-        slots: C.
-        in_flight: F.
-        least: [T] least H of each table; () means 0.
+    ``least`` [T]: least H of each table; () means 0.
     """
     hot = [float(count) for count in least] or [0.0] * len(tables)
     owner, reach, width, rank, transit = [], [], [], [], []
@@ -350,11 +338,6 @@ def phases(uses: Uses, hot: int, share: float) -> tuple[Uses, Uses]:
 
     All lookups of cold rows are in the other batches. The remaining lookups there go to hot rows in proportion. H is
     rounded to the nearest border of a bucket.
-
-    Args:
-        uses: uses of the table in all batches.
-        hot: H.
-        share: share of hot batches.
     """
     if not math.isfinite(uses.batches):
         return uses, uses
@@ -388,15 +371,9 @@ def _joined(a: Uses, b: Uses) -> Uses:
 def expect_pinned(
     tables: Sequence[Uses], hot: Sequence[int], slots: int, *, lookahead: float | None, in_flight: int, transient: bool
 ) -> Traffic:
-    """Return the traffic of tables whose hot rows are pinned.
+    """Return the traffic of tables whose hot rows are pinned, ``hot`` [T] of each; other arguments: :func:`expect`.
 
-    Args:
-        tables: their uses.
-        hot: [T] H of each.
-        slots: C, for hot rows and all others together.
-        lookahead: as for :func:`expect`.
-        in_flight: F.
-        transient: as for :func:`expect`.
+    The ``slots`` are for hot rows and all others together.
     """
     parts = [split_hot(uses, count) for uses, count in zip(tables, hot, strict=True)]
     stays = all_hits([warm for warm, _ in parts])

@@ -67,14 +67,9 @@ class Beside:
 
 
 class Window:
-    """How far a stage looks ahead.
+    """How far a stage looks ahead; ``on_cpu``: the window shares the memory of the slots.
 
     The planner counts on ids until the known batches use some times as many rows as there are slots.
-
-    Args:
-        uses: use of the rows, for each table.
-        budget: ``lookahead`` and ``host_memory``.
-        on_cpu: the window shares the memory of the slots.
     """
 
     def __init__(self, uses: Sequence[Uses], budget: MemoryBudget, *, on_cpu: bool) -> None:
@@ -101,15 +96,7 @@ class Window:
 
 
 class Footprint:
-    """The memory of tables that share slots.
-
-    Args:
-        uses: use of the rows, for each table.
-        row_bytes: bytes of a row with its optimizer state.
-        budget: ``lookahead``, ``in_flight`` and ``epoch_lookahead``.
-        on_cpu: the slots are in main memory, too.
-        rounded: the weights are bfloat16.
-    """
+    """The memory of tables that share slots."""
 
     def __init__(
         self, uses: Sequence[Uses], row_bytes: int, budget: MemoryBudget, *, on_cpu: bool, rounded: bool

@@ -372,13 +372,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
 
 
 class _Bundle:
-    """Tables of equal width, pooling, type and strategy, and their memory.
-
-    Args:
-        strategy: the strategy of all of them.
-        tables: at least one.
-        state: state of the row optimizer.
-    """
+    """Tables of equal width, pooling, type and strategy, and their memory."""
 
     def __init__(self, strategy: Strategy, tables: Sequence[TableConfig], state: Mapping[str, str]) -> None:
         self.strategy, self.tables = strategy, tables
@@ -449,11 +443,7 @@ class Sent:
 def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) -> Sent:
     """Return the expected bytes of a step.
 
-    Args:
-        placement: of the rows that one rank owns, with their uses in whole batches.
-        ranks: R, at most V.
-        shards: V.
-        parameters: P.
+    ``placement``: of the rows that one rank owns, with their uses in whole batches; ``parameters``: P.
     """
     own = [shards_of(rank, ranks, shards) for rank in range(ranks)]
     nodes = [node.size / shards for each in own for node in nodes_of(each)]

@@ -232,11 +232,7 @@ def _per_feature(given: float | Mapping[str, float] | None, name: str, default: 
 def _configurations(
     tables: EmbeddingTables | nn.Module | Sequence[TableConfig], optimizer: RowOptimizer | None
 ) -> tuple[Sequence[TableConfig], RowOptimizer]:
-    """Return the configurations of the tables, and the row optimizer.
-
-    Raises:
-        ConfigError: the arguments are something else; the message says what to pass.
-    """
+    """Return the configurations of the tables, and the row optimizer."""
     if isinstance(tables, nn.Module):
         found = [module for module in tables.modules() if isinstance(module, EmbeddingTables)]
         if len(found) != 1:
@@ -434,16 +430,9 @@ def _share_memory(
 
 
 def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[str, float, str]:
-    """Choose the backing store of rows that do not fit the device.
+    """Return the backing store of rows that do not fit the device, the main memory for it, and the reason.
 
-    Args:
-        needed: bytes of all these rows.
-        beside: bytes of main memory for bookkeeping.
-        slots: bytes of main memory that slots take.
-        settings: ``host_memory`` and ``home_path``.
-
-    Returns:
-        The kind of the store, the bytes of main memory for it, and the reason in a sentence.
+    ``needed``: bytes of all these rows; of main memory, ``beside``: for bookkeeping, ``slots``: for slots.
     """
     if settings.host_memory is not None:
         room: float = parse_size(settings.host_memory)
@@ -465,11 +454,7 @@ def _choose_store(needed: int, beside: int, slots: int, settings: MemoryBudget) 
 def _map(
     tables: Sequence[TableConfig], limit: int, needs: _Needs, settings: MemoryBudget
 ) -> tuple[list[TableConfig], str | None, str]:
-    """Return the tables on the device, if the other ones are mapped, the directory of the file, and the reason.
-
-    Raises:
-        ConfigError: the slots are on a GPU, or memory or the disk does not hold the file.
-    """
+    """Return the tables on the device, if the other ones are mapped, the directory of the file, and the reason."""
     resident, taken = [], 0
     for table in sorted(tables, key=lambda table: (-needs.density(table), table.name)):
         if taken + needs.bytes(table) <= limit:
@@ -499,11 +484,7 @@ def _map(
 def _tiers(
     kinds: Mapping[Kind, Sequence[TableConfig]], room: float, found: _TriedPlaces, settings: MemoryBudget, needs: _Needs
 ) -> dict[Kind, int | None]:
-    """Return the bytes of the RAM tier of each kind; None for a store that needs none, if there are a few blocks only.
-
-    Raises:
-        ConfigError: the store needs a tier, and ``room`` does not hold the smallest one.
-    """
+    """Return the bytes of the RAM tier of each kind; None if the store needs none, and there are a few blocks only."""
     store, homes = store_class(found.home), {kind: sum(map(needs.bytes, members)) for kind, members in kinds.items()}
     rows = {kind: sum(table.num_embeddings for table in members) for kind, members in kinds.items()}
     least = {kind: store.least_cache(rows[kind], homes[kind] // rows[kind]) for kind in kinds}
@@ -598,21 +579,9 @@ def weigh(
 ) -> tuple[Division, dict[str, float], str]:  # fmt: skip
     """Choose the strategy that the user wants, or the quickest one; and the first ids that a cache pins.
 
-    Rows in files wait for the disk, so for them the strategy that moves the fewest bytes is taken.
-
-    Args:
-        cached: the division for a cache.
-        work: what the cost depends on, and the strategy that the user wants.
-        budget: bytes of fast memory.
-        largest: rows of the largest example in tables of one kind.
-        profile: costs of this machine; None measures it.
-        in_memory: whether the backing store is in memory.
-
-    Returns:
-        The division, the bytes that each strategy moves per step, and the reason in a sentence.
-
-    Raises:
-        ConfigError: the user wants hot rows, and there is no memory for them.
+    Rows in files wait for the disk, so for them the strategy that moves the fewest bytes is taken. ``cached`` is the
+    division for a cache, ``largest`` counts the rows of the largest example, ``profile`` None: measure this machine.
+    Returns the division, the bytes that each strategy moves per step, and the reason in a sentence.
     """
     found, strategy = {"cached": [cached]}, work.budget.strategy
     hot, problem = _hot_cold(cached, work, budget, largest)
@@ -684,10 +653,7 @@ def _hot_cold(
 def _pinned(cached: Division, work: Workload, share: float) -> Division | None:
     """Return the cache with its most used rows pinned, or None if there is no slot for them.
 
-    Args:
-        cached: the division without.
-        work: what the cost depends on.
-        share: of the slots that is pinned, at most all but those that the other rows in flight need.
+    ``share``: of the slots that is pinned, at most all but those that the other rows in flight need.
     """
     hot: dict[str, int] = {}
     slots: dict[Kind, int] = {}
@@ -764,17 +730,8 @@ def rows_to_compress(
 ) -> int | None:
     """Find the fewest largest tables to compress as tensor trains so that everything fits the device.
 
-    Args:
-        tables: of the model.
-        budget: bytes for rows, cores and their optimizer state.
-        state: state of the row optimizer.
-        rank: rank of the tensor trains.
-        cores: cores of each.
-        already: tables that are compressed in any case, by name.
-
-    Returns:
-        The number of rows from which a table is compressed. If even all tables that become smaller are too large, that
-        of these. None if everything fits already, or no table becomes smaller.
+    Returns the number of rows from which a table is compressed. If even all tables that become smaller are too large,
+    that of these. None if everything fits already, or no table becomes smaller. ``already`` are compressed in any case.
     """
 
     def size(several: Sequence[TableConfig]) -> int:

@@ -54,11 +54,8 @@ class Profile:
     def move_seconds(self, traffic: Traffic, row_bytes: int, *, in_memory: bool, cold: float) -> float:
         """Return the seconds per step to move rows both ways, without waiting for a disk.
 
-        Args:
-            traffic: traffic of a step.
-            row_bytes: bytes of a row. Larger rows than the measured ones take longer in proportion.
-            in_memory: True if the backing store is in memory, not in a file.
-            cold: share of the rows of a file that are not in the page cache.
+        Rows larger than the measured ones take longer in proportion. ``cold``: share of a file that is not in the page
+        cache.
         """
         size = max(1.0, row_bytes / self.row_bytes)
         if in_memory or self.file_warm is None or self.file_store is None:
@@ -89,16 +86,8 @@ def measure_profile(
 ) -> Profile:
     """Measure this machine. A second call with the same arguments returns the same profile.
 
-    A measurement takes under 3 seconds and up to 200 MB of memory. The first one also compiles kernels.
-
-    Args:
-        dim: columns of a row.
-        dtype: type of the weights.
-        state: optimizer state of a row, name -> "row" or "scalar".
-        device: device of the slots.
-        directory: directory of a spill file; None means the temporary one of the system.
-        file: measure a file, too (writes 64 MiB).
-        writes: how rows are written to the file; None takes the default of a strategy.
+    A measurement takes under 3 seconds and up to 200 MB of memory. The first one also compiles kernels. ``file``:
+    measure a file in ``directory``, too (writes 64 MiB); ``state``: name -> "row" or "scalar".
     """
     return _measure(dim, dtype, tuple((state or {}).items()), str(device), directory, file, writes)
 

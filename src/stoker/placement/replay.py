@@ -77,11 +77,7 @@ class CacheStrategy:
 
     @classmethod
     def parse(cls, text: str) -> CacheStrategy:
-        """Return the strategy of a :attr:`name`.
-
-        Raises:
-            ConfigError: no such strategy, or a lookahead under 1.
-        """
+        """Return the strategy of a :attr:`name`."""
         for kind in _PLAIN:
             if text == kind:
                 return cls(kind=kind)
@@ -149,11 +145,7 @@ class IdTrace:
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
-    """Return the address space of the tables of a dataset, in the order of a model.
-
-    Raises:
-        DataError: a dataset without categorical columns.
-    """
+    """Return the address space of the tables of a dataset, in the order of a model."""
     if not dataset.schema.features:
         raise DataError(f"{dataset.path} has no categorical or sequence column, so there is no row to cache.")
     tables = tables_for(dataset.schema, 1)
@@ -170,15 +162,7 @@ def dataset_steps(
 ) -> tuple[int, Iterator[Int64]]:
     """Return the number of steps, and for each training batch the keys ``id * tables + table`` of its lookups.
 
-    Args:
-        dataset: the dataset.
-        space: its tables.
-        batch_size: examples per batch.
-        seed: seed of the shuffled order, as in ``Split.batches``; None keeps the order of the file.
-        steps: batches in all, over several epochs if needed; None takes one epoch.
-
-    Raises:
-        DataError: no training rows, or (while reading) an id outside its table.
+    ``seed`` None: the order of the file; ``steps``: batches in all, over several epochs if needed; None: one epoch.
     """
     stream = dataset.train.batches(batch_size, seed=seed, reuse=True)
     if not len(stream):
@@ -221,18 +205,9 @@ def array_steps(arrays: Iterable[Any], num_embeddings: int | None, steps: int | 
 
 
 def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step: None) -> tuple[IdTrace, int]:
-    """Record a trace from the keys of each step.
+    """Return a trace from the keys of each step, and the greatest key; ``advance`` is called with the steps read.
 
-    Args:
-        steps: for each step, the keys of its lookups. Of equal rows, the one with the greater key is evicted first.
-        advance: called with the number of steps read.
-
-    Returns:
-        The trace, and the greatest key.
-
-    Raises:
-        DataError: no lookups at all.
-        OSError: the disk of the temporary files is full.
+    Of equal rows, the one with the greater key is evicted first.
     """
     offsets, lookups = [0], 0
     known, fresh, waiting = np.empty(0, np.int64), list[Int64](), 0
@@ -359,11 +334,7 @@ class Replay(Shown):
 
 
 def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "rowwise_adagrad") -> int:
-    """Return the bytes of one row with its optimizer state.
-
-    Raises:
-        ConfigError: an unknown type or optimizer.
-    """
+    """Return the bytes of one row with its optimizer state."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(sorted(DTYPES))}.")
     kind = optimizer if isinstance(optimizer, str) else optimizer.kind
@@ -606,11 +577,7 @@ def _most_used(counts: Mapping[str, Any], most: int) -> dict[str, int]:
 def _pinned(
     trace: IdTrace, strategy: CacheStrategy, hot: Sequence[int], slots: int, in_flight: int, report: Progress
 ) -> _Run:
-    """Replay a cache that pins the first ``hot`` [number of tables] ids of each table.
-
-    Raises:
-        ConfigError: they leave too few slots for the other rows in flight.
-    """
+    """Replay a cache that pins the first ``hot`` [number of tables] ids of each table."""
     pins, room = np.array(hot, np.int64), slots - sum(hot)
     flags = trace.keys // len(pins) < pins[trace.keys % len(pins)]
     least = int(trace.in_flight(in_flight, flags).max())

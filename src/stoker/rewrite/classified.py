@@ -137,18 +137,7 @@ def write_classified(
 ) -> ClassifyReport:
     """Classify the training rows of ``data``: in each table, ids below ``hot_rows`` are hot.
 
-    Args:
-        data: the source.
-        out: directory to make.
-        hot_rows: table -> H.
-        profile_hash: hash of the profile of ``hot_rows``.
-        profile: plain values of that profile, for the manifest.
-        overwrite: replace an existing dataset.
-        progress: called with (what, rows done, rows in all).
-        threads: None means one per core. They change no byte of the result.
-
-    Raises:
-        DataError: as for :func:`classify`; or hot rows that do not fit the tables.
+    ``profile``: plain values of the profile of ``hot_rows``, for the manifest. Threads change no byte of the result.
     """
     started, out, split = time.perf_counter(), Path(out), data.train
     if not overwrite and (there := derived_at(out, data, "hot_cold")) is not None:
@@ -202,11 +191,7 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ClassifyReport:
 
 
 def hot_limits(schema: FeatureSpec, hot_rows: Mapping[str, int]) -> Int64:
-    """Return H of the table of each feature, [F].
-
-    Raises:
-        DataError: the tables are not those of the schema, or a table has fewer rows than hot rows.
-    """
+    """Return H of the table of each feature, [F]."""
     if set(hot_rows) != set(schema.num_embeddings):
         differ = sorted(set(hot_rows) ^ set(schema.num_embeddings))
         raise DataError(
@@ -340,11 +325,7 @@ class HotGain:
 def predict_gain(data: Dataset, found: HotProfile, batch_size: int | None = None, device: str | None = None) -> HotGain:
     """Predict the bytes that move in an epoch with both orders of batches, from the counts of the training rows.
 
-    Args:
-        data: the dataset of the profile.
-        found: its hot rows, and the share of the inputs that need no others.
-        batch_size: examples; None takes the default of a run.
-        device: of the slots; None takes the first GPU, else the CPU.
+    ``batch_size`` None takes the default of a run.
     """
     examples, kind = max(1, len(data.train)), resolve_device(device).type
     size = batch_size or batch_for(examples)

@@ -55,18 +55,8 @@ def write_shards(
 ) -> Generator[tuple[dict[str, Any], int], None, None]:
     """Check rows of a split and write them to shards; each thread keeps one shard in memory.
 
-    Args:
-        split: the rows to read.
-        jobs: file and rows [n] of each shard to write.
-        folder: directory of the files.
-        threads: threads that write.
-        new_ids: table -> [N] the new id of each id, for tables whose ids change.
-
-    Yields:
-        The manifest entry of each shard, and the number of its rows with label 1.
-
-    Raises:
-        DataError: a damaged shard, or a full disk.
+    ``jobs``: file and rows [n] of each shard; ``new_ids``: table -> [N] the new id of each id, where ids change. Yields
+    the manifest entry of each shard, and the number of its rows with label 1.
     """
     if not split.rows:
         return
@@ -114,11 +104,7 @@ def table_ids(
 ) -> tuple[npt.NDArray[np.integer], Int64]:
     """Return the ids of a table in n rows, and the row of each, which rises, [L] each.
 
-    Args:
-        ids: [n, F], or flat by row.
-        lengths: [n, F] of flat ids.
-        schema: the features.
-        table: name of the table.
+    ``ids`` are [n, F], or flat by row with ``lengths`` [n, F].
     """
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
     if lengths is None:

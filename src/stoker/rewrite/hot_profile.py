@@ -56,11 +56,7 @@ class ProfileOptions(Settings, panel="Rows"):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """The settings of :func:`stoker.profile`.
-
-    Raises:
-        ConfigError: a setting outside its range.
-    """
+    """The settings of :func:`stoker.profile`."""
 
     budget: int  # L: bytes for hot rows and their optimizer state
     embedding_dim: int  # columns of each table, unless the model decides them

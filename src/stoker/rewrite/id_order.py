@@ -80,14 +80,7 @@ class IdWindows:
     """Collect the pairs of a table in bounded memory. The result does not depend on how the rows are cut into blocks.
 
     If there are more than ``limit`` pairs, half of the windows are dropped, in an order drawn by ``seed``. All pairs of
-    the other windows are kept.
-
-    Args:
-        counts: [N] training occurrences.
-        rows: n.
-        window: rows of a window, at least 2.
-        limit: most pairs M.
-        seed: seed of the draw.
+    the other windows are kept. ``counts`` [N] are training occurrences; ``rows``: n.
     """
 
     def __init__(self, counts: Int64, *, rows: int, window: int, limit: int, seed: int) -> None:

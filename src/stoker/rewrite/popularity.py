@@ -256,11 +256,7 @@ class ExactRows:
 def half_width(deviation: float, samples: int, share: float, confidence: float) -> float:
     """Return half the interval of a mean (Equation 4): t * sqrt((N - n) / N * s**2 / n), n - 1 degrees of freedom.
 
-    Args:
-        deviation: s, the deviation of the samples.
-        samples: n, at least 2.
-        share: n / N, the sampled share of the population.
-        confidence: 1 - alpha.
+    ``deviation``: s of the ``samples``, n of them, at least 2; ``share``: n / N; ``confidence``: 1 - alpha.
     """
     from scipy.special import stdtrit
 
@@ -276,15 +272,6 @@ class ChunkRows(ExactRows):
     with ids by falling count all hot rows are neighbours, and a chunk of neighbours would have all or none. Two errors
     remain. The sampled accesses of a row vary: at 5 %, a row with 20 accesses may have none or three. And if one row in
     1,000 is hot, 35 x 1,024 rows have 36 hot ones, plus or minus 6.
-
-    Args:
-        counts: sampled accesses of each row.
-        share: x, the sampled share of the inputs.
-        chunks: n.
-        chunk_rows: m.
-        confidence: confidence of the interval.
-        seed: seed of the chunks, with ``name``.
-        name: name of the table.
     """
 
     def __init__(
@@ -331,11 +318,6 @@ class Thresholds:
 
     Rows with equal counts become hot at the same t, and may need more memory than the budget. Then the prefix of each
     table includes the same share of such rows, as many as fit.
-
-    Args:
-        tables: their rows by accesses.
-        row_bytes: bytes of a row of each table, with optimizer state.
-        whole: which tables are hot as a whole.
     """
 
     def __init__(self, tables: Sequence[ExactRows], row_bytes: Sequence[int], whole: Sequence[bool]) -> None:
@@ -378,11 +360,7 @@ class Thresholds:
         return min(high, 1.0), fits + np.floor(part * (over - fits)).astype(np.int64)
 
     def curve(self, points: int) -> tuple[Floats, Int64]:
-        """Return thresholds whose rows are spaced evenly on a logarithmic scale (Figure 5).
-
-        Returns:
-            At most ``points`` thresholds, falling, and their hot rows [Q, Z].
-        """
+        """Return at most ``points`` falling thresholds, and their rows [Q, Z], evenly spaced by the logarithm of bytes."""
         used = float(self._bytes[-2])
         steps = np.geomspace(max(used / 1000, 1.0), max(used, 1.0), points)
         places = np.searchsorted(self._bytes[:-1], steps * (1 + 1e-9), side="right") - 1
@@ -411,12 +389,6 @@ def draw(split: Split, share: float, *, seed: int, block_rows: int | None = None
     probability. So reads are long, and each row is equally likely. Neighbours are similar (the clicks of a session), so
     a sample of blocks has a larger error than as many single rows. Blocks are therefore shorter, down to single rows,
     if the sample would have fewer than 32,768 blocks.
-
-    Args:
-        split: the rows.
-        share: x, in (0, 1]; at least one block is drawn.
-        seed: the same seed draws the same rows.
-        block_rows: rows of a block; None chooses by the size of the sample.
     """
     block = block_rows or max(1, min(BLOCK_ROWS, int(share * len(split)) // _BLOCKS))
     total = -(-len(split) // block)
@@ -431,11 +403,7 @@ def _table_names(schema: FeatureSpec) -> list[str]:
 
 
 def count_accesses(dataset: Dataset, sample: BlockSample, advance: Advance) -> dict[str, npt.NDArray[np.int32]]:
-    """Count the accesses of the rows of each table: the embedding logger of FAE. It takes 4 bytes per row.
-
-    Raises:
-        DataError: an id outside its table, or lengths that do not fit the ids.
-    """
+    """Count the accesses of the rows of each table: the embedding logger of FAE. It takes 4 bytes per row."""
     sizes = dataset.schema.num_embeddings
     counts = {name: np.zeros(sizes[name], np.int32) for name in _table_names(dataset.schema)}
     for table, ids, _ in _read(dataset, sample, advance):
@@ -446,14 +414,7 @@ def count_accesses(dataset: Dataset, sample: BlockSample, advance: Advance) -> d
 def first_hot_levels(dataset: Dataset, sample: BlockSample, hot: Int64, advance: Advance) -> Int64:
     """Find the first level at which all ids of each sampled row are hot, [n]; Q if there is none.
 
-    Args:
-        dataset: the dataset, for its training rows.
-        sample: the rows to read.
-        hot: [Q, Z] hot rows of each table, in the order of the features; they rise with the level.
-        advance: called with (rows read, rows to read).
-
-    Raises:
-        DataError: an id outside its table, or lengths that do not fit the ids.
+    ``hot`` [Q, Z]: hot rows of each table, in the order of the features; they rise with the level.
     """
     levels = np.zeros(sample.rows, np.int64)
     limits = dict(zip(_table_names(dataset.schema), hot.T, strict=True))
@@ -463,11 +424,7 @@ def first_hot_levels(dataset: Dataset, sample: BlockSample, hot: Int64, advance:
 
 
 def _read(dataset: Dataset, sample: BlockSample, advance: Advance) -> Iterator[tuple[str, Int64, Int64]]:
-    """Read the ids of sampled rows, some rows and one table at a time.
-
-    Yields:
-        The table, its ids [L], and the position of the row of each id in the sample [L].
-    """
+    """Yield a table, ids of sampled rows [L], and the places of their rows in the sample [L], some rows at a time."""
     split, schema = dataset.train, dataset.schema
     gather = make_gather(split.shards, split.starts, ids_only=True)
     ends = np.cumsum(sample.stops - sample.starts)  # of each block, in the sample

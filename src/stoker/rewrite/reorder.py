@@ -178,11 +178,7 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
 
 
 def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
-    """Return the names of the tables to reorder.
-
-    Raises:
-        DataError: no such table, or none to reorder; or the dataset is reordered or classified already.
-    """
+    """Return the names of the tables to reorder."""
     sizes = data.schema.num_embeddings
     if data.reordered is not None:
         source = data.reordered["source"] or "as prepared without reordering"

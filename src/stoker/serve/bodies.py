@@ -21,12 +21,7 @@ class RequestError(Exception):
 def arrow_rows(body: bytes, limit: int) -> pa.Table:
     """Return the table of an Arrow stream, whose offsets, indices and texts are valid.
 
-    Args:
-        body: the stream.
-        limit: bytes that its values may take, each written out. A few bytes can stand for any number of equal values.
-
-    Raises:
-        RequestError: it is not a stream, is compressed, takes too many bytes, or has values that no column has.
+    ``limit``: bytes that its values may take, each written out. A few bytes can stand for any number of equal values.
     """
     try:
         if any(_is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):

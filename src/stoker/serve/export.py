@@ -284,12 +284,7 @@ def is_export(path: str | Path) -> bool:
 def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, FittedSchema, dict[str, Any]]:
     """Return the model, what its rows are encoded by, and the manifest.
 
-    Args:
-        path: of the export.
-        check: read all files and compare their sha256; else only their sizes, and features.
-
-    Raises:
-        CheckpointError: a file is missing or altered, or the format is newer.
+    ``check``: read all files and compare their sha256; else only their sizes, and features.
     """
     path = Path(path)
     with errors_as(CheckpointError, f"{path} is not an export", "Export the run again.", (OSError, ValueError)):

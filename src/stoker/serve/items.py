@@ -21,11 +21,7 @@ ITEMS = "items.arrow"
 
 
 class Items:
-    """The items of a catalogue by rising id, with their values.
-
-    Raises:
-        ConfigError: the ids of the items are hashes, or there are none.
-    """
+    """The items of a catalogue by rising id, with their values."""
 
     def __init__(self, model: TwoTower, fitted: FittedSchema, catalogue: Catalogue) -> None:
         feature = model.spec.features[model.identity]

@@ -81,12 +81,8 @@ class _Figures:
 class Server:
     """The application. :meth:`running` serves it.
 
-    Args:
-        scorer: of a run or an export.
-        settings: limits and times.
-        retriever: of the same scorer, for ``/retrieve``; None: there is no such path.
-        listening: a socket to share with other processes; None: one at the address of the settings.
-        log: called with a line when another model is served, and when one cannot be read.
+    ``listening``: a socket to share with other processes; ``log`` is called with a line when another model is served,
+    and when one cannot be read.
     """
 
     def __init__(

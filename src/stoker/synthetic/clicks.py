@@ -238,11 +238,7 @@ class ClickBlock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LogSettings):
-    """The settings of every log, with its number of rows.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
+    """The settings of every log, with its number of rows."""
 
     rows: int  # of the log; in click logs they only set how fast ids drift
     if TYPE_CHECKING:

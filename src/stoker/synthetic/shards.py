@@ -138,8 +138,7 @@ class _Generator:
     def number_ids(self, rows: int, workers: int | None) -> dict[str, torch.Tensor]:
         """Set the table row of each generated id: by falling count in the training rows, ties by generated id.
 
-        Returns:
-            Training occurrences by table row; row 0 counts missing ids.
+        Return training occurrences by table row; row 0 counts missing ids.
         """
         counted = {name: np.zeros(size + 1, dtype=np.int64) for name, size in self.tables.items()}
 

@@ -32,11 +32,7 @@ class TablesArguments:
     ranks: Ranks | None = None
 
     def check_divided(self) -> None:
-        """Check what tables divided among ranks do not do yet.
-
-        Raises:
-            ConfigError: one of the arguments is among it.
-        """
+        """Check what tables divided among ranks do not do yet."""
         assert self.ranks is not None
         average = self.ranks.average_every is not None
         at = strategies_of([each.name for each in self.tables], self.placement)
@@ -51,11 +47,7 @@ class TablesArguments:
             raise ConfigError(f"tables with ranks= divide their rows, which does not work yet with {found[0]}.")
 
     def check_growing(self) -> None:
-        """Check what tables that grow do not do.
-
-        Raises:
-            ConfigError: one of the arguments is among it.
-        """
+        """Check what tables that grow do not do."""
         names = [table.name for table in self.tables if table.grow is not None]
         cannot = {
             f"{type(self.optimizer).__name__}, whose steps depend on all rows of a table: take another row optimizer":

@@ -60,10 +60,6 @@ class ChangedRows:
 
     A step marks the rows that it looked up, so a marked row may be equal to what it was. Marks depend on ids alone, not
     on the placement of rows.
-
-    Args:
-        groups: of the tables.
-        joint: their joint kernels, if there are any.
     """
 
     def __init__(self, groups: Sequence[MarkedGroup], joint: Marked | None) -> None:

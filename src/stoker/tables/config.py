@@ -131,11 +131,7 @@ class Slotted(Strategy):
                 object.__setattr__(self, size, parse_size(getattr(self, size)))
 
     def count_slots(self, rows: int, row_bytes: int) -> int:
-        """Return C for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
-
-        Raises:
-            ConfigError: the memory does not hold one row.
-        """
+        """Return C for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included."""
         if self.slots is not None:
             return min(self.slots, rows)
         if self.fraction is not None:
@@ -151,11 +147,7 @@ class Slotted(Strategy):
         return dict(self.hot)
 
     def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
-        """Return H of each table [T].
-
-        Raises:
-            ConfigError: more hot rows than a table has.
-        """
+        """Return H of each table [T]."""
         hot = self.hot_rows
         for table in tables:
             if hot.get(table.name, 0) > table.num_embeddings:
@@ -397,11 +389,7 @@ def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
 
 
 def check_strategies(placement: Any) -> None:
-    """Check a placement.
-
-    Raises:
-        ConfigError: it is neither a strategy nor strategies by table.
-    """
+    """Check a placement."""
     given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
     if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
         raise ConfigError(

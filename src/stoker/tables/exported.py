@@ -71,12 +71,7 @@ class Exported(Strategy):
     path: str
 
     def open(self, tables: Sequence[TableConfig], space: AddressSpace, device: torch.device) -> Storage:
-        """Map the file of a group of tables.
-
-        Raises:
-            ConfigError: the rows are for a GPU.
-            CheckpointError: the file is missing, or has another size than the tables.
-        """
+        """Map the file of a group of tables."""
         if device.type != "cpu":
             raise ConfigError("the rows of an export are mapped into main memory. Leave device out, or serve the run.")
         manifest = unseal((Path(self.path) / "manifest.json").read_bytes())

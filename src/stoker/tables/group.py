@@ -454,12 +454,7 @@ def _add(totals: list[int], more: Sequence[int]) -> None:
 
 
 class Joint:
-    """Lookups and updates of all groups at once.
-
-    Args:
-        groups: all groups of some tables.
-        splitter: of a call.
-    """
+    """Lookups and updates of all groups at once."""
 
     def __init__(self, groups: Sequence[TableGroup], splitter: Splitter) -> None:
         self.groups = groups
@@ -499,11 +494,7 @@ class Joint:
 
     @spanned("lookup")
     def lookup(self, call: Bags) -> Tensor:
-        """Return the pooled rows [B, P, D], or [B, sum of D], of a call that the splitter has checked.
-
-        Raises:
-            IndexError: an id is outside its table.
-        """
+        """Return the pooled rows [B, P, D], or [B, sum of D], of a call that the splitter has checked."""
         shape = self._output_shape(call.batch_size(len(self.space.features)))
         return self.groups[0].backend.lookup_parts(self._parts, self.space, call, shape)
 

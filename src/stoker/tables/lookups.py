@@ -93,15 +93,7 @@ def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:
 
 
 class StepLayout:
-    """The positions of some features, in order. The newest step of a feature is always its last position.
-
-    Args:
-        features: names, in batch order.
-        steps: feature -> T, for those kept step by step.
-
-    Raises:
-        ConfigError: a feature does not exist, or has no step.
-    """
+    """The positions of some features, in order. The newest step of a feature is always its last position."""
 
     def __init__(self, features: Sequence[str], steps: Mapping[str, int]) -> None:
         if unknown := sorted(set(steps) - set(features)):
@@ -361,15 +353,10 @@ class Splitter:
     def check(
         self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None, backend: Backend | None = None
     ) -> Bags:
-        """Check a call before the kernels; they check the ids themselves when they read them.
+        """Check a call before the kernels; return it with offsets [B * F + 1] int64, or None.
 
         ``backend`` checks what offsets contain; it may report that at a later call (:meth:`Backend.check_offsets`).
-
-        Returns:
-            The call with offsets [B * F + 1] int64, or None.
-
-        Raises:
-            ValueError: types or shapes that do not fit, offsets that do not rise, or more ids in a bag than steps.
+        Kernels check the ids themselves when they read them.
         """
         count = len(self.features)
         if ids.dtype not in (torch.int32, torch.int64):

@@ -72,8 +72,7 @@ def by_shard(
 ) -> tuple[list[tuple[Lookups, Tensor]], Shards]:
     """Cut several lookups with their gradients [B, P, D] at the bounds of their shards.
 
-    Returns:
-        The pieces shard by shard, those of a shard in order, and the shards of their examples together.
+    Return the pieces shard by shard, those of a shard in order, and the shards of their examples together.
     """
     pieces, bounds = [], [0]
     for shard in range(len(shards[0].bounds) - 1):
@@ -90,14 +89,7 @@ def by_shard(
 def shard_sums(backend: Backend, lookups: Lookups, grad: Tensor, shards: Shards | None) -> ShardSums:
     """Sum the gradients of each row over consecutive shards, as far as these hold whole nodes of the tree.
 
-    Args:
-        backend: of the group.
-        lookups: of the examples of these shards; their ids are in their tables.
-        grad: [B, P, D].
-        shards: of the examples; None: they are one.
-
-    Returns:
-        The sums of addresses in the space of the lookups, sorted by row, then by first shard.
+    Return sums of addresses in the space of the lookups, sorted by row, then by first shard. ``shards`` None: one.
     """
     bags, space = lookups
     nodes, device = [Node(0, 1)] if shards is None else nodes_of(shards.numbers), bags.ids.device

@@ -101,11 +101,8 @@ class _Backward:
 class RowStepper:
     """Collect gradients, and update rows when it is time.
 
-    Args:
-        trained: tables or a tensor train, weakly referenced. It has ``handle``, ``apply_gradients``, ``exchange`` and,
-            if an optimizer drives it, ``gradient_norm``.
-        name: its name in errors.
-        remedies: in errors.
+    ``trained``, tables or a tensor train, is weakly referenced. It has ``handle``, ``apply_gradients``, ``exchange``
+    and, if an optimizer drives it, ``gradient_norm``.
     """
 
     def __init__(self, trained: Any, name: str, remedies: Remedies = _REMEDIES) -> None:
@@ -629,11 +626,7 @@ class TableOptimizer(torch.optim.Optimizer):
             trained.lr = rate
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse other parameters.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse other parameters."""
         if self.param_groups:
             raise ConfigError(
                 "as_optimizer() steps the rows of its tables only. Give other parameters their own optimizer."

@@ -276,11 +276,7 @@ class ProcessLock:
         self._lock, self._owner = threading.RLock(), os.getpid()
 
     def check(self) -> None:
-        """Raise an error in a fork.
-
-        Raises:
-            ConfigError: this is a fork of the process that made the lock.
-        """
+        """Raise an error in a fork."""
         if os.getpid() != self._owner:
             raise ConfigError(
                 f"these tables were made in process {self._owner}, of which this is a fork: it has their files, but "
@@ -354,10 +350,6 @@ class MappedRows(DeviceRows):
     """Every row in files that are mapped into memory: the page cache of the system has them, and takes pages back.
 
     The files have no name, so no other program can change or shorten them, and they are deleted with the process.
-
-    Raises:
-        ConfigError: the rows are for a GPU.
-        HomeError: the files cannot be made, or the disk has no room for all rows.
     """
 
     def __init__(

@@ -248,12 +248,7 @@ def lengths_of(run: RunDirectory, epoch: int) -> list[int]:
 def restore(
     run: RunDirectory, data: Dataset, replica: Replica, stream: BatchStream | HotColdStream, shown: Display
 ) -> LoopState:
-    """Load the newest whole checkpoint into ``replica`` and ``stream``; without any checkpoint, start over.
-
-    Raises:
-        ConfigError: the run has already trained more steps than requested, or the dataset is another one.
-        CheckpointError: no checkpoint is whole.
-    """
+    """Load the newest whole checkpoint into ``replica`` and ``stream``; without any checkpoint, start over."""
     config, model = replica.config, replica.model
     newest, problems = run.newest_whole()
     if newest is None:
@@ -337,8 +332,7 @@ def finish(state: TrainState) -> TrainResult:
 def _go_to_best(state: TrainState) -> dict[str, Any] | None:
     """Load the best whole checkpoint; warn of damaged ones and set them aside.
 
-    Returns:
-        Its evaluation, ``{"step", "valid"}``; None if there was no evaluation.
+    Return its evaluation, ``{"step", "valid"}``; None if there was no evaluation.
     """
     config, progress, run, model = state.config, state.progress, state.run, state.replica.model
     best = progress.best

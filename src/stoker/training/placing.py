@@ -62,12 +62,7 @@ _FEWEST = 32  # examples scored at a time, unless the user chooses
 
 
 class Epochs:
-    """The batches of a run, epoch after epoch. A lookahead may see beyond the end of an epoch.
-
-    Args:
-        stream: the batches.
-        total: batches of the whole run.
-    """
+    """The batches of a run, epoch after epoch. A lookahead may see beyond the end of an epoch."""
 
     def __init__(self, stream: BatchStream, total: int) -> None:
         self.stream, self.total = stream, total
@@ -175,20 +170,9 @@ def for_ranks(placement: Mapping[str, Strategy] | None, tables: Iterable[TableCo
 def place_scoring(
     manifest: Mapping[str, Any], data: Dataset, budget: MemoryBudget, *, batch_size: int | None, device: torch.device
 ) -> tuple[Placement | None, int]:
-    """Plan the placement of a checkpoint's rows for scoring ``data``, and the batch size.
+    """Plan the placement of a checkpoint's rows for scoring ``data``, None: on the device; and the batch size.
 
-    Args:
-        manifest: of the checkpoint.
-        data: the dataset.
-        budget: the memory for rows.
-        batch_size: examples at a time; None takes as many as the budget allows, at most 8192.
-        device: where the slots are.
-
-    Returns:
-        The placement, None if all rows are on the device; and the batch size.
-
-    Raises:
-        ConfigError: the budget or the memory is too small.
+    ``batch_size`` None takes as many as the budget allows, at most 8192.
     """
     model = manifest["model"]
     # The call that builds the model refuses an unknown one.
@@ -211,11 +195,7 @@ def place_scoring(
 
 
 def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer, ranks: int = 1) -> Placement | None:
-    """Return the placement for the settings of a run, of a rank's rows if there are several; None: on the device.
-
-    Raises:
-        ConfigError: the budget is too small, or tables grow, whose rows cannot be known an epoch ahead.
-    """
+    """Return the placement for the settings of a run, of a rank's rows if there are several; None: on the device."""
     if config.epoch_lookahead and data.schema.grow:
         raise ConfigError(
             f"epoch_lookahead needs the rows of an epoch before its first step, but tables that grow "
@@ -303,13 +283,9 @@ def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
 def check_memory(
     tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, placement: Placement | None = None
 ) -> str | None:
-    """Check that the rows on the device fit its memory; ``placement`` None: all rows are there.
+    """Refuse rows on the device that do not fit its memory; ``placement`` None: all rows are there.
 
-    Returns:
-        A warning if they fit the memory of the machine, but not its free memory.
-
-    Raises:
-        ConfigError: they do not fit; the message has the bytes and a budget.
+    Return a warning if they fit the memory of the machine, but not its free memory.
     """
     here = [table for table in tables if placement is None or isinstance(placement.get(table.name, Device()), Device)]
     # Optimizer state takes memory only for rows that batches touch, so only the weights are certain.
@@ -367,23 +343,9 @@ def check_disk(
     epoch: int,
     there: int,
 ) -> str | None:
-    """Check that the disk has room for checkpoints.
+    """Refuse a run if the disk has no room for one checkpoint; return a warning if not for all that it will keep.
 
-    Args:
-        run: the run directory, which may not exist yet.
-        tables: of the model.
-        state: of the row optimizer.
-        dense_bytes: of the dense parameters.
-        config: the settings.
-        steps: batches still to train.
-        epoch: batches of an epoch.
-        there: existing checkpoints of the run.
-
-    Returns:
-        A warning if one checkpoint fits, but not all that the run will keep.
-
-    Raises:
-        CheckpointError: not even one fits; the message has its bytes and the free space.
+    ``dense_bytes``: of the dense parameters; ``steps``: still to train; ``there``: checkpoints that exist.
     """
     if steps < 1:
         return None

@@ -56,11 +56,7 @@ class LoopState:
         return None if self.best is None else int(self.best["step"])
 
     def read_losses(self) -> None:
-        """Add the unread losses to the sum.
-
-        Raises:
-            Diverged: one of them is not finite.
-        """
+        """Add the unread losses to the sum."""
         if not self.unread:
             return
         steps = [step for step, _ in self.unread]
@@ -97,11 +93,7 @@ class Diverged(Exception):
 
 
 class Clock:
-    """Count seconds, steps and examples of training, and the readings of ``meter``; pauses do not count.
-
-    Args:
-        meter: returns readings that only rise, by name.
-    """
+    """Count seconds, steps and examples of training, and the readings of ``meter``; pauses do not count."""
 
     def __init__(self, meter: Callable[[], dict[str, float]]) -> None:
         self.total = defaultdict(float, seconds=0.0, steps=0.0, examples=0.0)  # readings as of the last pause
@@ -139,10 +131,6 @@ class SaveTimer:
     """Decide when a checkpoint is due by the clock, between those that are due by the step.
 
     Writing takes at most 3 % of the time: checkpoints that take long are written less often.
-
-    Args:
-        minutes: between two checkpoints at least; 0: never.
-        now: returns the time in seconds.
     """
 
     minutes: float
@@ -212,11 +200,8 @@ class Interrupted(KeyboardInterrupt):
 class StopSignals:
     """Within the block the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
 
-    Outside the main thread, where Python allows no handlers, nothing changes.
-
-    Args:
-        ranks: processes that stop together: a signal to one sets the number once all know of it (:meth:`hear`).
-        timer: decides when the first of them saves.
+    Outside the main thread, where Python allows no handlers, nothing changes. A signal to one of ``ranks`` sets the
+    number once all know of it (:meth:`hear`).
     """
 
     def __init__(self, ranks: Ranks | None = None, timer: SaveTimer | None = None) -> None:
@@ -356,12 +341,7 @@ def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
 
 
 def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
-    """Return the fields of a training record that come from :func:`moved`.
-
-    Args:
-        since: the clock's counts since the last record.
-        times: its counts over the steps that rates include.
-    """
+    """Return the fields of a training record that come from :func:`moved`."""
     sent = {"sent_mib_per_step": since["sent"] / 2**20 / since["steps"]} if "sent" in since else {}
     if "rows" not in since:
         return sent

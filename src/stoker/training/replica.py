@@ -194,15 +194,7 @@ def throwaway(
 ) -> Iterator[tuple[Replica, Iterator[Batch]]]:
     """Yield a new replica, placed by the settings, and its shuffled batches; restore generators and threads on exit.
 
-    Args:
-        data: the dataset.
-        config: settings of the run; their schedule is ignored.
-        steps: most batches that the caller takes.
-        dense: schedule of the dense rate; None: constant.
-        rows: schedule of the rows' rate; None: constant.
-
-    Raises:
-        ConfigError: the budget is too small.
+    The schedule of the settings is ignored: ``dense`` and ``rows`` are those of the rates; None: constant.
     """
     config = config.replace(batch_order="shuffled", dense_warmup=0)
     with process_settings(config) as models:
@@ -249,19 +241,10 @@ def find_section(
     data: Dataset | str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Section:
-    """Return the section of a run to replay, with the settings of the replay.
+    """Return the section of a run to replay; ``settings`` among :data:`MACHINE` replace those of the run.
 
-    Args:
-        run: the run directory.
-        steps: batches to replay, or fewer if the run ends before.
-        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint with this many steps
-            after it, else the start.
-        data: the dataset; None takes that of the run.
-        settings: arguments; those among :data:`MACHINE` replace settings of the run.
-
-    Raises:
-        ConfigError: ``run`` is not a run.
-        CheckpointError: there is no whole checkpoint at ``begin``.
+    ``begin``: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint with this many steps
+    after it, else the start.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
@@ -293,11 +276,7 @@ def find_section(
 class Rerun(Replica):
     """The model, optimizers and batches of a run at the first step of a section.
 
-    Args:
-        section: the steps.
-        placement: where the rows are; None: on the device.
-        wait: as for :class:`Replica`.
-        endless: look ahead beyond the end of the run, so that its last steps take as long as others.
+    ``endless``: look ahead beyond the end of the run, so that its last steps take as long as others.
     """
 
     def __init__(

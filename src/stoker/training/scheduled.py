@@ -36,11 +36,7 @@ TRAINED_PER_TESTED = 50  # a row of a test loss costs no more than a trained one
 
 
 def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-cold"]:
-    """Return the order of batches for a dataset; "auto" means hot-cold if the dataset is classified.
-
-    Raises:
-        ConfigError: hot-cold is requested, but the dataset is not classified or has no validation rows.
-    """
+    """Return the order of batches for a dataset; "auto" means hot-cold if the dataset is classified."""
     if config.batch_order == "shuffled" or (config.batch_order == "auto" and data.hot_cold is None):
         return "shuffled"
     if data.hot_cold is None:
@@ -59,11 +55,7 @@ def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-
 
 
 def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStream | HotColdStream:
-    """Return the training batches of a run; ``options`` are those of :meth:`stoker.dataset.split.Split.batches`.
-
-    Raises:
-        ConfigError: see :func:`batch_order`.
-    """
+    """Return the training batches of a run; ``options`` are those of :meth:`stoker.dataset.split.Split.batches`."""
     lists = config.loss in LISTS
     if lists and data.groups is None:
         raise ConfigError(f"loss {config.loss} is over lists, and the dataset was prepared without a group column. "
@@ -97,13 +89,8 @@ def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callabl
 class HotColdStream:
     """Hot and cold batches, segment by segment in the order of the scheduler. An epoch has each batch once.
 
-    A ``for`` loop yields the rest of a segment, from batch :attr:`step`.
-
-    Args:
-        cold: the cold batches.
-        hot: the hot batches.
-        scheduler: chooses the segments.
-        tested: rows of a test loss, which is left out where these would be more than 2 % of the rows trained so far.
+    A ``for`` loop yields the rest of a segment, from batch :attr:`step`. ``tested``: rows of a test loss, which is left
+    out where these would be more than 2 % of the rows trained so far.
     """
 
     def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler, *, tested: int = 0) -> None:
@@ -205,11 +192,7 @@ class HotColdStream:
         return {"kind": _KIND, "step": step, "first": self.first, "scheduler": self.scheduler.state_dict(), **streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of ``state``.
-
-        Raises:
-            CheckpointError: the state is of another dataset, or of other batches.
-        """
+        """Continue at the position of ``state``."""
         if state.get("kind") != _KIND:
             raise CheckpointError(
                 "the saved data position is not one of hot and cold batches. Open the dataset that the run started on."
@@ -238,15 +221,7 @@ class Feed:
     """The batches of a run, staged. Hot and cold batches are staged segment by segment.
 
     If :attr:`swapping`, the loop should measure the test loss and call :meth:`swap` before it takes the next batch;
-    otherwise the rate stays.
-
-    Args:
-        stream: the batches.
-        total: batches of the run.
-        model: its rows are staged.
-        config: settings of the run.
-        foreseen: record next uses up to this batch; None: of all batches.
-        progress: called while next uses are recorded.
+    otherwise the rate stays. ``foreseen``: record next uses up to this batch; None: of all batches.
     """
 
     def __init__(

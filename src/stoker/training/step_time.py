@@ -88,11 +88,6 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
     """Measure a few steps on real batches with tables cut to 128 MiB: 2 seconds, and 2 more for a model with slots.
 
     Ids beyond the end of a cut table are taken modulo its rows.
-
-    Args:
-        config: settings of the run.
-        data: the dataset.
-        placement: of the rows; None: all on the device.
     """
     tables = config.tables(data.schema)
     state = config.make_row_optimizer(Constant()).state
@@ -210,13 +205,6 @@ def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
 
     The batch is doubled while this trains at least 5 % more examples a second, memory suffices, and an epoch has at
     least ten batches. The choice depends on the machine: a run stores it and does not choose again.
-
-    Args:
-        data: the dataset.
-        config: the run's settings; ``batch_size`` is ignored.
-
-    Raises:
-        ConfigError: even ``base_batch_size`` is too large.
     """
     size = min(config.base_batch_size, max(1, len(data.train) // _EPOCH_BATCHES))
     rates: dict[int, float] = {}

@@ -176,11 +176,7 @@ class Kernel:
         self._entries: dict[Any, tuple[int, Any]] = {}  # the same, by their fingerprints
 
     def entry(self, *values: Any) -> int:
-        """Return the address of the code for arguments of these types.
-
-        Raises:
-            ValueError: an array is not C-contiguous; the kernel would read its memory as if it were.
-        """
+        """Return the address of the code for arguments of these types."""
         key = _fingerprint(values)
         known = self._entries.get(key)
         if known is None:

@@ -432,15 +432,7 @@ class Watch:
         self._held += bags.ids.nbytes
 
     def poll(self, *, wait: bool = False) -> None:
-        """Raise the error that was found, if any.
-
-        Args:
-            wait: wait until the device has finished all calls so far.
-
-        Raises:
-            IndexError: an id of an earlier call lay outside its table.
-            ValueError: offsets of an earlier call do not rise, or a bag of its has more ids than steps.
-        """
+        """Raise the error that was found, if any; ``wait`` until the device has finished all calls so far."""
         while self._reports:
             copied, copy, checks, held = self._reports[0]
             if copied is not None:

@@ -195,9 +195,6 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
 
     The error is at most sqrt(d - 1) times that of the best cores of this shape. Needs memory for two copies of the
     table. Rows behind the last one count as zeros.
-
-    Raises:
-        ConfigError: the shape is not that of the table, or a cut has too many rows for the eigenvectors.
     """
     count, dim = weight.shape
     if dim != shape.dim or count > shape.capacity:

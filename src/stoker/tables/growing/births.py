@@ -32,13 +32,7 @@ _KEPT = 64  # steps whose births are known
 
 
 class Births:
-    """Reset the rows that raw ids get, and find gradients of rows that had another raw id.
-
-    Args:
-        raw: the raw ids; None if no table grows.
-        groups: of the tables.
-        seed: of the rows.
-    """
+    """Reset the rows that raw ids get, and find gradients of rows that had another raw id."""
 
     def __init__(self, raw: GrowingIds | None, groups: Sequence[TableGroup], seed: int) -> None:
         self.raw, self.groups, self.seed = raw, groups, seed
@@ -60,15 +54,8 @@ class Births:
     ) -> tuple[Bags, list[Lease | None]]:  # fmt: skip
         """Return a call with rows for its raw ids, and the leases that still fit.
 
-        Args:
-            call: has passed the checks.
-            leases: of the groups, from a stage.
-            grown: the step that the stage did.
-            time: of the batch.
-            frozen: tables that do not train.
-            grows: whether this lookup trains.
-            ranks: that train together, each with some of the examples; all of them call this.
-            share: the batch, if this rank knows the examples of all.
+        ``grown``: the step that the stage did; ``grows``: whether this lookup trains; ``share``: the batch, if this
+        rank knows the examples of all. All ``ranks`` call this.
         """
         assert self.raw is not None
         device, raw = call.ids.device, call.ids

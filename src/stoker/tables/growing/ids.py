@@ -117,12 +117,7 @@ _NOBODY = Newborn(*np.empty((3, 0), np.int64))
 
 
 class GrowingIds:
-    """The raw ids of all growing tables of one :class:`stoker.EmbeddingTables`.
-
-    Args:
-        tables: all its tables.
-        features: all its features, in batch order.
-    """
+    """The raw ids of all growing tables of one :class:`stoker.EmbeddingTables`."""
 
     def __init__(self, tables: Sequence[TableConfig], features: Sequence[str]) -> None:
         self.tables = [table for table in tables if table.grow is not None]
@@ -191,12 +186,9 @@ class GrowingIds:
             return grown
 
     def take(self, grown: Grown | None, call: Bags, time: int | None, frozen: frozenset[str]) -> tuple[Grown, bool]:
-        """Do the step of a batch that trains now, or use what was done ahead.
+        """Do the step of a batch that trains now, or use what was done ahead; return it, and if ``grown``'s rows hold.
 
         Steps ahead of it are done again if another batch trains first.
-
-        Returns:
-            The step; and whether its rows are still those of ``grown``.
         """
         with self.lock:
             fits = grown is not None and (grown.time, grown.frozen) == (time, frozen)
@@ -371,8 +363,7 @@ class GrowingIds:
     def load(self, clock: Sequence[int], chunks: Mapping[tuple[str, bool], Iterable[Tensor]]) -> None:
         """Replace everything by what :attr:`clock` and :meth:`read` returned, by table and ``waiting``.
 
-        Raises:
-            CheckpointError: the entries are not those of such tables. Then the tables have no raw ids.
+        After a CheckpointError, for entries that are not those of such tables, the tables have no raw ids.
         """
         self.loaded()
         with self.lock:

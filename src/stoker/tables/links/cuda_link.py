@@ -130,24 +130,21 @@ class Streams:
 
 
 class CudaLink(QueuedLink):
-    """Run plans on copy streams during the computation.
+    """Run plans on copy streams during the computation; other arguments are those of ``DirectLink``.
 
     The GPU itself can read rows of a backing store in page-locked memory. Which way is faster depends on the link, the
     processor and the width of rows, so both are timed once. Rows that were never stored are computed by the processor
     and staged in either case. The choice changes no bit.
 
     Args:
-        home: as for :class:`stoker.tables.links.transfer.DirectLink`.
-        slots: as there.
-        stats: as there.
+        home: all rows.
+        slots: the slots.
+        stats: the counters.
         streams: of the device; None means those of the GPU with the slots.
         reading: "staged": the processor gathers rows into page-locked buffers, which are copied; "direct": the GPU
             reads the store; "auto": the faster one here.
         buffer_bytes: most bytes of a buffer; a single row may exceed it.
         buffers: in each direction.
-
-    Raises:
-        ConfigError: ``reading`` is "direct", but the GPU cannot read the store.
     """
 
     roomy = True

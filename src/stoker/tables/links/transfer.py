@@ -63,11 +63,6 @@ class DirectLink:
     of the device. So work on slots leaves a :meth:`mark` when it releases them, and :meth:`released` makes later work
     wait for it. Before work on slots, :meth:`ready` waits for the :meth:`ticket` of their rows. Here all work is done
     when a call returns, and none of this takes time.
-
-    Args:
-        home: all rows.
-        slots: the slots; each tensor is [C, ...].
-        stats: the counters.
     """
 
     landing = 0  # see :class:`stoker.tables.slots.residency.Residency`
@@ -115,8 +110,7 @@ class DirectLink:
     def store(self, rows: Ints, slots: Ints) -> None:
         """Store the rows in ``slots`` now; they have arrived on return, and remain in their slots.
 
-        Raises:
-            HomeError: as :meth:`stoker.tables.stores.home.Home.store`; some rows may have arrived.
+        After an error of the store, some of them may have arrived.
         """
         self.home.store(rows, self.slots, slots)
 

@@ -112,12 +112,9 @@ class Recording:
 class EpochLookahead:
     """The next uses of the rows of each batch of a stream, recorded one epoch at a time, up to its end.
 
-    Args:
-        stream: the batches.
-        groups: for each group: a function for its distinct rows of a batch, its number of rows, and the directory of
-            temporary files (None: the system's).
-        progress: called while an epoch is recorded.
-        hurry: called meanwhile; True stops the recording, and no next use in that epoch is known.
+    ``groups``: for each, a function for its distinct rows of a batch, its number of rows, and the directory of
+    temporary files (None: the system's). ``hurry`` is called while an epoch is recorded; True stops that, and no next
+    use in the epoch is known.
     """
 
     def __init__(

@@ -65,14 +65,7 @@ def _turn(blocks: Ints, shards: int) -> Ints:
 
 
 class ShardedResidency:
-    """S residencies that plan each batch together, behind the methods of one :class:`Residency`.
-
-    Args:
-        first_row: [T + 1] first address of each table; the last is N.
-        slots: C.
-        transient: as for :class:`Residency`.
-        shards: S, a power of two of at most 8.
-    """
+    """S residencies that plan each batch together, behind the methods of one :class:`Residency`."""
 
     def __init__(self, first_row: Ints, slots: int, *, transient: bool, shards: int) -> None:
         self.first_row, self.slots, self.transient = first_row, slots, transient

@@ -70,22 +70,11 @@ class _Request:
 
 
 class SlottedRows(Storage):
-    """Rows of a backing store, some of them in slots.
+    """Rows of a backing store, some of them in slots; ``hot`` [T] of each table are pinned.
 
-    Threads may call it: plans are made and run one at a time, and releases never wait.
-
-    Args:
-        home: all rows.
-        space: of the group's tables.
-        slots: C.
-        device: of the slots.
-        hot: [T] pinned rows of each table; () means none.
-        transient: every other row leaves after its last use in flight.
-        link: creates the link that runs plans; None means the fastest for ``device`` and ``home``.
-        fast: plan with Numba or in plain Python; None means Numba if it is installed.
-
-    Raises:
-        ConfigError: hot rows take every slot, but there are other rows.
+    Threads may call it: plans are made and run one at a time, and releases never wait. ``transient``: every other row
+    leaves after its last use in flight. ``link`` creates what runs plans; None means the fastest. ``fast``: plan with
+    Numba or in plain Python; None means Numba if it is installed.
     """
 
     def __init__(
@@ -179,11 +168,7 @@ class SlottedRows(Storage):
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
-        """Return the distinct rows that are not hot, in the same order for the same bags.
-
-        Raises:
-            IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
-        """
+        """Return the distinct rows that are not hot, in the same order for the same bags."""
         return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
@@ -394,11 +379,7 @@ class Queue:
     ) -> None:  # fmt: skip
         """Append a batch: its lookups in ``space`` (None: the storage's own). :meth:`stage` takes them in order.
 
-        Args:
-            bags: the lookups.
-            space: of the lookups.
-            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
-            wanted: what :meth:`SlottedRows.distinct` returns for them; None: find it now.
+        ``upcoming`` [U]: see :meth:`Residency.announce`; ``wanted``: the :meth:`SlottedRows.distinct` rows, if known.
         """
         storage, begin = self._storage, time.perf_counter()
         space = space or storage.space
@@ -478,11 +459,7 @@ def make_slotted(
     strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
     device: torch.device, part: tuple[int, int] = (0, 1),
 ) -> SlottedRows:  # fmt: skip
-    """Return the storage of a group under ``strategy``; ``seed`` and ``part`` are those of :meth:`Initial.of`.
-
-    Raises:
-        ConfigError: a table has fewer rows than hot ones, or hot rows leave no slot for others.
-    """
+    """Return the storage of a group under ``strategy``; ``seed`` and ``part`` are those of :meth:`Initial.of`."""
     initial = Initial.of(tables, seed, part)
     gpu = device.type == "cuda"
     home = make_home(strategy, initial, state, gpu=gpu)

@@ -29,10 +29,6 @@ def default_memory() -> int:
 class Ahead:
     """The number of batches to look ahead beyond the next one to plan.
 
-    Args:
-        fixed: always this many.
-        most: at most this many.
-
     >>> ahead = Ahead()
     >>> ahead.judge(True, ahead.batches)
     >>> ahead.batches

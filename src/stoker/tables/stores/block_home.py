@@ -119,11 +119,7 @@ class BlockHome(Home):
             yield {block: order[begin:end] for block, begin, end in given}
 
     def _load(self, blocks: Sequence[int]) -> Sequence[bytes]:
-        """Return the bytes of ``blocks`` as they were saved.
-
-        Raises:
-            HomeError: a block has other bytes.
-        """
+        """Return the bytes of ``blocks`` as they were saved."""
         found = self.load(blocks)
         if not any(map(self._problem, blocks, found)):
             return found

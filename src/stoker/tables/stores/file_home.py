@@ -117,10 +117,6 @@ class FileHome(Home):
     a kill, by the next store in that directory. In the temporary directory (None; on some systems that is memory) it
     is unnamed from the start. ``concurrent_reads`` system calls are in flight at once, each in a thread.
 
-    Raises:
-        ConfigError: a setting cannot work here.
-        HomeError: the file cannot be created.
-
     Warns:
         UserWarning: the disk lacks room for all rows. Rows take room when they are stored, so it may still suffice.
     """
@@ -276,11 +272,7 @@ class FileHome(Home):
         return records
 
     def _move(self, records: np.ndarray, at: np.ndarray, rows: np.ndarray, *, writing: bool) -> None:
-        """Read the records [n, bytes] at ascending positions ``at`` [n], or write them there.
-
-        Raises:
-            HomeError: the disk failed, or the file is too short.
-        """
+        """Read the records [n, bytes] at ascending positions ``at`` [n], or write them there."""
         layout, fault = self.layout, np.zeros(4, dtype=np.int64)
         starts = layout.runs(at, writing=writing, direct=self.direct)
         if self._calls is None:
@@ -351,11 +343,7 @@ class FileHome(Home):
     def _transfer(
         self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray, *, writing: bool
     ) -> None:
-        """Read bytes ``base..end`` of the file to the start of ``buffer``, or write them; they have ``rows`` at ``at``.
-
-        Raises:
-            HomeError: the call failed, or the file ended too early.
-        """
+        """Read bytes ``base..end`` of the file to the begin of ``buffer``, or write them: ``rows`` at ``at``."""
         view, done, action = buffer.data, 0, "writing" if writing else "reading"
         while done < end - base:
             try:

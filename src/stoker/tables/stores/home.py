@@ -110,11 +110,7 @@ class Initial:
 
 
 class Held:
-    """One bit a row: whether it was stored. Memory is taken as bits are set.
-
-    Raises:
-        ConfigError: there is no memory for the bits.
-    """
+    """One bit a row: whether it was stored. Memory is taken as bits are set."""
 
     def __init__(self, num_rows: int) -> None:
         try:
@@ -365,9 +361,6 @@ class MemoryHome(Home):
 
     Memory is taken as rows are stored (in whole huge pages, where the system has them), so plan for all of it. ``pin``
     page-locks the arrays, so that a GPU reads and copies them at full speed, and takes all memory at once.
-
-    Raises:
-        ConfigError: there is not enough memory, or ``pin`` is set without a GPU.
     """
 
     kind = "memory"

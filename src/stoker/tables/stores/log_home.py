@@ -46,11 +46,7 @@ def _index_type(num_rows: int) -> np.dtype[Any]:
 
 
 class LogHome(FileHome):
-    """Like :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place.
-
-    Raises:
-        ConfigError: there is no memory for the index.
-    """
+    """Like :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place."""
 
     def __init__(self, initial: Initial, state: Mapping[str, str], **options: Any) -> None:
         num_rows = initial.num_rows

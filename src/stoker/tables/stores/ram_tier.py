@@ -46,9 +46,6 @@ class RamTier(Home):
     with more blocks than frames, and a :meth:`read` or :meth:`write` of a whole range, move the rows of other blocks
     directly to and from ``inner``.
 
-    Raises:
-        ConfigError: the memory does not hold one block.
-
     >>> from stoker.tables.stores.file_home import FileHome
     >>> from stoker.tables.stores.home import Initial
     >>> table = stoker.TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)

@@ -39,11 +39,6 @@ class RemoteHome(BlockHome):
 
     The folder is of no use to any other run: rows leave through ``read``, into a checkpoint. What a kill leaves is
     removed by the next store that is made at ``url`` on the same machine.
-
-    Raises:
-        ConfigError: there is no URL, or it is of a kind on which rows cannot be replaced.
-        HomeError: the place cannot be used.
-        DataError: fsspec does not know the protocol. DependencyError: a package is missing.
     """
 
     kind = "remote"

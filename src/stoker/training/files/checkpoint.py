@@ -288,11 +288,7 @@ def hash_manifest(checkpoint: Path) -> str:
 
 
 def _parent_entry(parent: Path, target: Path, module: nn.Module) -> dict[str, Any]:
-    """Return the entry about its parent in the manifest of a segment.
-
-    Raises:
-        CheckpointError: the parent is in another folder, or the changes of the module do not count from it.
-    """
+    """Return the entry about its parent in the manifest of a segment."""
     if parent.absolute().parent != target.absolute().parent:
         raise CheckpointError(f"{parent} is not in the folder of {target}. A segment is written next to its parent.")
     if target.name in {each.path.name for each in chain(parent)}:
@@ -361,11 +357,7 @@ def set_aside(path: Path) -> Path:
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: the directory is not a checkpoint, the manifest is damaged, or its format is newer.
-    """
+    """Return the manifest of a checkpoint."""
     return _read_manifest(Path(directory))[0]
 
 
@@ -406,11 +398,7 @@ class Link(NamedTuple):
 
 
 def chain(directory: str | Path) -> list[Link]:
-    """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last.
-
-    Raises:
-        CheckpointError: a checkpoint of the chain is missing, or another one than the next was written after.
-    """
+    """Return the checkpoints that a checkpoint consists of: a whole one, then segments, of which it is the last."""
     path = Path(directory)
     found = [Link.of(path)]
     while (wanted := found[-1].manifest.get("parent")) is not None:

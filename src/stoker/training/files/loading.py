@@ -215,11 +215,7 @@ def dense_part(links: Sequence[Link], module: nn.Module) -> Iterator[Callable[[]
 
 
 def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the name of the :class:`RecModel` in a checkpoint.
-
-    Raises:
-        CheckpointError: the module is not a :class:`RecModel`, or its class was not imported.
-    """
+    """Return the name of the :class:`RecModel` in a checkpoint."""
     if manifest["model"] is None:
         raise CheckpointError(
             f"{directory} holds a {manifest['class']}, a module that only your own code can build. Build it, and give "
@@ -283,11 +279,7 @@ class _Saved:
     def check(
         self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any] | None, *, resuming: bool
     ) -> None:
-        """Check that the module and all arguments fit the checkpoint, before anything is changed.
-
-        Raises:
-            CheckpointError: they do not; the message names the difference.
-        """
+        """Check that the module and all arguments fit the checkpoint, before anything is changed."""
         if self.manifest["model"] is not None and isinstance(self.module, RecModel):
             self._check_model(self.module)
         elif self.first:
@@ -320,11 +312,7 @@ class _Saved:
             )
 
     def fill(self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any]) -> None:
-        """Copy everything into the module and the arguments, after :meth:`check`.
-
-        Raises:
-            CheckpointError: a file cannot be read, or an object refuses its state.
-        """
+        """Copy everything into the module and the arguments, after :meth:`check`."""
         for name, row_optimizer in self.settings.items():
             self.mine[name].optimizer = row_optimizer
         with Counted("reading rows", sum(int(entry["num_embeddings"]) for entry in self.entries), "rows") as counted:

@@ -44,12 +44,7 @@ class Logger(Protocol):
 class RunLog:
     """Append records to metrics.jsonl. First drop records after ``step``, which a killed run left.
 
-    Args:
-        run: the run.
-        step: first step of training.
-        tensorboard: whether to write TensorBoard events; None: if it is installed.
-        loggers: get the figures of every record.
-        again: also drop the training record at ``step``, because the next one repeats its steps.
+    ``again``: also drop the training record at ``step``, because the next one repeats its steps.
     """
 
     missed = ""  # a hint to install TensorBoard, if there is no logger

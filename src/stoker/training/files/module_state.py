@@ -94,11 +94,7 @@ def dense_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_dense_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the result of :func:`dense_state` into ``module``; the caller has compared the names.
-
-    Raises:
-        CheckpointError: the module refuses a value.
-    """
+    """Load the result of :func:`dense_state` into ``module``; the caller has compared the names."""
     with _without_rows(module):
         mine = module.state_dict(keep_vars=True)  # also handles of rows, which keep their value
         try:
@@ -114,9 +110,6 @@ def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         where: name of the value, for messages.
         value: of None, bool, int, float, str, list, tuple, dict, ``collections.Counter`` and tensors.
         tensors: gets the tensors, each under a new name.
-
-    Raises:
-        CheckpointError: a value of another type. It would need pickle, which can run code when it is loaded.
 
     >>> encode("state", {"lr": 0.1, "betas": (0.9, 0.99)}, {})
     {'$dict': [['lr', 0.1], ['betas', {'$tuple': [0.9, 0.99]}]]}
@@ -175,11 +168,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def named_optimizers(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers by name: a single one as "optimizer", those of a list by their position.
-
-    Raises:
-        CheckpointError: one of them is not a ``torch.optim.Optimizer``.
-    """
+    """Return the optimizers by name: a single one as "optimizer", those of a list by their position."""
     if optimizer is None:
         return {}
     if isinstance(optimizer, Mapping):
@@ -242,11 +231,7 @@ def _parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> lis
 
 
 def check_optimizer(what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Check that an optimizer is like the saved one; ``what`` names the saved state in messages.
-
-    Raises:
-        CheckpointError: its class, its parameters or their order differ.
-    """
+    """Check that an optimizer is like the saved one; ``what`` names the saved state in messages."""
     if values["kind"] != type(optimizer).__name__:
         raise CheckpointError(f"{what} is of {values['kind']!r}, not {type(optimizer).__name__!r}.")
     sizes = [len(group["params"]) for group in values["param_groups"]]

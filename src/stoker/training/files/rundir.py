@@ -56,12 +56,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
-        """Make a new run directory; if that fails, delete what was made of it.
-
-        Raises:
-            ConfigError: the directory exists and is not empty.
-            DataError: the disk is full.
-        """
+        """Make a new run directory; if that fails, delete what was made of it."""
         run = cls(path)
         run.check_new()
         made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
@@ -80,12 +75,7 @@ class RunDirectory:
         return run
 
     def check_new(self) -> None:
-        """Check that :meth:`create` can make the directory.
-
-        Raises:
-            ConfigError: it exists and is not empty, or its parent is not writable.
-            DataError: its path is not UTF-8, which TensorBoard needs.
-        """
+        """Check that :meth:`create` can make the directory."""
         check_name(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             known = (self.path / "config.json").exists()
@@ -97,11 +87,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run against other processes; the end of the process, even by a kill, releases the lock.
-
-        Raises:
-            ConfigError: another process trains here, or the directory cannot be written.
-        """
+        """Lock the run against other processes; the end of the process, even by a kill, releases the lock."""
         remedy = "Training puts its checkpoints there: make it writable, or continue a copy of the directory."
         with errors_as(ConfigError, f"{self.path} cannot be written to", remedy):
             file = (self.path / ".lock").open("w")
@@ -116,11 +102,7 @@ class RunDirectory:
             file.write(json.dumps(seal(values), indent=1, allow_nan=False).encode() + b"\n")
 
     def config(self) -> dict[str, Any]:
-        """Return ``config.json``, after a check that its model is known.
-
-        Raises:
-            ConfigError: there is no run, or its model was not imported.
-        """
+        """Return ``config.json``, after a check that its model is known."""
         values = self.read("config.json")
         model = values["settings"].get("model")
         if model is not None and model not in MODELS:
@@ -128,11 +110,7 @@ class RunDirectory:
         return values
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return the contents of a JSON file of the run.
-
-        Raises:
-            ConfigError: there is no run, or the file is damaged.
-        """
+        """Return the contents of a JSON file of the run."""
         try:
             values: dict[str, Any] = unseal((self.path / name).read_bytes())
             if not isinstance(values, dict):
@@ -157,9 +135,6 @@ class RunDirectory:
         """Return ``head.json``: the name of the checkpoint that updates have reached, its number, step and manifest.
 
         None: the run was not updated.
-
-        Raises:
-            CheckpointError: the file is damaged.
         """
         path = self.path / _HEAD
         remedy = "Put it back from a copy, or delete it to go back to the model before all updates."
@@ -178,11 +153,7 @@ class RunDirectory:
         self.write(_HEAD, values)
 
     def updates(self) -> list[dict[str, Any]]:
-        """Return the lines of ``updates.jsonl``, one for each update up to the head; none if the run was not updated.
-
-        Raises:
-            DataError: the file is damaged, or lacks an update.
-        """
+        """Return the lines of ``updates.jsonl``, one for each update up to the head; none if there was no update."""
         path, last = self.path / UPDATES, int((self.head() or {}).get("number", 0))
         found: list[dict[str, Any]] = []
         if path.exists():
@@ -299,11 +270,7 @@ class RunDirectory:
 
 
 def read_report(run: RunDirectory) -> dict[str, Any] | None:
-    """Return ``report.json``, what a run writes at its end; None if it is not there.
-
-    Raises:
-        DataError: it is not what a run writes.
-    """
+    """Return ``report.json``, what a run writes at its end; None if it is not there."""
     if not (run.path / "report.json").is_file():
         return None
     found = run.read("report.json")
@@ -313,11 +280,7 @@ def read_report(run: RunDirectory) -> dict[str, Any] | None:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the path of a checkpoint: of a run the one that it was updated to, else its best or its newest whole one.
-
-    Raises:
-        CheckpointError: ``path`` is neither a checkpoint nor a run with one, or its update was exchanged.
-    """
+    """Return the path of a checkpoint: of a run the one that it was updated to, else its best or newest whole one."""
     path = remote.local_run(path)
     if _what(path) == "a dataset":
         raise CheckpointError(
@@ -429,12 +392,7 @@ def whole_checkpoints(checkpoint: Path) -> str:
 
 
 def find_dataset(checkpoint: Path, remedy: str = "Name it with --data DATASET.") -> Path:
-    """Return the path of the dataset on which a checkpoint was trained; ``remedy`` is for one that was moved.
-
-    Raises:
-        ConfigError: the checkpoint is not in a run directory.
-        DataError: the dataset was moved.
-    """
+    """Return the path of the dataset on which a checkpoint was trained; ``remedy`` is for one that was moved."""
     run = run_of(checkpoint)
     if run is None:
         raise ConfigError(f"{checkpoint} is not in a run directory, so its dataset is unknown. Give --data DATASET.")
@@ -444,14 +402,7 @@ def find_dataset(checkpoint: Path, remedy: str = "Name it with --data DATASET.")
 def newest_rows(checkpoint: Path, remedy: str, data: T | None = None) -> Path | T:
     """Return the dataset of the rows that a checkpoint was trained on last: new rows are prepared like those.
 
-    Args:
-        checkpoint: of a run, or elsewhere if ``data`` is given.
-        remedy: last words of an error.
-        data: the dataset that the run was trained on first, if it was moved.
-
-    Raises:
-        ConfigError: the checkpoint is not in a run directory.
-        DataError: the dataset was moved, or was deleted when updates were joined.
+    ``data``: the dataset that the run was trained on first, if it was moved.
     """
     path = next(reversed(_updated_rows(checkpoint)), None)
     if path is None or (data is not None and not path.is_dir()):
@@ -462,12 +413,7 @@ def newest_rows(checkpoint: Path, remedy: str, data: T | None = None) -> Path | 
 def trained_rows(
     checkpoint: Path, data: Dataset | None = None, remedy: str = "Name it with --data DATASET."
 ) -> tuple[Dataset, list[Dataset]]:
-    """Return the dataset on which a checkpoint was trained first, and the rows of its updates.
-
-    Raises:
-        ConfigError: the checkpoint is not in a run directory.
-        DataError: the dataset was moved, or rows of an update were deleted or are those of another.
-    """
+    """Return the dataset on which a checkpoint was trained first, and the rows of its updates."""
     first, back = Dataset(find_dataset(checkpoint, remedy)) if data is None else data, "Put them back from a copy."
     found = [Dataset(_existing(path, back)) for path in _updated_rows(checkpoint)]
     lines = RunDirectory(found[0].path.parent.parent).updates() if found else []
@@ -490,11 +436,7 @@ def _existing(rows: Path, remedy: str) -> Path:
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings with which a checkpoint was trained; empty if it is not in a run directory.
-
-    Raises:
-        ConfigError: config.json is damaged.
-    """
+    """Return the settings with which a checkpoint was trained; empty if it is not in a run directory."""
     run = run_of(checkpoint)
     return {} if run is None else dict(run.read("config.json")["settings"])
 
@@ -506,11 +448,7 @@ def run_of(checkpoint: Path) -> RunDirectory | None:
 
 
 def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
-    """Return the path of a run's dataset, from its config.json.
-
-    Raises:
-        DataError: the dataset was moved; ``remedy`` says how to give its new path.
-    """
+    """Return the path of a run's dataset, from its config.json."""
     path = str(config["dataset"])
     if remote.url_of(path) is None and not Path(path).is_dir():
         raise DataError(f"the dataset of the run is no longer at {path}. If it was moved: {remedy}")
@@ -518,12 +456,7 @@ def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
 
 
 def open_dataset(dataset: Dataset | str | Path) -> Dataset:
-    """Return a dataset by its path.
-
-    Raises:
-        ConfigError: the path is that of a run.
-        DataError: as for :class:`Dataset`.
-    """
+    """Return a dataset by its path."""
     if isinstance(dataset, Dataset):
         return dataset
     if _what(Path(dataset)) == "a run":
@@ -550,12 +483,7 @@ def _what(path: Path) -> str | None:
 
 @contextmanager
 def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]]:
-    """Yield local paths for ``out`` and ``resume``, and a function that uploads the run; errors name its URL.
-
-    Raises:
-        ConfigError: the URL of a new run is not empty.
-        DataError: the URL cannot be read or written, or has no run to continue.
-    """
+    """Yield local paths for ``out`` and ``resume``, and a function that uploads the run; errors name its URL."""
     url = remote.url_of(resume if out is None else out)
     if url is None or (out is not None and resume is not None):
         yield out, resume, lambda: None

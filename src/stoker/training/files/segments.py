@@ -35,15 +35,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class SavedTable:
-    """The rows of one table, or of a core of a tensor train, in a chain of checkpoints.
-
-    Args:
-        links: of :func:`stoker.training.files.checkpoint.chain`.
-        entry: of the table in the last manifest.
-
-    Raises:
-        CheckpointError: the table is not in the whole checkpoint, or the files do not have all rows.
-    """
+    """The rows of one table, or of a core of a tensor train, in a chain of checkpoints."""
 
     def __init__(self, links: Sequence[Link], entry: Mapping[str, Any]) -> None:
         self.name, self.rows = str(entry["name"]), int(entry["num_embeddings"])
@@ -86,11 +78,7 @@ class SavedTable:
             yield start, self.read(start, min(start + size, self.rows))
 
     def read(self, start: int, stop: int) -> Rows:
-        """Return the rows ``start..stop``.
-
-        Raises:
-            CheckpointError: a file cannot be read, or a row is in none.
-        """
+        """Return the rows ``start..stop``."""
         folder, base = self._parts[0]
         end = min(stop, self._base)
         pieces: list[Rows] = []
@@ -119,11 +107,7 @@ class SavedTable:
         return self._updated(found, rows)
 
     def _updated(self, found: Rows, rows: Ints) -> Rows:
-        """Replace the values of ``rows`` [n], ascending, by those of the segments.
-
-        Raises:
-            CheckpointError: a file cannot be read, or a row is in none.
-        """
+        """Replace the values of ``rows`` [n], ascending, by those of the segments."""
         known = rows < self._base
         for folder, entry in self._parts[1:]:
             for kind in ("deleted", "changed"):
@@ -187,9 +171,6 @@ def new_and_gone(links: Sequence[Link], before: int) -> dict[str, dict[str, int]
 
     Ids that have a row after them and had none before; ids that had one and have none; rows that have another id than
     before; and ids with a row after them. A table that does not grow only gets new ids.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     entries, olds = (
         {each["name"]: each for each in link.manifest["tables"]} for link in (links[-1], links[before - 1])
@@ -256,13 +237,7 @@ def join(directory: str | Path) -> int:
     """Replace a segment by the whole checkpoint that it stands for, with the bytes that ``save`` would have written.
 
     Segments after it remain valid. What it was written after is no longer needed for it. Tables are read and written in
-    chunks, and a kill leaves one or the other.
-
-    Returns:
-        The number of segments that were joined; 0 if the checkpoint was whole.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the disk is full.
+    chunks, and a kill leaves one or the other. Return the number of segments that were joined; 0: it was whole.
     """
     target = Path(directory)
     links = chain(target)

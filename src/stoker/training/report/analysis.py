@@ -50,17 +50,7 @@ def analyse(
 
     A column brings the log loss that shuffling its values among the rows of the sample adds (permutation importance,
     Breiman 2001): with its standard error over rows. The sequences of one history are shuffled together. Columns that
-    ``seconds`` do not suffice for have none.
-
-    Args:
-        model: the trained model. It does not change.
-        data: the dataset of the run; its validation rows are the sample, else its test or training rows.
-        config: the settings of the run.
-        rows: of the sample.
-        seconds: for the columns.
-
-    Raises:
-        DataError: no split has rows with labels.
+    ``seconds`` do not suffice for have none. The sample is of validation rows, else of test or training rows.
     """
     split = next(
         (found for name in ("valid", "test", "train") if (found := data.splits.get(name)) and found.labelled), None

@@ -107,11 +107,7 @@ def grid(table: Grid) -> str:
 
 
 def check_page(out: str | Path) -> Path:
-    """Return the file of a page, after a check that it can be written.
-
-    Raises:
-        ConfigError: its name does not end in .html, or its directory cannot be written.
-    """
+    """Return the file of a page, after a check that it can be written."""
     target = Path(out)
     if target.suffix != ".html":
         raise ConfigError(f"{target} does not end in .html. Choose for example {target.with_suffix('.html')}.")
@@ -120,12 +116,7 @@ def check_page(out: str | Path) -> Path:
 
 
 def write_page(out: str | Path, title: str, body: str) -> None:
-    """Write a page; an existing file is replaced.
-
-    Raises:
-        ConfigError: as :func:`check_page`.
-        DataError: the disk has no room.
-    """
+    """Write a page; an existing file is replaced."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     text = f'<!doctype html><html lang="en"><head>{head}<style>{_STYLE}</style></head><body>{body}</body></html>\n'
     with atomic_file(check_page(out)) as file:

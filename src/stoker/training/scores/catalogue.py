@@ -156,10 +156,7 @@ class Catalogue:
 def catalogue_of(model: RecModel, data: Dataset, checkpoint: Path | None = None) -> Catalogue | None:
     """Return the catalogue of a model with towers, else None; also None for tables that grow.
 
-    Args:
-        model: any model.
-        data: the dataset of its run; or other rows that were prepared like it, if ``checkpoint`` is in the run.
-        checkpoint: of the model, whose run may have updates.
+    ``data`` may be rows that were prepared like its dataset, if ``checkpoint`` is in the run, which may have updates.
     """
     if not isinstance(model, TwoTower) or data.schema.grow:
         return None

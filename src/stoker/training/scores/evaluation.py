@@ -74,15 +74,9 @@ def check_dataset(
 ) -> None:
     """Refuse a dataset whose ids mean something else than those of the training data.
 
-    Args:
-        dataset: the dataset.
-        spec: the columns of the model.
-        trained_on: what :func:`dataset_identity` returned of the rows that the model was trained on last.
-        continued: further rows are prepared like it and continue its window features, so that it must have the
-            vocabulary and the state after those rows, not those before an update.
-
-    Raises:
-        ConfigError: the dataset differs; the message names what differs.
+    ``trained_on``: :func:`dataset_identity` of the rows that the model was trained on last. ``continued``: further rows
+    are prepared like it and continue its window features, so that it must have the vocabulary and the state after those
+    rows, not those before an update.
     """
     mine, theirs = spec.to_dict(), dataset.schema.to_dict()
     identity: dict[str, Any] = dataset_identity(dataset)
@@ -420,12 +414,7 @@ def _table(
 
 
 def check_scores_file(out: Path) -> None:
-    """Refuse a file that :func:`predict` cannot write, before a model is read.
-
-    Raises:
-        ConfigError: the file exists, cannot be written, or its name does not end in a known format.
-        DependencyError: pyarrow is not installed.
-    """
+    """Refuse a file that :func:`predict` cannot write, before a model is read."""
     if out.suffix not in (".parquet", ".csv"):
         raise ConfigError(
             f"{out} ends in neither .parquet nor .csv, so the format is not known. Choose for example "

@@ -52,14 +52,7 @@ class _BlockSizes:
         return next((size for size in SMALL if size >= rows and self.fits(model, inputs, size, 1)), TILE)
 
     def fits(self, model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> bool:
-        """Return True if blocks of ``size`` have the bits of the definition.
-
-        Args:
-            model: in eval mode.
-            inputs: of its dense part, of any rows.
-            size: rows of a block.
-            threads: that work on it.
-        """
+        """Return True if blocks of ``size`` have the bits of the definition."""
         if threads & (threads - 1) or self.spread(model, inputs) > 1:  # the parts of threads are multiples of vectors
             return False
         key = size, threads, *_kind(model, inputs)

@@ -165,16 +165,7 @@ def _rows_bytes(section: Section, *, movable: bool = False) -> int:
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
-    """Return the section with a budget for fewer than all rows, and its placement.
-
-    Args:
-        section: the steps.
-        given: the user gave a budget.
-        chosen: the user chose a strategy.
-
-    Raises:
-        ConfigError: all rows are resident with any budget, or with the given one.
-    """
+    """Return the section with a budget for fewer than all rows, and its placement."""
     config, optimizer = section.config, section.config.make_row_optimizer(Constant())
     placement = place_run(config, section.data, optimizer)
     if placement is not None and not placement.resident:
