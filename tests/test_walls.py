@@ -21,22 +21,22 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_340,
-    "ops": 7_190,
+    "base": 2_240,
+    "ops": 7_140,
     "dataset": 3_090,
     "optim": 600,
-    "tables": 13_400,
-    "models": 2_020,
-    "placement": 2_910,
-    "training": 11_280,
-    "rewrite": 1_910,
+    "tables": 13_220,
+    "models": 2_000,
+    "placement": 2_770,
+    "training": 10_950,
+    "rewrite": 1_810,
     "prep": 13_620,
-    "synthetic": 1_670,
-    "cli": 3_440,
-    "live": 1_370,
-    "serve": 1_640,
+    "synthetic": 1_660,
+    "cli": 3_410,
+    "live": 1_330,
+    "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_750
+ALL_LINES = 65_770
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

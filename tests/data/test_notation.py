@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 import stoker
-from stoker.base.files import seal, unseal
+from stoker.base.files import seal
 from stoker.prep.like import Like
 from stoker.prep.parse import floats
 from stoker.prep.parse.floats import as_double, in_way, way_of
@@ -204,21 +204,6 @@ def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
     texts, floats = pl.DataFrame(log()).drop("label"), pl.DataFrame(log(float, (True, False))).drop("label")
     wanted = stoker.Scorer(model, data).score(texts)
     assert len(set(wanted.tolist())) > 20
-    assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
-
-
-def test_an_export_of_an_earlier_version_reads_the_notation_from_its_texts(tmp_path: Path) -> None:
-    """But hash buckets keep what they were: 7.0 is the text 7.0 there."""
-    data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
-    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,))
-    stoker.save(tmp_path / "step", model)
-    stoker.export(tmp_path / "step", tmp_path / "out", data=data.path)
-    manifest = unseal((tmp_path / "out/manifest.json").read_text())
-    del manifest["notation"]
-    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
-    texts = pl.DataFrame(log()).drop("label")
-    floats = pl.DataFrame(log(float, (True, False))).drop("label").with_columns(item=texts["item"])
-    wanted = stoker.Scorer(model, data).score(texts)
     assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
 
 

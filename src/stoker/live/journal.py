@@ -33,7 +33,7 @@ from stoker.prep import recipes
 from stoker.prep.parse.sources import count_rows, is_packed, plain_name, source_kind, text_edge, text_of
 from stoker.prep.schema import Schema
 from stoker.training.files.checkpoint import chain, discard, hash_manifest, read_manifest, repair
-from stoker.training.files.rundir import UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
+from stoker.training.files.rundir import HEAD, UPDATES, RunDirectory, find_checkpoint, local_run, own_dataset
 from stoker.training.files.segments import new_and_gone
 
 _ORDER = "update.json"
@@ -278,8 +278,8 @@ def set_head(run: RunDirectory, checkpoint: Path) -> None:
     """Make a checkpoint the one that counts: of ``predict``, of followers, of the next update."""
     manifest = read_manifest(checkpoint)
     number = int(manifest["extra"].get("update", {}).get("number", 0))
-    run.write_head({"checkpoint": checkpoint.name, "manifest": hash_manifest(checkpoint), "number": number,
-                    "step": int(manifest["step"])})  # fmt: skip
+    head = {"checkpoint": checkpoint.name, "manifest": hash_manifest(checkpoint), "number": number}
+    run.write(HEAD, {**head, "step": int(manifest["step"])})
 
 
 def _trained(path: Path, size: int, length: int, base: Mapping[str, Any]) -> list[int]:

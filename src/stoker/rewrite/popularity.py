@@ -360,7 +360,7 @@ class Thresholds:
         return min(high, 1.0), fits + np.floor(part * (over - fits)).astype(np.int64)
 
     def curve(self, points: int) -> tuple[Floats, Int64]:
-        """Return at most ``points`` falling thresholds, and their rows [Q, Z], evenly spaced by the logarithm of bytes."""
+        """Return at most ``points`` falling thresholds, evenly spaced by bytes on a logarithmic scale, and hot rows."""
         used = float(self._bytes[-2])
         steps = np.geomspace(max(used / 1000, 1.0), max(used, 1.0), points)
         places = np.searchsorted(self._bytes[:-1], steps * (1 + 1e-9), side="right") - 1

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +42,7 @@ from stoker.optim import SGD
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.like import FEATURES, Like, notation_by_column
-from stoker.prep.parse.notation import WIDENED, notation_of
+from stoker.prep.like import FEATURES, Like
 from stoker.prep.requests import FittedSchema, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
@@ -53,7 +51,7 @@ from stoker.tables.exported import Exported, quantize, width_of
 from stoker.tables.storage import Rows
 from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
 from stoker.training.files.loading import saved_model
-from stoker.training.files.rundir import find_checkpoint, newest_rows, trained_rows
+from stoker.training.files.rundir import find_checkpoint, kind_of, newest_rows, trained_rows
 from stoker.training.files.segments import SavedTable
 from stoker.training.scores.catalogue import Catalogue
 from stoker.training.scores.evaluation import check_dataset
@@ -275,10 +273,7 @@ def version_of(manifest: Mapping[str, Any]) -> dict[str, int]:
 
 def is_export(path: str | Path) -> bool:
     """Return True if a directory was written by :func:`export`."""
-    try:
-        return bool(json.loads((Path(path) / "manifest.json").read_bytes())["kind"] == "export")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return kind_of(Path(path)) == "an export"
 
 
 def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, FittedSchema, dict[str, Any]]:
@@ -306,14 +301,9 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
         if name.startswith(_CORE):
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
-    schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
+    schema = replace(Schema.from_dict(manifest["schema"], where=f"{path}: schema"), notation=manifest["notation"])
     fitted_tables = load_features(path / FEATURES)[1] if schema.feature else {}
     ids = {file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))}
-    notation = manifest.get("notation")
-    if notation is None:  # of an earlier version
-        tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
-        notation = notation_by_column(schema, tables, fitted_tables, as_typed=True)
-    schema = replace(schema, notation={"": WIDENED, **notation})
     state = {one.name: fitted_tables[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = FittedSchema(

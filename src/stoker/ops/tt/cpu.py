@@ -265,9 +265,9 @@ def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
 
 
 def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a trie: for each level but the first one product of its parents' values with the core.
+    """Return gradients of the used slices [n, r_{k-1}, m_k * r_k], and of the level before [its nodes, M * r_{k-1}].
 
-    ``cores`` are [n_k, r_{k-1}, m_k * r_k] each, on the device of the trie.
+    ``back`` [P * M, m_k * r_k] is the gradient of :func:`node_values`.
     """
     assert level.parent is not None
     digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()

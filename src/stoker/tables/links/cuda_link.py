@@ -130,7 +130,7 @@ class Streams:
 
 
 class CudaLink(QueuedLink):
-    """Run plans on copy streams during the computation; other arguments are those of ``DirectLink``.
+    """Run plans on copy streams during the computation.
 
     The GPU itself can read rows of a backing store in page-locked memory. Which way is faster depends on the link, the
     processor and the width of rows, so both are timed once. Rows that were never stored are computed by the processor

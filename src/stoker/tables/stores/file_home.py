@@ -343,7 +343,7 @@ class FileHome(Home):
     def _transfer(
         self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray, *, writing: bool
     ) -> None:
-        """Read bytes ``base..end`` of the file to the begin of ``buffer``, or write them: ``rows`` at ``at``."""
+        """Read bytes ``base..end`` of the file to the start of ``buffer``, or write them: ``rows`` at ``at``."""
         view, done, action = buffer.data, 0, "writing" if writing else "reading"
         while done < end - base:
             try:

@@ -62,7 +62,6 @@ from stoker.training.files.module_state import Optimizers
 from stoker.training.ranks.first import is_first, on_first
 
 FORMAT_VERSION = 3
-_SEGMENT = 3
 _MANIFEST = "manifest.json"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
 _ID_BYTES = 8  # of the number of a row in a segment
@@ -185,7 +184,7 @@ def save(*given: Any, **settings: Any) -> Path:
         )
         manifest |= {"stoker_version": __version__, "extra": dict(asked.extra or {})}
         if parent is not None:
-            manifest |= {"parent": parent, "format_version": _SEGMENT}
+            manifest |= {"parent": parent, "format_version": FORMAT_VERSION}
         if asked.step is not None:
             manifest["step"] = asked.step
         if ticks != {name: tables.tick for name, tables in module_state.tables_in(module).items()}:

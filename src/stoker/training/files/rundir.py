@@ -38,7 +38,7 @@ _STEP = re.compile(r"step_(\d{9,})")
 LOST = "Put a checkpoint back from a copy, or train a new run."
 
 Upload: TypeAlias = Callable[[], str | None]  # uploads new files; returns the problem in words, else None
-_HEAD, UPDATES = "head.json", "updates.jsonl"
+HEAD, UPDATES = "head.json", "updates.jsonl"
 _DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
@@ -52,7 +52,6 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
@@ -120,7 +119,7 @@ class RunDirectory:
         except (FileNotFoundError, NotADirectoryError) as error:
             if (url := remote.url_of(self.path)) is not None:
                 raise ConfigError(f"{url} is a URL, and this needs a run on a local disk. Copy the run.") from error
-            found = _what(self.path)
+            found = kind_of(self.path)
             is_what = f"is {found}, not a run directory" if found else f"is not a run directory: it has no {name}"
             raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error
         except ValueError as error:
@@ -136,7 +135,7 @@ class RunDirectory:
 
         None: the run was not updated.
         """
-        path = self.path / _HEAD
+        path = self.path / HEAD
         remedy = "Put it back from a copy, or delete it to go back to the model before all updates."
         with errors_as(CheckpointError, f"{path} is garbled", remedy, (OSError, ValueError, KeyError, TypeError)):
             try:
@@ -147,10 +146,6 @@ class RunDirectory:
             Path(values["checkpoint"]).relative_to(Path(values["checkpoint"]).name)
             str(values["manifest"])
             return values
-
-    def write_head(self, values: Mapping[str, Any]) -> None:
-        """Replace ``head.json`` at once."""
-        self.write(_HEAD, values)
 
     def updates(self) -> list[dict[str, Any]]:
         """Return the lines of ``updates.jsonl``, one for each update up to the head; none if there was no update."""
@@ -174,7 +169,7 @@ class RunDirectory:
 
     def remove_head(self) -> None:
         """Go back to the model that was trained first."""
-        (self.path / _HEAD).unlink(missing_ok=True)
+        (self.path / HEAD).unlink(missing_ok=True)
         sync_folder(self.path)
 
     def records(self) -> list[dict[str, Any]]:
@@ -282,11 +277,11 @@ def read_report(run: RunDirectory) -> dict[str, Any] | None:
 def find_checkpoint(path: str | Path) -> Path:
     """Return the path of a checkpoint: of a run the one that it was updated to, else its best or newest whole one."""
     path = remote.local_run(path)
-    if _what(path) == "a dataset":
+    if kind_of(path) == "a dataset":
         raise CheckpointError(
             f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {quoted(path)}."
         )
-    if _what(path) == "an export":
+    if kind_of(path) == "an export":
         raise CheckpointError(
             f"{path} is an export, not a run. It scores raw rows: stoker serve {quoted(path)}, or in Python "
             "stoker.Scorer. Else name the run."
@@ -311,13 +306,13 @@ def find_checkpoint(path: str | Path) -> Path:
         if not updated.exists():
             raise CheckpointError(
                 f"{updated} is missing, to which {path} was updated. Put it back from a copy, or delete "
-                f"{run.path / _HEAD} to go back to the model before all updates."
+                f"{run.path / HEAD} to go back to the model before all updates."
             )
         if not _is_of(head, updated):
             if run.head() != head:  # an update or a roll-back came in between
                 return find_checkpoint(path)
             raise CheckpointError(
-                f"{updated} is another checkpoint than the one that {path} was updated to: {_HEAD} names a manifest "
+                f"{updated} is another checkpoint than the one that {path} was updated to: {HEAD} names a manifest "
                 f"with sha256 {head['manifest'][:16]}... It was exchanged, or written again elsewhere. Put the right "
                 f"one back from a copy, or go back to an earlier update: stoker rollback {quoted(path)}."
             )
@@ -459,7 +454,7 @@ def open_dataset(dataset: Dataset | str | Path) -> Dataset:
     """Return a dataset by its path."""
     if isinstance(dataset, Dataset):
         return dataset
-    if _what(Path(dataset)) == "a run":
+    if kind_of(Path(dataset)) == "a run":
         own = ""
         with suppress(ConfigError, KeyError):
             own = f" (its own is {RunDirectory(dataset).read('config.json')['dataset']})"
@@ -470,15 +465,15 @@ def open_dataset(dataset: Dataset | str | Path) -> Dataset:
     return Dataset(dataset)
 
 
-def _what(path: Path) -> str | None:
+def kind_of(path: Path) -> str | None:
     """Return the kind of a directory in words, such as "a run"; None: not one of Stoker's."""
     if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
         return "a run"
     try:
-        kind = unseal((path / "manifest.json").read_bytes()).get("kind", "dataset")
+        kind = json.loads((path / "manifest.json").read_bytes()).get("kind", "dataset")
     except (OSError, ValueError, AttributeError):
         return None
-    return {"dataset": "a dataset", "checkpoint": "a checkpoint", "export": "an export"}.get(kind)
+    return {"dataset": "a dataset", "checkpoint": "a checkpoint", "export": "an export"}.get(str(kind))
 
 
 @contextmanager
