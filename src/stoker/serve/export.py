@@ -43,8 +43,7 @@ from stoker.optim import SGD
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.like import FEATURES, Like, notation_by_column
-from stoker.prep.parse.notation import WIDENED, notation_of
+from stoker.prep.like import FEATURES, Like
 from stoker.prep.requests import FittedSchema, Ids, RowEncoder, write_mapped
 from stoker.prep.schema import Schema
 from stoker.serve.items import ITEMS, Items
@@ -153,8 +152,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         description = {
             "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
-            "notation": {"": "", **like.schema.notation},
-            "times": like.times,
+            "notation": like.schema.notation, "times": like.times,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
             "version": version_of(manifest),
         }  # fmt: skip
@@ -311,19 +309,14 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
         if name.startswith(_CORE):
             _, start, core = name.split(":", 2)
             model.embeddings.write(core, int(start), Rows(value, {}))
-    schema = Schema.from_dict(manifest["schema"], where=f"{path}: schema")
+    schema = replace(Schema.from_dict(manifest["schema"], where=f"{path}: schema"), notation=manifest["notation"])
     fitted_tables = load_features(path / FEATURES)[1] if schema.feature else {}
     ids = {file.stem: Ids.mapped(file) for file in sorted((path / "vocab").glob("*.arrow"))}
-    notation = manifest.get("notation")
-    if notation is None:  # of an earlier version
-        tables = {name: notation_of(known.texts) for name, known in ids.items() if known.texts is not None}
-        notation = notation_by_column(schema, tables, fitted_tables, as_typed=True)
-    schema = replace(schema, notation={"": WIDENED, **notation})
     state = {one.name: fitted_tables[one.name].table for one in schema.feature
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = FittedSchema(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest.get("times", ()), source=path,
+        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest["times"], source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 
