@@ -116,7 +116,7 @@ def test_grown_ids_are_found_again_in_another_type(tmp_path: Path) -> None:
 def test_a_manifest_says_how_each_table_is_written_so_that_no_vocabulary_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an update brings the first whole numbers; datasets whose manifest does not say it are read."""
+    """Also where an update brings the first whole numbers."""
     schema = {"label": "label", "categorical": [{"name": "user"}, {"name": "item", "table": "user"}, {"name": "new"}]}
     rows = {"label": [0, 1] * 4, "user": ["a", "b"] * 4, "item": ["a", "c"] * 4, "new": ["True", "False"] * 4}
     data = stoker.prepare(stoker.Schema.from_dict(schema), pl.DataFrame(rows), out=tmp_path / "data")
@@ -127,27 +127,21 @@ def test_a_manifest_says_how_each_table_is_written_so_that_no_vocabulary_is_read
     later = stoker.prepare(None, more.with_columns(user=pl.lit("7.0")), out=tmp_path / "later", like=grown)
     assert later.manifest["notation"] == grown.manifest["notation"]
     assert all((batch.ids > 0).all() for batch in later.test.batches(8))
-    manifest = {**grown.manifest, "notation": "1"}
-    read = []
-    monkeypatch.setattr(Like, "vocabulary", lambda like, name: read.append(name) or pl.DataFrame({"value": ["7"]}))
+    read: list[str] = []
+    monkeypatch.setattr(Like, "vocabulary", lambda like, name: read.append(name))
     assert (
         Like(later.path).schema.notation
         == Like(grown.path).schema.notation
         == {"user": "1", "item": "1", "new": "True"}
     )
     assert not read
-    (grown.path / "manifest.json").write_text(json.dumps(manifest))
-    assert Like(grown.path).notations == {"user": "1", "new": "1"}
-    assert sorted(read) == ["new", "user"], "each table once"
 
 
-def test_datasets_of_earlier_versions_keep_their_texts_of_floats(tmp_path: Path) -> None:
+def test_datasets_of_0_1_0_keep_their_texts_of_floats(tmp_path: Path) -> None:
     """Where no vocabulary tells, as with hash buckets, floats are hashed as they were."""
     pl.DataFrame(log(lambda number: f"{number}.0")).write_parquet(tmp_path / "log.parquet")
     data = prepared(tmp_path, tmp_path / "log.parquet")
-    manifest = json.loads((data.path / "manifest.json").read_text())
-    del manifest["notation"]
-    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    without_notation(data)
     assert Like(data.path).schema.notation_of("item") == AS_TYPED
     texts, floats = log(lambda number: f"{number}.0"), log(float)
     del texts["label"], floats["label"]
@@ -279,12 +273,11 @@ def test_truth_values_are_found_where_two_columns_make_a_key(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", [*WORDS, ("t", "f")])
-def test_what_an_earlier_version_did_not_see_in_texts_is_read_again(tmp_path: Path, words: tuple[str, str]) -> None:
-    """It had no word for TRUE and t, nor for floats of R and JavaScript."""
+def test_vocabularies_of_0_1_0_tell_how_truth_values_are_written(tmp_path: Path, words: tuple[str, str]) -> None:
     rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": [*words] * 30})
     data = stoker.prepare(stoker.Schema.from_dict(LIKE), rows, out=tmp_path / "data", split="random:1,0")
     wanted = ids_like(data, [*words], tmp_path / "new")
-    altered(data, {"flag": ""})
+    without_notation(data)
     assert ids_like(stoker.Dataset(data.path), [True, False], tmp_path / "new") == wanted
 
 
@@ -301,24 +294,6 @@ def test_truth_values_of_postgres_and_of_hash_buckets(tmp_path: Path) -> None:
     assert numbers[:, 0].tolist() == [0, 0]
     assert not set(numbers[:, 1].tolist()) & {row[1] for row in wanted}
     assert notation_of(pl.Series(["t", "f", "m"])) == notation_of(pl.Series(["t"])) == ""
-
-
-def test_hash_buckets_of_an_earlier_dataset_keep_truth_values_and_exponents_as_they_are(tmp_path: Path) -> None:
-    """Those that today are one text were several then."""
-    texts = ["True", "False", "true", "1e-05", "0.00001", "1.0E-5", "7", "7.0"] * 8
-    rows = pl.DataFrame({"label": [0, 1] * 32, "hash": texts})
-    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "hash", "hash_buckets": 99_991}]})
-    data = stoker.prepare(schema, rows, out=tmp_path / "data")
-    manifest = json.loads((data.path / "manifest.json").read_text())
-    manifest["notation"][""] = "plain"
-    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
-    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
-    wanted = encoder.encode(rows.drop("label")).ids.flatten().tolist()
-    assert len({*wanted}) == 7, "only 7 and 7.0 are one"
-    [found] = stoker.prepare(None, rows, out=tmp_path / "new", like=data.path).test.batches(64)
-    assert found.ids.flatten().tolist() == wanted
-    day = pl.DataFrame({"hash": [datetime(2024, 1, 5).date()]})
-    assert encoder.encode(day).ids == encoder.encode(day.cast(pl.String)).ids
 
 
 FLOATS = [1e-4, 1.2e-4, 1e-5, 2.5e-6, -1e-6, 1e-7, 1.5e-10, 0.5, 3.0, 100000.0, 123456.0, 12000000.0, 12345678.5]
@@ -373,7 +348,7 @@ def test_texts_without_an_exponent_are_written_in_no_way() -> None:
 
 
 def test_lists_of_texts_of_one_column_agree_on_what_both_say() -> None:
-    """An earlier version stored less about a vocabulary than the texts of a fitted feature tell."""
+    """A vocabulary that grew has other texts than the table of a fitted feature."""
     assert agreed({"1", "1/0"}) == agreed({"1", "True"}) == agreed({"1|1e-07", "1"}) == "1"
     assert agreed({"1.0", "1.0/0.0"}) == "1.0"
     assert agreed({"1|1e-07"}) == "1|1e-07"
@@ -411,7 +386,7 @@ def test_versions_are_not_decimals(tmp_path: Path) -> None:
 
 
 def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
-    """In vocabularies and in hash buckets; datasets of the version before keep their ids."""
+    """In vocabularies and in hash buckets."""
     values = {**LIKE, "categorical": [{"name": "flag"}, {"name": "bucket", "hash_buckets": 1000}]}
     texts = ["5", "2.5", "120", "0.25"] * 15
     rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts, "bucket": texts})
@@ -428,17 +403,10 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
             Like(both.path).vocabulary("flag")["value"].to_list()
             == Like(data.path).vocabulary("flag")["value"].to_list()
         )
-    manifest = json.loads((data.path / "manifest.json").read_text())
-    assert manifest["notation"].pop("") == PLAIN
-    (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
-    zeros = rows.with_columns(bucket=pl.col("bucket").cast(pl.Decimal(12, 2)).cast(pl.String)).drop("label")
-    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
-    typed = rows.drop("label").with_columns(pl.col("bucket").cast(pl.Decimal(12, 2)))
-    assert encoder.encode(typed).ids.tolist() == encoder.encode(zeros).ids.tolist() != wanted
 
 
 def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> None:
-    """Also in crosses. Texts of an earlier dataset that are written in two ways keep two."""
+    """Also in crosses."""
     texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "-0.0", "7"] * 8
     values = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}],
               "derive": ["cross columns=price,kind buckets=9973"]}  # fmt: skip
@@ -455,16 +423,12 @@ def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> N
         for typed in (numbers, *(numbers.cast({"price": kind}) for kind in (pl.Decimal(12, 4), pl.Float64, pl.Float32)))
     ]  # fmt: skip
     assert found[1:] == found[:1] * 3
-    altered(data, {"": "plain text"})
-    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
-    ids = encoder.encode(pl.DataFrame({"price": ["2.50", "2.5", "5.00", "5", "5.0"], "kind": ["a"] * 5})).ids[:, 0]
-    assert len({*ids.tolist()}) == 4, "only 5 and 5.0 are one"
 
 
-def altered(data: stoker.Dataset, notation: dict[str, str]) -> None:
-    """Let the manifest say how texts are written as an earlier version did."""
+def without_notation(data: stoker.Dataset) -> None:
+    """Let the manifest say nothing of how texts are written, as in 0.1.0."""
     manifest = json.loads((data.path / "manifest.json").read_text())
-    manifest["notation"] = notation
+    del manifest["notation"]
     (data.path / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
@@ -518,28 +482,30 @@ def test_a_narrow_float_does_not_depend_on_the_others() -> None:
 
 
 def test_a_dataset_of_float32_keeps_its_ids_and_finds_texts(tmp_path: Path) -> None:
-    """An earlier version read 0.1 of a Float32 column as 0.10000000149: by vocabularies, hash buckets and features."""
+    """0.1.0 read 0.1 of a Float32 column as 0.10000000149: in ids, hash buckets, features and the rule of the label."""
     narrow = floating().with_columns(pl.col(pl.Float64).cast(pl.Float32), pl.col("sizes").cast(pl.List(pl.Float32)))
     wide = narrow.with_columns(pl.col(pl.Float32).cast(pl.Float64), pl.col("sizes").cast(pl.List(pl.Float64)))
     data = stoker.prepare(stoker.Schema.from_dict(FLOATING), wide, out=tmp_path / "data")
     assert data.manifest["notation"]["size"] == SINGLE
-    made = dict(data.manifest["notation"])
     texts = floating().with_columns(pl.col("sizes").cast(pl.List(pl.String)).list.join("|"))
     texts.write_csv(tmp_path / "log.csv")
 
     def again(rows: Any) -> list[Any]:
         like = stoker.Dataset(data.path)
         found = stoker.prepare(None, rows, out=tmp_path / "new", like=like, history="ignore", overwrite=True)
-        return bits(found.test)[:3]
+        return bits(found.test)
+
+    def check(rows: Any) -> list[int]:
+        found, *others, labels = again(rows)
+        assert others == ids
+        np.testing.assert_allclose(np.frombuffer(found, np.float32), dense, rtol=1e-6, atol=1e-6)
+        return labels
 
     dense, ids = np.frombuffer(again(wide)[0], np.float32), bits(data.train)[1:3]
-    for generation in (made, {"text": "1.0"}, {"": "plain text", "text": "1.0"}):
-        altered(data, generation)
-        for rows in (narrow, wide, tmp_path / "log.csv"):
-            if generation is made or rows is not tmp_path / "log.csv":
-                found, *others = again(rows)
-                assert others == ids
-                np.testing.assert_allclose(np.frombuffer(found, np.float32), dense, rtol=1e-6, atol=1e-6)
+    for rows in (narrow, wide, tmp_path / "log.csv"):
+        check(rows)
+    without_notation(data)
+    assert check(narrow) == check(wide) == bits(data.train)[3]
 
 
 def test_floats_that_may_have_lost_digits_are_no_ids_of_any_column(tmp_path: Path) -> None:
@@ -875,3 +841,24 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
         for one in (found, asked):
             assert (one.ids == wanted.ids).all()
             assert (one.dense == wanted.dense).all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "texts", "typed"),
+    [("== 'True'", ["True", "False"], [True, False]), ("!= '0'", ["1", "0"], [True, False]),
+     ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0])],
+)  # fmt: skip
+def test_a_rule_of_the_label_meets_its_text_in_any_type(
+    tmp_path: Path, rule: str, texts: list[str], typed: list[Any]
+) -> None:
+    """Else all rows of a table would have label 0, without a word."""
+    rows = pl.DataFrame({"label": texts * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    rows.write_csv(tmp_path / "log.csv")
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}]}
+    schema = stoker.Schema.from_dict(values)
+    table = rows.with_columns(label=pl.Series(typed * 30))
+    table.write_ndjson(tmp_path / "log.jsonl")
+    for log in (tmp_path / "log.csv", table, tmp_path / "log.jsonl"):
+        data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
+        [batch] = data.train.batches(60)
+        assert batch.labels.tolist() == [1.0, 0.0] * 30

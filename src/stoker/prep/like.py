@@ -20,13 +20,13 @@ from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, MIXED, PLAIN, UNLISTED, WIDENED, agreed, notation_of
+from stoker.prep.parse.notation import AS_TYPED, MIXED, agreed, notation_of
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
 
 FEATURES = "features"  # folder of the fitted features, within a dataset
-NOTATION = "notation"  # key of the manifest: table -> how its texts are written; older datasets have no tables
+NOTATION = "notation"  # key of the manifest: table -> how its texts are written; datasets of 0.1.0 lack it
 
 
 def times_of(splits: Mapping[str, Any]) -> list[Any]:
@@ -54,9 +54,9 @@ def notation_by_column(
 
     Args:
         schema: of the dataset.
-        tables: table -> how its texts are written; "": of texts of which the dataset keeps no list.
+        tables: table -> how its texts are written.
         fitted_tables: fitted features, whose tables may have texts of raw columns.
-        as_typed: whether an earlier version made the dataset, whose floats and times became texts in their own way.
+        as_typed: whether 0.1.0 made the dataset, whose floats and times became texts in their own way.
     """
     found: dict[str, set[str]] = {}
     for column in schema.features:
@@ -71,9 +71,7 @@ def notation_by_column(
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
     if as_typed:
         return {"": AS_TYPED, **known}
-    hashed = tables.get("", UNLISTED)
-    default = {} if hashed == PLAIN else {"": WIDENED}
-    return {**default, **schema.notation_of_unlisted(hashed), **dict.fromkeys(found, MIXED), **known}
+    return {**schema.notation_of_unlisted(), **dict.fromkeys(found, MIXED), **known}
 
 
 class Like:
@@ -128,11 +126,10 @@ class Like:
         self.state = stored if history == "auto" else {}
         #: window features that have no stored state although history is "auto"
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
+        as_typed = NOTATION not in manifest
         #: table -> how its texts are written
-        self.notations = self._notations(manifest.get(NOTATION))
-        notation = notation_by_column(
-            self.schema, self.notations, self.fitted_tables, as_typed=NOTATION not in manifest
-        )
+        self.notations: dict[str, str] = self._read_notations() if as_typed else manifest[NOTATION]
+        notation = notation_by_column(self.schema, self.notations, self.fitted_tables, as_typed=as_typed)
         self.schema = replace(self.schema, notation=notation)
 
     @property
@@ -140,19 +137,11 @@ class Like:
         """The first and the last time of the rows; [] if they have none."""
         return times_of(self.data.manifest["splits"])
 
-    def _notations(self, stored: Any) -> dict[str, str]:
-        """Return table -> how its texts are written; read the vocabularies of which the manifest does not say it.
-
-        What an earlier version said of a table may be less than what its texts say.
-        """
-        found: dict[str, str] = dict(stored) if isinstance(stored, dict) else {}
-        if found.get("") != PLAIN:
-            found = {name: notation for name, notation in found.items() if not name}
+    def _read_notations(self) -> dict[str, str]:
+        """Return table -> how its texts are written, as the vocabularies of a dataset of 0.1.0 say."""
         texts = {column.table_name for column in self.schema.features if column.type in ("string", "float")}
-        for table in texts - found.keys():
-            if f"vocab/{table}.parquet" in self.data.manifest["files"]:
-                found[table] = notation_of(self.vocabulary(table).get_column("value"))
-        return found
+        known = [table for table in texts if f"vocab/{table}.parquet" in self.data.manifest["files"]]
+        return {table: notation_of(self.vocabulary(table).get_column("value")) for table in known}
 
     def stores_state(self, feature: Derivation) -> bool:
         """Return True if the state of a window feature after the new rows is known and so can be stored."""

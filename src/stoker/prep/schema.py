@@ -575,11 +575,11 @@ class Schema:
         split = self.split.column if "column" in RULE_KEYS[self.split.rule] else None
         return tuple(dict.fromkeys(name for name in (split, self.group, *self.as_text) if name is not None))
 
-    def notation_of_unlisted(self, hashed: str) -> dict[str, str]:
+    def notation_of_unlisted(self) -> dict[str, str]:
         """Return raw column -> how texts are written of which a dataset keeps no list.
 
         As the values of conditions on them are. Else, if hash buckets, the split or the groups read them, or a feature
-        compares them, in the notation ``hashed``.
+        compares them, as plain values.
         """
         from stoker.prep.parse.notation import PLAIN, notation_of_values
 
@@ -590,12 +590,12 @@ class Schema:
         texts = {one.raw for one in self.features if one.type not in ("int", "float")}
         unlisted = (({one.raw for one in self.features} | compared) - listed) | (numbers - texts)
         values: dict[str, set[str]] = {}
-        for one in self.feature if hashed == PLAIN else ():  # not of a dataset of an earlier version
+        for one in self.feature:
             column, some = getattr(one, "tested", ""), getattr(one, "values", ())
             if column and some and column not in listed:
                 values.setdefault(column, set()).update(some)
         found = {column: name for column, some in values.items() if (name := notation_of_values(some))}
-        return {**dict.fromkeys(unlisted, hashed), **found}
+        return {**dict.fromkeys(unlisted, PLAIN), **found}
 
     def notation_of(self, column: str) -> str:
         """Return how texts of a raw column are written."""

@@ -151,8 +151,7 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
         description = {
             "kind": "export", "format_version": FORMAT_VERSION, "stoker": __version__, "rows": rows, "groups": groups,
             "model": config, "features": manifest["features"], "schema": like.data.manifest["schema"],
-            "notation": {"": "", **like.schema.notation},
-            "times": like.times,
+            "notation": like.schema.notation, "times": like.times,
             "dense_stats": like.data.manifest["dense_stats"], "history": sorted(fitted.state), "source": str(run),
             "version": version_of(manifest),
         }  # fmt: skip
@@ -308,7 +307,7 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
              if isinstance(one, Past) and one.name in manifest["history"]}  # fmt: skip
     fitted = FittedSchema(
         schema=schema, dense=[DenseFit(**manifest["dense_stats"][column.name]) for column in schema.dense],
-        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest.get("times", ()), source=path,
+        ids=ids, fitted_tables=fitted_tables, state=state, times=manifest["times"], source=path,
     )  # fmt: skip
     return model.eval(), fitted, manifest
 

@@ -29,12 +29,9 @@ from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
-    HASHED,
     MIXED,
+    PLAIN,
     SINGLE,
-    UNLISTED,
-    WIDE,
-    WIDENED,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -298,7 +295,7 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
 
 def _from_floats(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Convert floats to numbers, NaN to null: many tools write it for a missing value."""
-    short = item.kind == "float" and item.notation not in WIDE
+    short = item.kind == "float" and item.notation not in (AS_TYPED, SINGLE)
     series = series if series.is_finite().all() else series.fill_nan(None)
     values = as_double(series) if short else series.cast(_TYPES[item.kind], strict=False)
     failed = ~series.is_finite()
@@ -325,7 +322,7 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     """Convert single values of another type to texts; note rows with floats that may have lost digits."""
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
-    if series.dtype.is_decimal() and item.notation not in (AS_TYPED, MIXED, UNLISTED):
+    if series.dtype.is_decimal() and item.notation not in (AS_TYPED, MIXED):
         return written(text_of_decimals(series), item.notation)
     if not series.dtype.is_float():
         return written(series.cast(pl.String), item.notation)
@@ -342,9 +339,7 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
     clock = series.dtype in (pl.Time, pl.Duration) and not is_moment(item.notation)  # a value has one ISO form
     if item.notation == AS_TYPED or clock:
         return series.dt.to_string("iso")
-    fits = item.notation in ("", WIDENED) or is_moment(item.notation)
-    if not fits and series.dtype == pl.Date:
-        fits = item.notation in HASHED
+    fits = not item.notation or is_moment(item.notation) or (series.dtype == pl.Date and item.notation == PLAIN)
     if series.dtype not in (pl.Date, pl.Datetime) or not fits:
         raise DataError(
             f"column {item.column} holds {series.dtype}, which texts write in many ways, and no known text says "

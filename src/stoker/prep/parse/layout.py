@@ -17,6 +17,7 @@ from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
+from stoker.prep.parse.notation import AS_TYPED, notation_of_values
 from stoker.prep.schema import RULE_KEYS, CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
@@ -48,11 +49,13 @@ class Layout:
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
         rule = schema.label.parsed()
-        textual = rule is not None and isinstance(rule[1], str)
-        needed = schema.label.required
+        operand = 0.0 if rule is None else rule[1]
+        needed, notation = schema.label.required, schema.notation_of(schema.label.column)
+        if isinstance(operand, str) and notation != AS_TYPED:
+            notation = notation_of_values([operand])  # so that a truth value of a table meets the text True
         self.label = Field(
-            column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed,
-            decimal=schema.source.decimal,
+            column=schema.label.column, kind="string" if isinstance(operand, str) else "float", required=needed,
+            optional=not needed, decimal=schema.source.decimal, notation=notation,
         )  # fmt: skip
         self.dense = [
             Field(

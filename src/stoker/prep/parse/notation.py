@@ -28,18 +28,14 @@ from stoker.prep.parse.floats import (
     way_of,
 )
 
-AS_TYPED = "as typed"  # of datasets of earlier versions, in which a whole float is the text "136.0"
+#: of datasets of 0.1.0, in which a whole float is the text "136.0", and 0.1 of a Float32 column 0.10000000149
+AS_TYPED = "as typed"
 WHOLE, DOTTED, LOWER, CAPITAL, UPPER, LETTERS = "1", "1.0", "true", "True", "TRUE", "t"
 #: of texts of which a dataset keeps no list: 136 for 136.00 and 1.36E2, 2.5 for 2.50, true for True, and no times
 PLAIN = "plain value"
-PLAIN_TEXTS = "plain text"  # likewise, of an earlier dataset that hashes texts with zeros at their end as they are
-PLAIN_NUMBERS = "plain"  # likewise, of one that hashes truth values and exponents as they are written
-UNLISTED = "unlisted"  # likewise, of one that hashes decimals with their zeros
-HASHED = (PLAIN, PLAIN_TEXTS, PLAIN_NUMBERS, UNLISTED)
+_VERSIONS = "versions"  # likewise, but 2.10 may be a version, which is not 2.1
 MIXED = "mixed"  # of a column whose known texts agree on nothing
-SINGLE = "0.1f"  # of floats: all known values are those of a Float32 column
-WIDENED = "widened"  # of other columns of an earlier dataset
-WIDE = (AS_TYPED, SINGLE, WIDENED, *HASHED[1:])  # where 0.1 of a Float32 column is 0.10000000149
+SINGLE = "0.1f"  # of floats: all known values are those of a Float32 column, such as 0.10000000149
 FLAGS, DOTTED_FLAGS = "1/0", "1.0/0.0"  # of few texts, with both: true is 1
 _FEW = 8  # texts of a column of truth values at most: two, and some that updates bring
 _WORDS = {
@@ -54,8 +50,8 @@ _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _TO_LOWER = ((_WORD_TRUE, "true"), (_WORD_FALSE, "false"))
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
-    **dict.fromkeys((WHOLE, PLAIN_NUMBERS, UNLISTED), (r"\.0$", [_TO_WHOLE])),
-    PLAIN_TEXTS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
+    WHOLE: (r"\.0$", [_TO_WHOLE]),
+    _VERSIONS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
     PLAIN: (
         r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$",
         [*_TO_LOWER, (r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0")],
@@ -128,15 +124,15 @@ def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:
 def twins_of(texts: pl.Series, notation: str) -> list[Any]:
     """Return how many values have several texts, such as 136 and 136.0, and two texts of one; [] if hardly any has."""
     texts = texts.drop_nulls()
-    if len(texts) <= _FEW and set(written(texts, PLAIN_TEXTS)) & {*_WORDS[LOWER]}:
+    if len(texts) <= _FEW and set(written(texts, _VERSIONS)) & {*_WORDS[LOWER]}:
         odd, values = texts, written(texts, LOWER)
     elif notation and ("|" in notation or not has_match(texts, EXPONENT)):
         return []  # texts of one notation have none
     else:
-        numbers = texts.filter(texts.str.contains(f"{_CHANGES[PLAIN_TEXTS][0]}|{CANDIDATE}"))  # 2.10 may be a version
+        numbers = texts.filter(texts.str.contains(f"{_CHANGES[_VERSIONS][0]}|{CANDIDATE}"))
         times = texts.filter(texts.str.contains(_MOMENT))
         whole = _as_moments(_as_moments(times, "0000-00-00T00:00:00.000000000"), "0000-00-00T00:00:00Z")
-        odd, values = pl.concat([numbers, times]), pl.concat([written(numbers, PLAIN_TEXTS), whole])
+        odd, values = pl.concat([numbers, times]), pl.concat([written(numbers, _VERSIONS), whole])
     others = texts.filter(texts.is_in(values.implode()))
     pairs = pl.DataFrame({"text": pl.concat([odd, others]), "value": pl.concat([values, others])})
     pairs = pairs.unique(maintain_order=True).filter(pl.col("value").is_duplicated())
@@ -224,7 +220,7 @@ def written(texts: pl.Series, notation: str) -> pl.Series:
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
     notation, _, way = notation.partition("|")
-    way = PYTHON if notation in (PLAIN, PLAIN_TEXTS) and has_match(texts, CANDIDATE) else way
+    way = PYTHON if notation in (PLAIN, _VERSIONS) and has_match(texts, CANDIDATE) else way
     texts = in_way(texts, way) if way else texts
     rare, changes = _changes_to(notation)
     if not changes or not has_match(texts, rare):

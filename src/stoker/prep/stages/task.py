@@ -20,7 +20,6 @@ from stoker.dataset.manifest import REQUEST, SPLITS
 from stoker.dataset.memory import temporary_folder_of
 from stoker.prep.features.fitted import Merge
 from stoker.prep.parse.layout import Layout
-from stoker.prep.parse.notation import PLAIN
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
@@ -104,8 +103,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.like is None:
-            notation = {**self.schema.notation, **self.schema.notation_of_unlisted(PLAIN)}
-            self.schema = replace(self.schema, notation=notation)
+            self.schema = replace(self.schema, notation={**self.schema.notation, **self.schema.notation_of_unlisted()})
         self.splitting = self.schema if self.like is None else all_test(self.schema)
         if self.like is not None and self.like.negatives and not self.schema.label.column:
             self.splitting = replace(self.splitting, label=self.schema.label)  # each row has label 1
