@@ -987,6 +987,77 @@ def test_copies_refuse_what_they_do_not_do() -> None:
         ))  # fmt: skip
 
 
+def test_copies_sum_nothing_in_replicate() -> None:
+    """``replicate`` would sum gradients in each step."""
+
+    def work(group: Ranks) -> None:
+        with pytest.raises(ConfigError, match="these ranks average copies"):
+            _some().replicate(group.averaging(2))
+        _some().replicate(group)
+
+    on_threads(2, work)
+
+
+def test_a_norm_over_rows_of_a_copy_and_other_parameters_is_refused() -> None:
+    """It differs among ranks, so a dense part clipped by it would."""
+
+    def work(group: Ranks) -> None:
+        tables, head = _some(group.averaging(2)), nn.Linear(4, 1)
+        rows = tables.as_optimizer()
+        head(tables(_batch(group, 0)).flatten(1)[:, :4]).sum().backward()
+        both = [*head.parameters(), tables.handle]
+        with pytest.raises(ConfigError, match="the other parameters would drift apart"):
+            nn.utils.clip_grad_norm_(both, 1.0)
+        with pytest.raises(ConfigError, match="the other parameters would drift apart"):
+            nn.utils.get_total_norm([each.grad for each in both])
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(tables.handle, 0.01)  # of the copy alone
+        rows.step()
+        assert tables.tick == 1
+
+    on_threads(2, work)
+    on_threads(1, lambda group: _clip_all(_some(group.averaging(2))))
+
+
+def _clip_all(tables: EmbeddingTables) -> None:
+    """One rank has the norm of all."""
+    rows, head = tables.as_optimizer(), nn.Linear(4, 1)
+    head(tables(torch.tensor([[1, 2]])).flatten(1)[:, :4]).sum().backward()
+    nn.utils.clip_grad_norm_([*head.parameters(), tables.handle], 1.0)
+    rows.step()
+
+
+@pytest.mark.parametrize("steps", [(9, 8), (8, 9), (8, 7), (12, 8), (1, 0)])
+def test_copies_of_ranks_that_do_not_step_equally_often_end(steps: tuple[int, int]) -> None:
+    """Also if the copy of one rank has nothing to average."""
+
+    def work(group: Ranks) -> str:
+        tables = _some(group.averaging(4))
+        with pytest.raises(RanksError) as caught:
+            for number in range(steps[group.rank]):
+                tables(_batch(group, number)).sum().backward()
+            tables.average()
+        return str(caught.value)
+
+    first, second = on_threads(2, work)
+    assert first == second
+    said = f"they have done {steps[0]}, {steps[1]} steps on ranks 0 to 1. All ranks must do equally many"
+    assert said in first
+
+
+def test_copies_that_differ_are_not_saved(tmp_path: Path) -> None:
+    def work(group: Ranks) -> None:
+        tables = _some(group.averaging(4))
+        tables(_batch(group, 0)).sum().backward()
+        with pytest.raises(CheckpointError, match=r"differ since their last average\. Call tables\.average\(\) on all"):
+            save(tmp_path / "early", tables)
+        tables.average()
+        save(tmp_path / "whole", tables)
+
+    on_threads(2, work)
+    assert [each.name for each in tmp_path.iterdir()] == ["whole"]
+
+
 def test_rows_that_no_stage_brought_are_counted() -> None:
     def work(group: Ranks) -> list[int]:
         tables, found = _some(group, placement=Cached(slots=16)), []

@@ -540,8 +540,8 @@ class EmbeddingTables(CopiedTables):
 
     def average(self) -> None:
         """Average the copies of ranks now (:meth:`stoker.distributed.Ranks.averaging`); all ranks call this."""
-        if self.averages is not None and self.averages.pending:
-            self.averages.average(said(self, self.gradient_scale))
+        if self.averages is not None:
+            self.averages.average(self.tick, said(self, self.gradient_scale))
             compare_written(self.averages.ranks, self)
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
@@ -671,6 +671,11 @@ class EmbeddingTables(CopiedTables):
         self._steps.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
+        if not self.divided and replicas is not None and replicas.average_every is not None:
+            raise ConfigError(
+                "replicate() sums gradients in each step, but these ranks average copies. Make the tables with "
+                "EmbeddingTables(..., ranks=ranks.averaging(K)), or give replicate() ranks without averaging()."
+            )
         if replicas is not None:
             meet(replicas, self)
         self.ranks = replicas

@@ -581,10 +581,19 @@ def _refuse_other_norms() -> None:
 
     @wraps(norm_of)
     def checked(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        if float(norm_type) != 2.0 and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
-                if any(steps.trained.handle.grad is each for each in tensors):
+                if not any(steps.trained.handle.grad is each for each in tensors):
+                    continue
+                copies = getattr(steps.trained, "averages", None)
+                if len(tensors) > 1 and copies is not None and copies.ranks.size > 1:
+                    raise ConfigError(
+                        f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
+                        "rank steps its own copy of the rows until the next average: the other parameters would drift "
+                        "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
+                    )
+                if float(norm_type) != 2.0:
                     raise ConfigError(
                         f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
                         f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "

@@ -177,6 +177,13 @@ def save(*given: Any, **settings: Any) -> Path:
     if asked.parent is not None:
         before = Path(asked.parent)
         parent = on_first(ranks, "read a manifest", lambda: _parent_entry(before, target, module))
+    for name, tables in module_state.tables_in(module).items():
+        if tables.averages is not None and tables.averages.pending:
+            with tables.averages.ranks.guard():
+                raise CheckpointError(
+                    f"the copies of the rows of {name or 'these tables'} on several ranks differ since their last "
+                    "average. Call tables.average() on all ranks, then save."
+                )
     ticks = {name: tables.tick for name, tables in module_state.tables_in(module).items()}
     with writing(target, overwrite=overwrite, require_finite=asked.require_finite, ranks=ranks) as writer:
         manifest = _write_files(
