@@ -117,7 +117,9 @@ def test_a_fetch_reads_what_it_looked_up_though_its_segment_is_cleaned_meanwhile
 
     writer = threading.Thread(target=churn)
     writer.start()
-    writer.join(0.5)
+    while writer.is_alive() and not home._epoch:
+        writer.join(0.01)
+    writer.join(0.5)  # without the wait it would go on to the end
     assert home._epoch > 0, "segments that the reader looked up were cleaned"
     go_on.set()
     reader.join(20)
