@@ -203,7 +203,7 @@ def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["ms", "datetime"])
 def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
-    """By prepare and by a scorer: window features would be wrong without a word."""
+    """By prepare and by a scorer: window features would be wrong without a word. A time is in no unit."""
     rows = pl.DataFrame(log()).with_columns(when=1_700_000_000 + 60 * pl.int_range(60))
     more = {"timestamp": {"column": "when"}, "derive": ["past_count by=user order=when window=3600"]}
     rows.with_columns(pl.col("seen").list.join("|")).write_csv(tmp_path / "log.csv")
@@ -211,9 +211,12 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
     new = rows.with_columns(when=pl.col("when") + 3600)
     other = new.with_columns(when=pl.col("when") * 1000 if unit == "ms" else pl.from_epoch("when"))
     assert encoded(data, new.drop("label"))
-    with pytest.raises(stoker.DataError, match=r"these are seconds since 1970, and the new ones (milli|micro)seconds"):
+    message = r"these are seconds since 1970, and the new ones milliseconds"
+    if unit == "datetime":
+        message = r'column when holds Datetime.*set type = "datetime" in \[timestamp\]'
+    with pytest.raises(stoker.DataError, match=message):
         encoded(data, other.drop("label"))
-    with pytest.raises(stoker.DataError, match=r"these are seconds since 1970, and the new ones (milli|micro)seconds"):
+    with pytest.raises(stoker.DataError, match=message):
         stoker.prepare(None, other, out=tmp_path / "new", like=data)
     assert not (tmp_path / "new").exists()
     assert len(stoker.prepare(None, new, out=tmp_path / "new", like=data).test) == 60
@@ -666,6 +669,23 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
     for pair in (("days", "zone"), ("zone", "times")):
         with pytest.raises(stoker.DataError, match=r"column when holds Date.*Convert it to texts as in the log"):
             known(*pair)
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", "Asia/Tokyo"])
+def test_a_timestamp_that_is_an_id_is_found_again(tmp_path: Path, zone: str | None) -> None:
+    """Also where a feature reads it: then ids are texts of the moment, which has no zone."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "when": pl.Series(MOMENTS).dt.replace_time_zone(zone)})
+    values = {"label": "label", "timestamp": {"column": "when", "type": "datetime"}, "categorical": [{"name": "when"}]}
+    for derive in ([], ["mean_target by=when"]):
+        schema = stoker.Schema.from_dict({**values, "derive": derive})
+        data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0", overwrite=True)
+        [wanted] = data.train.batches(60)
+        again = stoker.prepare(None, rows, out=tmp_path / "again", like=data, overwrite=True)
+        [found] = again.test.batches(60)
+        asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label"))
+        assert (wanted.ids > 0).all()
+        assert (found.ids == wanted.ids).all()
+        assert (asked.ids == wanted.ids).all()
 
 
 @pytest.mark.parametrize("dtype", [pl.Time, pl.Duration])

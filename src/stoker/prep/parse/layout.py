@@ -66,7 +66,8 @@ class Layout:
         self.feature_fields = [*map(self._ids_field, self.features)]
         self.time: Field | None = None
         if schema.timestamp is not None:
-            self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
+            name = schema.timestamp.column
+            self.time = Field(column=name, kind=schema.timestamp.type, required=True, notation=schema.notation_of(name))
         self.split: Field | None = None
         if schema.split.column is not None and "column" in RULE_KEYS[schema.split.rule]:
             notation = schema.notation_of(schema.split.column)

@@ -345,7 +345,8 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
         for item in Layout(schema).fields
         if item.column not in made
     ]
-    own = [item for item in fields if not item.kept]
+    times = {item.column for item in fields if item.kind == "datetime" and schema.feature}  # texts are made of these
+    own = [item for item in fields if not item.kept and (item.kind != "string" or item.column not in times)]
     readers: dict[str, Derivation] = {}
     for feature in schema.feature:
         for column in feature.inputs:
