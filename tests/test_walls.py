@@ -25,10 +25,10 @@ LINES = {
     "ops": 7_190,
     "dataset": 3_090,
     "optim": 600,
-    "tables": 13_400,
+    "tables": 13_430,
     "models": 2_020,
     "placement": 2_910,
-    "training": 11_280,
+    "training": 11_290,
     "rewrite": 1_910,
     "prep": 13_620,
     "synthetic": 1_670,
@@ -36,7 +36,7 @@ LINES = {
     "live": 1_370,
     "serve": 1_640,
 }  # fmt: skip
-ALL_LINES = 66_750
+ALL_LINES = 66_800
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
