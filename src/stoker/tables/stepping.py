@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -544,7 +545,7 @@ def _enabled_scaler() -> bool:
 
 
 # Making an optimizer imports the compiler, so its decorator costs no import here.
-@torch._disable_dynamo
+@_disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, TableOptimizer):
         return
@@ -552,7 +553,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _closure(args, kwargs) and not isinstance(optimizer, TableOptimizer):
         _check_all(lambda steps: steps.check_count(optimizer, closure=True))
@@ -658,7 +659,7 @@ class TableOptimizer(torch.optim.Optimizer):
             "learning rate. Copy the tables, then call as_optimizer() of the copy."
         )
 
-    @torch._disable_dynamo  # a compiler would break its graph at each line
+    @_disable_dynamo  # a compiler would break its graph at each line
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do one step of the row optimizer with the sum of the collected gradients, which are then used up.
@@ -675,7 +676,7 @@ class TableOptimizer(torch.optim.Optimizer):
             self._row_steps.step()
         return loss
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the collected gradients."""
         super().zero_grad(set_to_none)
