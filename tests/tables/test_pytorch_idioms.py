@@ -1757,6 +1757,7 @@ def test_compiled_whole_without_a_graph_break(placed: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler imports modules of torch that warn
 def test_compiled_steps_of_optimizers_log_nothing_of_the_rows() -> None:
     """The compiler calls what steps or checks the rows as it is, and does not try to compile it."""
     said: list[str] = []
