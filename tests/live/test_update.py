@@ -617,6 +617,37 @@ def test_compacting_changes_no_number(place: Path) -> None:
     assert (run / "updates.jsonl").read_bytes() == (other / "updates.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("what", ["update_000001", "000001"])
+def test_updates_that_a_full_disk_keeps_are_deleted_by_the_next_compaction(
+    place: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place / "run"
+    for number in (1, 2):
+        stoker.update(run, logs(place, number), data=place / "data")
+    before = stoker.load(run).model.embeddings.rows("user")
+
+    def failing(real: Any) -> Any:
+        def call(path: Any, *given: Any, **more: Any) -> Any:
+            if Path(path).name == what:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(path, *given, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing(os.replace))
+        patch.setattr(shutil, "rmtree", failing(shutil.rmtree))
+        with pytest.raises(
+            CheckpointError, match=r"is whole, but the updates before .* \(No space left .* again: that del"
+        ):
+            stoker.compact(run)
+    assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
+    assert stoker.compact(run).joined == 0
+    assert [path.name for path in sorted((run / "updates").iterdir())] == ["000002"]
+    assert [path.name for path in (run / "checkpoints").glob("update_*")] == ["update_000002"]
+    assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
+
+
 def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import math
 import pickle
 import shutil
@@ -1754,6 +1755,32 @@ def test_compiled_whole_without_a_graph_break(placed: str) -> None:
     assert model.tables.tick == plain.tables.tick == 4
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler imports modules of torch that warn
+def test_compiled_steps_of_optimizers_log_nothing_of_the_rows() -> None:
+    """The compiler calls what steps or checks the rows as it is, and does not try to compile it."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    (log := logging.getLogger("torch._dynamo")).addHandler(handler)
+    try:
+        for driven in (False, True):
+            torch._dynamo.reset()
+            model = TwoTables(made())
+            steps = [torch.optim.SGD(model.head.parameters(), lr=0.1)]
+            steps += [model.tables.as_optimizer()] if driven else []
+            step = torch.compile(
+                lambda steps=steps: [(each.step(), each.zero_grad()) for each in steps], backend="eager"
+            )
+            for ids in batches(3):
+                model(ids).sum().backward()
+                step()
+            assert model.tables.tick == 3
+    finally:
+        log.removeHandler(handler)
+        torch._dynamo.reset()
+    assert [each for each in said if "will be ignored" not in each] == []  # torch's profiler says so of any optimizer
 
 
 def test_compiled_with_bags_and_learned_weights() -> None:

@@ -373,6 +373,19 @@ def test_rows_that_one_rank_alone_writes_are_noticed(how: str, load: bool) -> No
         assert expected.get(how, "table 't' of rank 1 is not that of rank 0") in said
 
 
+def test_divided_tables_compare_written_rows_once() -> None:
+    """When they are written. So they say nothing of them in the next step, in which all rows would be compared."""
+
+    def work(group: Ranks) -> list[int]:
+        tables, copies = _some(group), _some()
+        copies.replicate(group)
+        for each in (tables, copies):
+            each.write("t", 2, torch.ones(4, 4))
+        return [tables.written, int(copies.written != 0)]
+
+    assert on_threads(2, work) == [[0, 1]] * 2
+
+
 def test_one_rank_may_write_rows_and_put_them_back() -> None:
     """As for an evaluation of other rows, which replicas do on one rank."""
 
@@ -1033,10 +1046,14 @@ def test_copies_of_ranks_that_do_not_step_equally_often_end(steps: tuple[int, in
 
     def work(group: Ranks) -> str:
         tables = _some(group.averaging(4))
-        with pytest.raises(RanksError) as caught:
+
+        def loop() -> None:
             for number in range(steps[group.rank]):
                 tables(_batch(group, number)).sum().backward()
             tables.average()
+
+        with pytest.raises(RanksError) as caught:
+            loop()
         return str(caught.value)
 
     first, second = on_threads(2, work)

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +45,56 @@ def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: p
             RunDirectory.create(out, config)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["runs", "runs/a"] if there else [])
     assert RunDirectory.create(out, config).read("config.json") == config
+
+
+def _create_and_die(out: Path, moment: int) -> int:
+    """Make a run in a fork that is killed right before its operation ``moment`` in ``out.parent``; return its end."""
+    left = [moment]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.listdir") and str(out.parent) in str(arguments[0]):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (child := os.fork()):
+        try:
+            sys.addaudithook(hook)
+            RunDirectory.create(out, {"settings": {}, "dataset": "data"})
+        finally:
+            os._exit(int(sys.exc_info()[0] is not None))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_run_whose_begin_was_killed_can_be_begun_again(tmp_path: Path) -> None:
+    again = {"settings": {}, "dataset": "again"}
+    for moment in range(40):
+        out = tmp_path / str(moment) / "a"
+        if (ended := _create_and_die(out, moment)) == 0:
+            break
+        assert ended == -signal.SIGKILL
+        if not (out / "config.json").exists():
+            assert RunDirectory.create(out, again).read("config.json") == again
+        with pytest.raises(ConfigError, match=r"is not empty\. Continue it with --resume"):
+            RunDirectory(out).check_new()
+    assert ended == 0
+    assert moment >= 6
+
+
+@pytest.mark.parametrize("other", ["checkpoints/x", "notes.txt", "config.json"])
+def test_a_directory_with_other_files_is_no_begin_of_a_run(tmp_path: Path, other: str) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / other).touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory(tmp_path).check_new()
+
+
+def test_a_run_that_another_process_is_making_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.checkpoints.mkdir()
+    with run.locked(), pytest.raises(ConfigError, match="another process"):
+        RunDirectory.create(tmp_path, {})
+    assert run.checkpoints.is_dir()
 
 
 def test_a_run_whose_path_is_not_utf8_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_shards_at_once_have_the_bits_of_one_after_the_other(
     assert bits(found) == bits(alone)
 
 
+def test_another_type_of_weights_needs_another_trial() -> None:
+    """Layers of bfloat16 take torch's operations, which compute one shard after the other."""
+    model = stoker.DLRM(SPEC, embedding_dim=8, optimizer=stoker.SGD(lr=0.5), bottom=(200, 24), top=(300, 130))
+    model.embeddings.shards = 8
+    loss_of = ShardedLoss(model)
+    with one_thread(), torch.autocast("cpu", torch.bfloat16):
+        loss_of(batch_of(512, 0)).backward()
+        for each in model.dense_parameters():
+            each.data, each.grad = each.data.bfloat16(), None
+        loss_of(batch_of(512, 1)).backward()
+    assert model.embeddings.tick == 2
+    tried = loss_of._together._same.items()
+    assert {same for key, same in tried if key[-1] == frozenset([torch.bfloat16])} == {False}
+
+
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38])
 def test_values_that_are_not_finite_change_no_other_bits(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(512, 0)

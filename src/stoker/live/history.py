@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError, errors_as
 from stoker.base.picture import Shown
 from stoker.base.units import format_size, plural
 from stoker.live.journal import opened, set_head
@@ -120,13 +120,15 @@ def compact(run: str | Path, to: int | None = None) -> Compaction:
         joined = join(target)
         set_head(journal.run, journal.checkpoint)
         kept = {link.path for link in checkpoint.chain(journal.checkpoint)}
-        for path in sorted(journal.run.checkpoints.glob("update_*")):
-            if int(path.name.split("_")[1]) <= number and path not in kept:
-                checkpoint.discard(path)
         towers = issubclass(MODELS[TrainConfig.from_dict(journal.config["settings"]).model], TwoTower)
-        for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):
-            if int(path.name.split(".")[0]) < number and not towers:  # a killed preparation leaves NUMBER.new
-                shutil.rmtree(path)
+        remedy = "The run works. Free some space, and compact it again: that deletes the rest."
+        with errors_as(CheckpointError, f"{target} is whole, but the updates before it could not be deleted", remedy):
+            for path in sorted(journal.run.checkpoints.glob("update_*")):
+                if int(path.name.split("_")[1]) <= number and path not in kept:
+                    checkpoint.discard(path)
+            for path in sorted(journal.run.rows_of(0).parent.glob("[0-9]*")):
+                if int(path.name.split(".")[0]) < number and not towers:  # a killed preparation leaves NUMBER.new
+                    shutil.rmtree(path)
         return Compaction(checkpoint=target, joined=joined, freed=before - _bytes(journal.run.path))
 
 

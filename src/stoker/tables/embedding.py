@@ -671,11 +671,6 @@ class EmbeddingTables(CopiedTables):
         self._steps.alone = True
         if self.divided and (replicas is None or self.ranks is not None):
             raise ConfigError("the rows of these tables are divided among ranks: they train with these ranks alone.")
-        if not self.divided and replicas is not None and replicas.average_every is not None:
-            raise ConfigError(
-                "replicate() sums gradients in each step, but these ranks average copies. Make the tables with "
-                "EmbeddingTables(..., ranks=ranks.averaging(K)), or give replicate() ranks without averaging()."
-            )
         if replicas is not None:
             meet(replicas, self)
         self.ranks = replicas
@@ -713,7 +708,7 @@ class EmbeddingTables(CopiedTables):
         """
         given = rows if isinstance(rows, Rows) else as_tensor(rows)
         self.group_of[table].write(table, start, given)
-        if self.ranks is not None:
+        if self.ranks is not None and not isinstance(self.group_of[table], DividedGroup):  # which has compared them
             self.written = checksum(given.tensors if isinstance(given, Rows) else [given], self.written, table, start)
 
     def rows(self, table: str) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -540,6 +541,8 @@ def _enabled_scaler() -> bool:
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
 
+# Making an optimizer imports the compiler, so its decorator costs no import here.
+@_disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, TableOptimizer):
         return
@@ -547,6 +550,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
 
+@_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _closure(args, kwargs) and not isinstance(optimizer, TableOptimizer):
         _check_all(lambda steps: steps.check_count(optimizer, closure=True))
@@ -648,6 +652,7 @@ class TableOptimizer(torch.optim.Optimizer):
             "learning rate. Copy the tables, then call as_optimizer() of the copy."
         )
 
+    @_disable_dynamo  # a compiler would break its graph at each line
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do one step of the row optimizer with the sum of the collected gradients, which are then used up.
@@ -664,6 +669,7 @@ class TableOptimizer(torch.optim.Optimizer):
             self._row_steps.step()
         return loss
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the collected gradients."""
         super().zero_grad(set_to_none)

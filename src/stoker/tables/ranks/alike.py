@@ -22,8 +22,13 @@ def meet(ranks: Ranks, tables: Any) -> None:
     """Check that ``tables`` can train with those of the other ranks; all of them call this.
 
     Raises:
-        ConfigError: the ranks have different rows, tables, optimizers or shards.
+        ConfigError: the ranks have different rows, tables, optimizers or shards, or average copies.
     """
+    if ranks.average_every is not None and not tables.divided:
+        raise ConfigError(
+            "replicate() sums gradients in each step, but these ranks average copies. Make the tables with "
+            "EmbeddingTables(..., ranks=ranks.averaging(K)), or give replicate() ranks without averaging()."
+        )
     if 1 < tables.shards < ranks.size:
         raise ConfigError(
             f"{ranks.size} ranks need as many logical shards of a batch, but the tables have {tables.shards}. "

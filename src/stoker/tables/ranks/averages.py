@@ -53,9 +53,9 @@ class Averages:
             )
             if len(set(done := [each[-1] for each in notes])) > 1:
                 raise RanksError(
-                    f"copies of rows cannot be averaged: they have done {', '.join(map(str, done))} steps on ranks 0 to "
-                    f"{size - 1}. All ranks must do equally many: one whose examples have run out steps on an empty "
-                    "batch."
+                    f"copies of rows cannot be averaged: they have done {', '.join(map(str, done))} steps on ranks 0 "
+                    f"to {size - 1}. All ranks must do equally many: one whose examples have run out steps on an "
+                    "empty batch."
                 )
             self.ranks.check_step(work, notes)
             for rows in torch.unique(torch.cat(found)).split(_CHUNK):

@@ -38,7 +38,7 @@ _STEP = re.compile(r"step_(\d{9,})")
 LOST = "Put a checkpoint back from a copy, or train a new run."
 
 Upload: TypeAlias = Callable[[], str | None]  # uploads new files; returns the problem in words, else None
-HEAD, UPDATES = "head.json", "updates.jsonl"
+HEAD, UPDATES, _LOCK = "head.json", "updates.jsonl", ".lock"
 _DONE = ".uploaded"  # in the local folder of a run, once all of it is at its URL
 
 Place: TypeAlias = "str | Path | None"
@@ -55,16 +55,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
-        """Make a new run directory; if that fails, delete what was made of it."""
+        """Make a new run directory; if that fails, delete what was made of it. After a kill it can be made again."""
         run = cls(path)
         run.check_new()
         made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run.checkpoints.mkdir()  # only one of two processes succeeds
-            made.insert(0, run.checkpoints)
-            run.write("config.json", config)
+            with run.locked() as alone:
+                run.check_new()  # another process may have begun meanwhile
+                if alone and run.checkpoints.exists():  # left by a kill
+                    run.checkpoints.rmdir()
+                run.checkpoints.mkdir()  # only one of two processes succeeds where a disk has no locks
+                made.insert(0, run.checkpoints)
+                run.write("config.json", config)
         except BaseException as error:
+            if run.checkpoints in made:
+                with suppress(OSError):
+                    (run.path / _LOCK).unlink()
             for folder in made:
                 with suppress(OSError):  # not empty: another process uses it
                     folder.rmdir()
@@ -74,9 +81,9 @@ class RunDirectory:
         return run
 
     def check_new(self) -> None:
-        """Check that :meth:`create` can make the directory."""
+        """Check that :meth:`create` can make the directory: at most what a kill within it leaves is there."""
         check_name(self.path)
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and not (self.path.is_dir() and self._can_begin()):
             known = (self.path / "config.json").exists()
             hint = f"Continue it with --resume {quoted(self.path)}, or choose" if known else "Choose"
             raise ConfigError(f"{self.path} exists and is not empty. {hint} another --out.")
@@ -84,16 +91,26 @@ class RunDirectory:
         if not place.is_dir() or not os.access(place, os.W_OK):
             raise ConfigError(f"{self.path} cannot be made: {place} is not a writable directory. Choose another --out.")
 
+    def _can_begin(self) -> bool:
+        """Return True if the directory is empty but for what a kill within :meth:`create` leaves."""
+        names = {entry.name for entry in self.path.iterdir()}
+        return names <= {_LOCK, "checkpoints", "config.json.tmp"} and (
+            "checkpoints" not in names or (self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()))
+        )
+
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the run against other processes; the end of the process, even by a kill, releases the lock."""
+    def locked(self) -> Iterator[bool]:
+        """Lock the run against other processes; the end of the process, even by a kill, releases the lock.
+
+        The block gets False if the disk has no locks.
+        """
         remedy = "Training puts its checkpoints there: make it writable, or continue a copy of the directory."
         with errors_as(ConfigError, f"{self.path} cannot be written to", remedy):
-            file = (self.path / ".lock").open("w")
+            file = (self.path / _LOCK).open("w")
         with file:
-            if lock_file(file) is False:
+            if (locked := lock_file(file)) is False:
                 raise ConfigError(f"another process is training in {self.path}. Wait for it, or stop it first.")
-            yield
+            yield bool(locked)
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Write one JSON file atomically, with a checksum."""

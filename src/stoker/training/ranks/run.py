@@ -33,11 +33,10 @@ class RankRun(RunDirectory):
         return on_first(self.ranks, work.format(*given), partial(method, *given))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[bool]:
         with ExitStack() as stack:
             here = RunDirectory(self.path)
-            on_first(self.ranks, "lock the run", lambda: stack.enter_context(here.locked()))
-            yield
+            yield on_first(self.ranks, "lock the run", lambda: stack.enter_context(here.locked()))
 
 
 def open_run_directory(path: str | Path, ranks: Ranks | None) -> RunDirectory:

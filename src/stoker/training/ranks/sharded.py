@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.models import RecModel
-from stoker.ops.by_shard import Apart, Known, Moved, move_all
+from stoker.ops.by_shard import Known, Moved, move_all
 from stoker.ops.codegen.threads import kernel_threads, own
 from stoker.ops.cpu.arena import Arena
 from stoker.ops.tree import Node, Shards, nodes_of
@@ -294,12 +294,7 @@ class ShardedLoss:
                 tree.add(node, None)
                 return
             own = [_aligned(each[start:stop]).requires_grad_(w) for each, w in zip(inputs, trained, strict=True)]
-            try:
-                found = part(own, labels[start:stop], node.size)
-            except Apart:
-                for shard in range(node.start, node.start + node.size):
-                    work(Node(shard, 1))
-                return
+            found = part(own, labels[start:stop], node.size)
             moved[node.start] = found.moved
             for each, grad in zip(filter(None, slices), found.inputs, strict=True):
                 each.put(start, stop, grad)

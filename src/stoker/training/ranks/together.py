@@ -87,6 +87,7 @@ class Together:
     def __init__(self, model: RecModel) -> None:
         kind = type(model)
         self._able = kind.__module__.startswith("stoker.models.") and kind.shards_at_once and model.device.type == "cpu"
+        self._parameters = model.dense_parameters()
         self._same: dict[tuple[object, ...], bool] = {}  # what trials found
 
     def nodes(self, shards: Shards, inputs: Sequence[Tensor], part: Compute) -> list[Node]:
@@ -114,7 +115,8 @@ class Together:
         """Return True if ``size`` shards of ``rows`` examples have the same numbers at once."""
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         shapes = tuple((each.dtype, each.shape[1:], each.requires_grad) for each in inputs)
-        key = size, rows, shapes, autocast, torch.get_float32_matmul_precision()
+        types = frozenset(each.dtype for each in self._parameters)
+        key = size, rows, shapes, autocast, torch.get_float32_matmul_precision(), types
         if key not in self._same:
             with one_thread():
                 self._same[key] = all(each.is_floating_point() for each in inputs) and _try(size, rows, inputs, part)
