@@ -744,7 +744,9 @@ def test_a_taken_port_is_said_before_the_model_loads(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         ran = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", where.split(":")[1]])
-    assert str(ran.exception) == f"{where} cannot be served: {os.strerror(errno.EADDRINUSE)}. Choose another host or port."
+    assert (
+        str(ran.exception) == f"{where} cannot be served: {os.strerror(errno.EADDRINUSE)}. Choose another host or port."
+    )
 
 
 @pytest.mark.slow

@@ -111,4 +111,6 @@ def test_ids_of_held_out_rows_count_as_unknown_if_all_fitted_bags_are_empty(tmp_
     dense, offsets = torch.zeros(2, len(spec.dense)), torch.zeros(bags + 1, dtype=torch.int64)
     design = _Design(spec, [Batch(dense=dense, ids=torch.zeros(0, dtype=torch.int64), offsets=offsets)])
     offsets[1:] = 1
-    assert abs(design.matrix(Batch(dense=dense, ids=torch.tensor([3]), offsets=offsets))[:, :-len(spec.dense)]).sum() == 0
+    assert (
+        abs(design.matrix(Batch(dense=dense, ids=torch.tensor([3]), offsets=offsets))[:, : -len(spec.dense)]).sum() == 0
+    )
