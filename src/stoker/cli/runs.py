@@ -176,7 +176,7 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     known, own = manifest["extra"].get("dataset") or {}, dataset_identity(dataset)["vocabulary_hash"]
     if known.get("first") == own != known["vocabulary_hash"] and data is not None:
         say(f"note: {dataset.path} lacks the ids that updates of the run have added: they are scored as unknown ids. "
-            "For rows with them, give --data the logs, or prepare these --like RUN/updates/NUMBER", error=True)  # fmt: skip
+            "To score them, prepare the logs --like RUN/updates/NUMBER, the newest", error=True)  # fmt: skip
     chosen = _with_rows(dataset, wanted.split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
