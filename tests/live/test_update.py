@@ -455,6 +455,11 @@ def test_an_updated_run_scores_its_own_dataset(place: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", str(run), "--data", str(run / "updates/000001")])
     assert ended.value.code == 2, "neither the first dataset nor the last"
+    capsys.readouterr()
+    for data, noted in ((run / "updates/000002", False), (place / "data", True)):
+        with pytest.raises(SystemExit):
+            main(["evaluate", str(run), "--data", str(data)])
+        assert ("lacks the ids that updates of the run have added" in capsys.readouterr().err) is noted
 
 
 def test_tables_in_memory(place: Path) -> None:

@@ -154,23 +154,27 @@ def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_shows_an_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+
     def inspect(*options: str) -> object:
         with pytest.raises(SystemExit) as done:
-            main(["inspect", str(made.path), *options])
+            main(["inspect", str(out), *options])
         return done.value.code
 
-    made = stoker.export(run, tmp_path / "out", rows="int8")
+    with pytest.raises(SystemExit) as done:
+        main(["export", "--out", str(out), str(run), "--rows", "int8"])
+    assert done.value.code == 0
     capsys.readouterr()
     assert inspect("--verify", "--json") == 0
-    found, scorer = json.loads(capsys.readouterr().out), stoker.Scorer(made.path)
+    found, scorer = json.loads(capsys.readouterr().out), stoker.Scorer(out)
     assert (found["kind"], found["rows"], found["columns"]) == ("export", "int8", scorer.columns)
     assert {name: found[name] for name in scorer.version} == scorer.version
-    assert found["bytes"] == sum(path.stat().st_size for path in made.path.rglob("*.*") if path.name != "manifest.json")
+    assert found["bytes"] == sum(path.stat().st_size for path in out.rglob("*.*") if path.name != "manifest.json")
     assert inspect() == 0
     shown = capsys.readouterr().out
     assert ", ".join(scorer.columns) in " ".join(shown.split())
     assert f"update {scorer.version['update']}" in shown
-    path = made.path / "rows/0.rows"
+    path = out / "rows/0.rows"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert inspect("--verify") == 2
     assert "rows/0.rows was altered" in "".join(capsys.readouterr().err.split("\n"))

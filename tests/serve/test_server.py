@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -737,6 +738,15 @@ def test_the_limit_of_a_body_may_have_a_unit(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("signal.signal", lambda *_: None)
     ran = CliRunner().invoke(app, ["serve", str(tmp_path), "--max-body", "1MiB"])
     assert "is neither a checkpoint nor a run" in str(ran.exception), ran.output
+
+
+def test_a_taken_port_is_said_before_the_model_loads(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        ran = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", where.split(":")[1]])
+    assert (
+        str(ran.exception) == f"{where} cannot be served: {os.strerror(errno.EADDRINUSE)}. Choose another host or port."
+    )
 
 
 @pytest.mark.slow

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import sparse
 
 from stoker.base.errors import DataError
+from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 from stoker.training.tools.baseline import _Design, baseline, saved_baselines
@@ -101,3 +103,14 @@ def test_only_ids_of_the_fitted_rows_have_weights(tmp_path: Path) -> None:
     entries = design.matrix(other)[:, :seen].sum(axis=1)
     known = [{int(id) for batch in batches for id in batch.ids[:, place]} for place in features]
     assert entries.A1.tolist() == [sum(int(row[place]) in known[place] for place in features) for row in other.ids]
+
+
+def test_ids_of_held_out_rows_count_as_unknown_if_all_fitted_bags_are_empty(tmp_path: Path) -> None:
+    spec = make_dataset(tmp_path / "data", rows=20).schema
+    bags = 2 * len(spec.features)
+    dense, offsets = torch.zeros(2, len(spec.dense)), torch.zeros(bags + 1, dtype=torch.int64)
+    design = _Design(spec, [Batch(dense=dense, ids=torch.zeros(0, dtype=torch.int64), offsets=offsets)])
+    offsets[1:] = 1
+    assert (
+        abs(design.matrix(Batch(dense=dense, ids=torch.tensor([3]), offsets=offsets))[:, : -len(spec.dense)]).sum() == 0
+    )

@@ -201,6 +201,7 @@ def test_a_picture(finding: Finding, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     finding.plot(tmp_path / "lr.png")
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert finding.figure().axes[0].get_xlabel() == f"dense_lr (row_lr: times {finding.row_lr / finding.dense_lr:g})"
     with pytest.raises(ConfigError, match=r"\.png"):
         finding.plot(tmp_path / "lr.pdf")
 

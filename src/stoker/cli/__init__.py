@@ -43,8 +43,8 @@ COMMANDS = {
 _HELP_ALONE = ("init", "prepare")  # show their help if they are called without arguments
 
 
-class _NoTypesOfSwitches:
-    """A command whose help shows no type next to a switch."""
+class _NarrowHelp:
+    """A command whose help has short columns, so that the texts have room in a terminal of 80 characters."""
 
     def get_params(self, ctx: typer.Context) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -53,12 +53,18 @@ class _NoTypesOfSwitches:
                 each.metavar = ""
         return found
 
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        for each in self.get_params(ctx):
+            if each.secondary_opts:
+                each.opts, each.secondary_opts = [f"--[no-]{each.opts[0].removeprefix('--')}"], []
+        super().format_help(ctx, formatter)  # type: ignore[misc]
 
-class _Command(_NoTypesOfSwitches, TyperCommand):  # type: ignore[misc]
+
+class _Command(_NarrowHelp, TyperCommand):  # type: ignore[misc]
     pass
 
 
-class _LazyGroup(_NoTypesOfSwitches, TyperGroup):  # type: ignore[misc]
+class _LazyGroup(_NarrowHelp, TyperGroup):  # type: ignore[misc]
     """A group of commands that imports the module of a command when it is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]

@@ -15,7 +15,7 @@ from stoker.base.errors import CheckpointError, DataError, errors_as
 from stoker.base.files import unseal
 from stoker.base.remote import local_run
 from stoker.base.units import EPOCHS, epoch_unit, format_size, plural
-from stoker.cli.options import OneObject, alternatives, say, show_rows, show_table
+from stoker.cli.options import Json, alternatives, say, show_rows, show_table
 
 _UPDATES = 20  # that are shown, the last ones
 
@@ -23,7 +23,7 @@ _UPDATES = 20  # that are shown, the last ones
 def inspect(
     path: Annotated[Path, typer.Argument(help="Dataset, checkpoint, run or export, or its URL.")],
     verify: bool = typer.Option(False, "--verify", help="Check the hash of every file, and every id."),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Show what is in a dataset, a checkpoint, a run or an export.
 
@@ -54,7 +54,7 @@ def inspect(
 
 
 def doctor(
-    as_json: OneObject = False,
+    as_json: Json = False,
     measure: bool = typer.Option(True, help="Measure memory bandwidth and a training step, a few seconds."),
 ) -> None:
     """Show what this machine has, which kernels run, and what is missing.

@@ -11,7 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.files import url_of
 from stoker.base.progress import Bars
 from stoker.base.units import format_size, plural
-from stoker.cli.options import Data, Json, OneObject, printed, say, show_grids, takes
+from stoker.cli.options import Data, Json, printed, say, show_grids, takes
 from stoker.live.settings import POLL, UpdateSettings
 from stoker.placement.budget import MemoryBudget
 from stoker.training.settings import MachineConfig
@@ -83,7 +83,7 @@ def _show(found: UpdateResult, as_json: bool) -> None:
 def rollback(
     run: Updated,
     to: int | None = typer.Option(None, help="Update to go back to; 0 is the model before all. (default: one back)"),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Go back to an earlier update of a run.
 
@@ -104,7 +104,7 @@ def rollback(
 def compact(
     run: Updated,
     to: int | None = typer.Option(None, help="Last update to join. (default: the newest)"),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Join the updates of a run to a whole checkpoint.
 

@@ -63,7 +63,6 @@ MovedData = Annotated[Path | None, typer.Option("--data", help="Dataset of the r
 Overwrite = Annotated[bool, option("Results", "Replace an existing dataset.", "--overwrite", default=...)]
 Plot = Annotated[Path | None, option("Results", "Draw the curve to this .png file (needs matplotlib).", default=...)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 StartOption = Annotated[
     str | None,
     typer.Option(

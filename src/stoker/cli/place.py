@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, parse_size
-from stoker.cli.options import DataArgument, OneObject, option, printed, say, show_grids, takes
+from stoker.cli.options import DataArgument, Json, option, printed, say, show_grids, takes
 from stoker.placement.budget import MemoryBudget, ReplaySettings
 from stoker.training.settings import MachineConfig, ModelConfig
 
@@ -40,7 +40,7 @@ def plan(
     allow_compression: bool = option(
         "Model", "Also propose tensor trains. They change the model.", "--allow-compression", default=False
     ),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Predict where rows would be, and the time of a step.
 
@@ -174,7 +174,7 @@ def replay(
     settings: dict[str, Any],
     lookahead: str = option("Batches", "Windows of the lookahead, in batches.", default="1,4,16,64,256"),
     order: str = option("Batches", "Order of the rows: shuffled, as in training, or file.", default="shuffled"),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Compare cache strategies on the ids of a dataset.
 

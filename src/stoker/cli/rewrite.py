@@ -12,7 +12,7 @@ from stoker.base.progress import Bars
 from stoker.base.units import format_duration, format_size, quoted
 from stoker.cli.options import (
     DataArgument,
-    OneObject,
+    Json,
     Overwrite,
     Plot,
     check_new_files,
@@ -42,7 +42,7 @@ def profile(
     ),
     out: Path | None = option("Results", "Write the profile to this JSON file, for stoker classify."),
     plot: Plot = None,
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Find the most used rows that fit a memory budget.
 
@@ -175,7 +175,7 @@ def classify(
     *,
     settings: dict[str, Any],
     overwrite: Overwrite = False,
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Write a dataset with hot and cold training rows apart.
 
@@ -230,7 +230,7 @@ def reorder(
     overwrite: Overwrite = False,
     *,
     settings: dict[str, Any],
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Renumber ids so that ids used together are neighbours.
 

@@ -18,7 +18,6 @@ from stoker.cli.options import (
     Data,
     DataArgument,
     Json,
-    OneObject,
     RunArgument,
     StartOption,
     begin_at,
@@ -163,7 +162,7 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     from stoker.training.files.loading import load, saved_model
     from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
     from stoker.training.placing import place_scoring
-    from stoker.training.scores.evaluation import check_rows
+    from stoker.training.scores.evaluation import check_rows, dataset_identity
 
     if "threads" in settings:
         import torch
@@ -174,6 +173,10 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     check_rows(dataset, manifest)
+    known, own = manifest["extra"].get("dataset") or {}, dataset_identity(dataset)["vocabulary_hash"]
+    if known.get("first") == own != known["vocabulary_hash"] and data is not None:
+        say(f"note: {dataset.path} lacks the ids that updates of the run have added: they are scored as unknown ids. "
+            "To score them, prepare the logs --like RUN/updates/NUMBER, the newest", error=True)  # fmt: skip
     chosen = _with_rows(dataset, wanted.split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
@@ -203,7 +206,7 @@ def verify(
     data: Data = None,
     *,
     settings: dict[str, Any],
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Check that a cache changes no bit of a run.
 
@@ -252,7 +255,7 @@ def trace(
     data: Data = None,
     *,
     settings: dict[str, Any],
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Record what each thread does during some steps of a run.
 
@@ -293,7 +296,7 @@ def compare(
     ),
     plot: Path | None = typer.Option(None, help="Draw the curves to this .png file (needs matplotlib)."),
     page: Path | None = typer.Option(None, help="Write tables and curves to this .html file."),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Show how runs differ: metrics, settings, data, curves.
 
@@ -333,7 +336,7 @@ def report(
     run: RunArgument,
     out: Path | None = typer.Option(None, help="File to write, .html. (default: report.html in the run)"),
     again: bool = typer.Option(False, "--again", help="Measure again what is measured once for a run."),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Write one page about a run, to send to a colleague.
 
@@ -375,7 +378,7 @@ def _show_curves(found: Comparison) -> None:
 def baseline(
     dataset: DataArgument,
     rows: str = option("Fit", "Largest number of training rows to fit on.", default=f"{BASELINE_ROWS // 1000}k"),
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Fit simple models that your model should beat.
 

@@ -17,7 +17,7 @@ import typer
 from stoker.base.errors import ConfigError, install, require
 from stoker.base.progress import Bars
 from stoker.base.units import format_size, quoted
-from stoker.cli.options import MovedData, OneObject, printed, say, takes
+from stoker.cli.options import Json, MovedData, printed, say, takes
 from stoker.serve.settings import ExportSettings, ServeSettings
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 @takes(ExportSettings)
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    out: Annotated[Path | None, typer.Argument(help="Directory to write. Required, here or as --out.")] = None,
+    out_option: Annotated[Path | None, typer.Option("--out", hidden=True)] = None,
     data: MovedData = None,
     *,
     settings: dict[str, Any],
-    as_json: OneObject = False,
+    as_json: Json = False,
 ) -> None:
     """Write a model that serves without its run and its dataset.
 
@@ -44,6 +45,9 @@ def export(
     """
     from stoker.serve.export import export as run_export
 
+    if (out is None) == (out_option is None):
+        raise ConfigError("stoker export takes one directory to write. Write for example stoker export runs/a served.")
+    out = out or out_option
     with Bars(quiet=as_json):
         found = run_export(run, out, data=data, **settings)
     if not printed({"path": str(found.path), "rows": found.rows, "row_bytes": found.row_bytes}, as_json):
@@ -82,12 +86,13 @@ def serve(
     stoker serve runs/two_tower --retrieve exact
     stoker serve served --workers 4
     """
-    chosen = ServeSettings.from_dict(settings)
-    if chosen.workers == 1:
-        _serve(source, data, chosen)
-        return
     from stoker.serve.workers import listen, processes
 
+    chosen = ServeSettings.from_dict(settings)
+    if chosen.workers == 1:
+        listen(chosen.host, chosen.port).close()  # before the model loads, which may take long
+        _serve(source, data, chosen)
+        return
     with TemporaryDirectory(prefix="stoker-serve-") as folder, listen(chosen.host, chosen.port) as listening:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
         _load_modules()

@@ -14,7 +14,6 @@ from stoker.base.units import format_count, plural, quoted
 from stoker.cli.options import (
     DataArgument,
     Json,
-    OneObject,
     Plot,
     check_new_files,
     option,
@@ -181,7 +180,7 @@ def _size(text: str) -> int | Literal["auto"]:
     RangeTest, ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, "lr_scaling",
     "base_batch_size", "data_memory", MemoryBudget, MachineConfig,
 )  # fmt: skip
-def find_lr(dataset: DataArgument, *, settings: dict[str, Any], plot: Plot = None, as_json: OneObject = False) -> None:
+def find_lr(dataset: DataArgument, *, settings: dict[str, Any], plot: Plot = None, as_json: Json = False) -> None:
     """Find learning rates with a range test.
 
     Trains a model, which is not kept, with learning rates that rise from step

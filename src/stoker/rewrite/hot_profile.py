@@ -235,8 +235,8 @@ class HotProfile(Plotted):
         sizes.plot(thresholds, mib, marker="o", markersize=3)
         sizes.axhline(self.settings.budget / 2**20, linestyle="--", linewidth=1, color="gray")
         sizes.annotate(
-            f"budget {format_size(self.settings.budget)}", (1, self.settings.budget / 2**20),
-            xycoords=("axes fraction", "data"), ha="right", va="bottom", color="gray",
+            f"budget {format_size(self.settings.budget)}", (0.02, self.settings.budget / 2**20),
+            xycoords=("axes fraction", "data"), ha="left", va="bottom", color="gray",
         )  # fmt: skip
         sizes.set(xscale="log", yscale="log", xlabel="threshold (share of a table's accesses)", ylabel="hot rows (MiB)")
         sizes.invert_xaxis()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, Thread
 
-from stoker.base.errors import ConfigError, StokerError, errors_as
+from stoker.base.errors import ConfigError, StokerError
 
 __all__ = ["listen", "processes"]
 
@@ -25,8 +25,11 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StokerError: the address cannot be had.
     """
-    with errors_as(StokerError, f"{host}:{port} cannot be served", "Choose another port."):
+    try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # Python repeats the address
+        raise StokerError(f"{host}:{port} cannot be served: {reason}. Choose another host or port.") from error
 
 
 @contextmanager

@@ -176,6 +176,8 @@ class _Design:
         sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
         self._base = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # [F + 1]
         self._known = np.unique(np.concatenate([np.unique(self._entries(batch)[0]) for batch in batches]))
+        if not len(self._known):  # all bags are empty: a column of zeros
+            self._known = np.array([-1])
         dense = np.concatenate([batch.dense.numpy() for batch in batches])
         self._mean, deviation = dense.mean(axis=0), dense.std(axis=0)
         self._scale = np.where(deviation > 0, deviation, 1.0)

@@ -131,7 +131,9 @@ class Comparison(Plotted):
         for number, run in enumerate(self.runs):
             color = f"C{number % 10}"
             if train := _curve(run.losses, "loss"):
-                losses.plot(*zip(*train, strict=True), color=color, linewidth=1, label=run.name)
+                losses.plot(
+                    *zip(*train, strict=True), color=color, marker="." * (len(train) == 1), linewidth=1, label=run.name
+                )
             if run.name in measured:
                 curve = zip(*measured[run.name], strict=True)
                 metric.plot(*curve, color=color, marker="o", markersize=3, label=run.name)

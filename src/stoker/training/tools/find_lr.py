@@ -191,8 +191,9 @@ class Finding(Plotted):
             axes.axvline(found[name], linestyle=style, linewidth=1, color="gray", label=f"{rule}: {words}")
         low, high = min(self.smoothed), max(self.smoothed[: max(1, len(self.smoothed) // 4)])
         axes.set(
-            xscale="log", xlabel=name, ylabel="loss", ylim=(low - 0.1 * (high - low + 1e-9), high + high - low + 1e-9)
-        )
+            xscale="log", xlabel=name + (f" (row_lr: times {self.row_lr / base:g})" if self.which == "both" else ""),
+            ylabel="loss", ylim=(low - 0.1 * (high - low + 1e-9), high + high - low + 1e-9),
+        )  # fmt: skip
         axes.legend()
         return figure
 
