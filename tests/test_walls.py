@@ -32,11 +32,11 @@ LINES = {
     "rewrite": 1_910,
     "prep": 13_620,
     "synthetic": 1_670,
-    "cli": 3_440,
+    "cli": 3_442,
     "live": 1_370,
     "serve": 1_640,
 }  # fmt: skip
-ALL_LINES = 66_750
+ALL_LINES = 66_757
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
