@@ -23,20 +23,20 @@ LAYERS = {
 LINES = {
     "base": 2_240,
     "ops": 7_140,
-    "dataset": 3_090,
+    "dataset": 3_080,
     "optim": 600,
-    "tables": 13_220,
+    "tables": 13_260,
     "models": 2_000,
     "placement": 2_770,
-    "training": 10_950,
+    "training": 10_980,
     "rewrite": 1_810,
-    "prep": 13_620,
+    "prep": 13_600,
     "synthetic": 1_660,
-    "cli": 3_410,
+    "cli": 3_420,
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 65_770
+ALL_LINES = 65_830
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -173,8 +173,8 @@ def _open(run: Path, data: Path | None, wanted: _Scored, settings: dict[str, Any
     saved_model(checkpoint, manifest)  # refuses a model that no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     check_rows(dataset, manifest)
-    known, own = manifest["extra"].get("dataset") or {}, dataset_identity(dataset)["vocabulary_hash"]
-    if known.get("first") == own != known["vocabulary_hash"] and data is not None:
+    known, found = manifest["extra"].get("dataset") or {}, dataset_identity(dataset)["vocabulary_hash"]
+    if known.get("first") == found != known["vocabulary_hash"] and data is not None:
         say(f"note: {dataset.path} lacks the ids that updates of the run have added: they are scored as unknown ids. "
             "To score them, prepare the logs --like RUN/updates/NUMBER, the newest", error=True)  # fmt: skip
     chosen = _with_rows(dataset, wanted.split)

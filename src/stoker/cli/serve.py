@@ -45,11 +45,11 @@ def export(
     """
     from stoker.serve.export import export as run_export
 
-    if (out is None) == (out_option is None):
+    target = out or out_option
+    if target is None or (out and out_option):
         raise ConfigError("stoker export takes one directory to write. Write for example stoker export runs/a served.")
-    out = out or out_option
     with Bars(quiet=as_json):
-        found = run_export(run, out, data=data, **settings)
+        found = run_export(run, target, data=data, **settings)
     if not printed({"path": str(found.path), "rows": found.rows, "row_bytes": found.row_bytes}, as_json):
         say(found.summary())
 
