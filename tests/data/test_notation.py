@@ -556,7 +556,8 @@ def test_whole_numbers_that_a_missing_value_made_floats_fit_an_int_column(tmp_pa
 
 
 MOMENTS = [datetime(2024, 1, 5 + n % 9, n % 24, n % 60, n % 7) for n in range(60)]
-SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d"]
+SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%dT%H:%M:%SZ",
+          "%Y-%m-%dT%H:%M:%S.000000+0000", "%Y-%m-%d"]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -572,7 +573,7 @@ def test_times_are_the_texts_of_the_log_whatever_their_unit(tmp_path: Path, shap
         stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0"
     )
     typed = times if unit == "pandas" else times.cast(pl.Datetime(unit))
-    if shape.endswith(("+00:00", "Z")):
+    if shape.endswith(("+00:00", "+0000", "Z")):
         typed = typed.dt.replace_time_zone("UTC").dt.convert_time_zone("Asia/Tokyo")
     frame: Any = rows.with_columns(typed)
     frame = frame.to_pandas() if unit == "pandas" else frame
@@ -866,7 +867,8 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
 @pytest.mark.parametrize(
     ("rule", "texts", "typed"),
     [("== 'True'", ["True", "False"], [True, False]), ("!= '0'", ["1", "0"], [True, False]),
-     ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0])],
+     ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0]),
+     *((rule, ["2.50", "5.00"], [2.5, 5.0]) for rule in ("== '2.50'", "== '2.5'", "!= '5'", "!= '5.000'"))],
 )  # fmt: skip
 def test_a_rule_of_the_label_meets_its_text_in_any_type(
     tmp_path: Path, rule: str, texts: list[str], typed: list[Any]
@@ -878,7 +880,32 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
     schema = stoker.Schema.from_dict(values)
     table = rows.with_columns(label=pl.Series(typed * 30))
     table.write_ndjson(tmp_path / "log.jsonl")
-    for log in (tmp_path / "log.csv", table, tmp_path / "log.jsonl"):
+    decimals = [table.cast({"label": pl.Decimal(8, scale)}) for scale in (1, 3) if not isinstance(typed[0], bool)]
+    for log in (tmp_path / "log.csv", table, tmp_path / "log.jsonl", *decimals):
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
         assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+def test_times_are_no_numbers_of_a_label(tmp_path: Path) -> None:
+    """Also of rows like a dataset's, where the label is optional: their microseconds would all be more than 0."""
+    rows = pl.DataFrame({"label": [0, 5] * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    schema = stoker.Schema.from_dict({"label": {"column": "label", "rule": "> 3"}, "categorical": [{"name": "user"}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
+    times = rows.with_columns(label=pl.from_epoch("label"))
+    for like in (None, data):
+        with pytest.raises(stoker.DataError, match="column label holds Datetime.*write numbers as in the log"):
+            stoker.prepare(None if like else schema, times, out=tmp_path / "new", like=like)
+
+
+def test_a_table_that_says_nothing_leaves_the_notation_of_the_others(tmp_path: Path) -> None:
+    """The last price of each user is 2.5, which is written in one way; that of whole numbers is known from the ids."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "price": [3.0, 2.5] * 30, "user": ["a", "a", "b", "b"] * 15,
+                         "when": range(60)})  # fmt: skip
+    values = {"label": "label", "timestamp": {"column": "when"}, "categorical": [{"name": "price"}],
+              "derive": ["previous by=user order=when column=price"]}  # fmt: skip
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    assert Like(data.path).schema.notation_of("price") == "1"
+    rows.with_columns(pl.col("when") + 60).write_csv(tmp_path / "new.csv")
+    [batch] = stoker.prepare(None, tmp_path / "new.csv", out=tmp_path / "new", like=data).test.batches(60)
+    assert (batch.ids > 0).all()

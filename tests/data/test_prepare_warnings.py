@@ -175,6 +175,19 @@ def test_one_value_in_two_notations_is_named(tmp_path: Path, texts: list[str], p
     assert (again.already, again.warnings) == (True, found.warnings)
 
 
+def test_one_value_in_two_notations_is_named_where_only_features_read_it(tmp_path: Path) -> None:
+    columns = {"v": [["136", "136.0", "x"][n % 3] for n in range(ROWS)], "item": [f"i{n % 9}" for n in range(ROWS)]}
+    pl.DataFrame({"clicked": [n % 2 for n in range(ROWS)], **columns}).write_csv(tmp_path / "log.csv")
+    values = {"label": "clicked", "categorical": [{"name": "item"}], "derive": ["mean_target by=v", "count by=v,item"]}
+    found = run_prepare(Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data")
+    (said,) = found.warnings
+    assert said.startswith("1 value of column 'v' is written in two ways, such as '136.0' and '136', and each feature")
+    again = run_prepare(Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data")
+    assert (again.already, again.warnings) == (True, found.warnings)
+    new = run_prepare(None, tmp_path / "log.csv", out=tmp_path / "new", like=stoker.Dataset(found.path))
+    assert not any("two ways" in said for said in new.warnings)
+
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_a_log_that_grows_while_it_is_read_is_named(tmp_path: Path, pack: Any) -> None:
     """Its manifest has the size before, so that an update does not take the new rows for used ones."""

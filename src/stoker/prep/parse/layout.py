@@ -17,7 +17,7 @@ from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
-from stoker.prep.parse.notation import AS_TYPED, notation_of_values
+from stoker.prep.parse.notation import AS_TYPED, notation_of_operand
 from stoker.prep.schema import RULE_KEYS, CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
@@ -51,8 +51,9 @@ class Layout:
         rule = schema.label.parsed()
         operand = 0.0 if rule is None else rule[1]
         needed, notation = schema.label.required, schema.notation_of(schema.label.column)
-        if isinstance(operand, str) and notation != AS_TYPED:
-            notation = notation_of_values([operand])  # so that a truth value of a table meets the text True
+        if isinstance(operand, str) and notation != AS_TYPED:  # so that True of a table meets its text, and 2.5 2.50
+            notation, operand = notation_of_operand(operand)
+        self._operand = operand
         self.label = Field(
             column=schema.label.column, kind="string" if isinstance(operand, str) else "float", required=needed,
             optional=not needed, decimal=schema.source.decimal, notation=notation,
@@ -149,8 +150,7 @@ class Layout:
             return np.full(block.rows, np.nan if self.label.optional else 1, np.float32)
         column = block.columns[self.label]
         if (rule := self.schema.label.parsed()) is not None:
-            compare, operand = COMPARE[rule[0]], rule[1]
-            column = compare(column, operand)
+            column = COMPARE[rule[0]](column, self._operand)
         return column.cast(pl.Float32).to_numpy()  # NaN where it is null
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:

@@ -67,7 +67,7 @@ _CHANGES = {  # notation -> what is rare and shows that a text may be written ot
 #: A date, or a time without a zone or of UTC. The notation of times is one of them with all digits 0.
 _MOMENT = (
     r"^(?P<date>\d{4}-\d{2}-\d{2})(?:[T ](?P<clock>\d{2}:\d{2})(?::(?P<second>\d{2})(?:\.(?P<fraction>\d{1,9}))?)?"
-    r"(?P<zone>Z|\+00:00)?)?$"
+    r"(?P<zone>Z|\+00:?00)?)?$"
 )
 _MOST_DIGITS = 9  # of a fraction
 #: A number with a decimal comma, perhaps with points between groups of three digits.
@@ -102,6 +102,13 @@ def notation_of_values(values: Collection[str]) -> str:
     """Return how the values of a condition are written; it may name one of two truth values."""
     words = next((name for name, words in _WORDS.items() if {*values} <= {*words}), "")
     return words or notation_of(pl.Series([*values], dtype=pl.String))
+
+
+def notation_of_operand(text: str) -> tuple[str, str]:
+    """Return how values are written that a rule compares with a text, and that text so; a number is a plain value."""
+    if (notation := notation_of_values([text])) in _WORDS or not re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return notation, text
+    return PLAIN, str(written(pl.Series([text]), PLAIN)[0])
 
 
 def _digits_of(decimals: pl.Series) -> int:

@@ -28,14 +28,14 @@ from stoker.dataset.row_files import GroupWriter, group_file, kept_file, kept_wr
 from stoker.dataset.rows import note_checked
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.features.store import store_features
+from stoker.prep.features.store import StoredTable, store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import number_groups
 from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
-from stoker.prep.parse.notation import PLAIN
+from stoker.prep.parse.notation import PLAIN, notation_of, twins_of
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import is_packed, source_kind, text_edges
 from stoker.prep.recipe import Recipe
@@ -274,13 +274,28 @@ def warnings_of(task: Task, manifest: dict[str, Any]) -> list[str]:
 
 
 def twin_warnings(manifest: dict[str, Any]) -> list[str]:
-    """Return a warning for each table in which values are written in two ways, as if they were two."""
+    """Return a warning for each table or column in which values are written in two ways, as if they were two."""
+    kinds = {"twins": ("table", "text has an id", '; whole numbers may also have type = "int" in the schema'),
+             "feature_twins": ("column", "feature takes each text for a value", "")}  # fmt: skip
     return [
-        f"{plural(count, 'value')} of table {name!r} {'is' if count == 1 else 'are'} written in two ways, such as "
-        f"{first!r} and {second!r}, and each text has an id of its own. If they mean the same, write them in one way "
-        'in all files; whole numbers may also have type = "int" in the schema.'
-        for name, (count, first, second) in manifest.get("twins", {}).items()
+        f"{plural(count, 'value')} of {kind} {name!r} {'is' if count == 1 else 'are'} written in two ways, such as "
+        f"{first!r} and {second!r}, and each {what} of its own. If they mean the same, write them in one way in all "
+        f"files{more}."
+        for key, (kind, what, more) in kinds.items()
+        for name, (count, first, second) in manifest.get(key, {}).items()
     ]
+
+
+def _feature_twins(schema: Schema, tables: Mapping[str, StoredTable]) -> dict[str, list[Any]]:
+    """Return column -> what :func:`twins_of` says of its texts in fitted tables, if no column of ids reads it."""
+    found: dict[str, list[Any]] = {}
+    for feature in (one for one in schema.feature if one.name in tables):
+        types = pl.read_parquet_schema(tables[feature.name].path)
+        for name in {*feature.inputs} - {one.raw for one in schema.features} - {*found}:
+            if types.get(name) == pl.String:
+                texts = pl.read_parquet(tables[feature.name].path, columns=[name])[name].unique(maintain_order=True)
+                found |= {name: twins} if (twins := twins_of(texts, notation_of(texts))) else {}
+    return dict(sorted(found.items()))
 
 
 def copy_warnings(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
@@ -428,6 +443,8 @@ def _finish(
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
+    more = {} if like is not None else _feature_twins(schema, rows.fitted_tables)
+    manifest |= {"feature_twins": more} if more else {}  # column -> likewise
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)
