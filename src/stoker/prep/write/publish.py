@@ -290,12 +290,12 @@ def _feature_twins(schema: Schema, tables: Mapping[str, StoredTable]) -> dict[st
     """Return column -> what :func:`twins_of` says of its texts in fitted tables, if no column of ids reads it."""
     found: dict[str, list[Any]] = {}
     for feature in (one for one in schema.feature if one.name in tables):
-        types = pl.read_parquet_schema(tables[feature.name].path)
-        for name in {*feature.inputs} - {one.raw for one in schema.features} - {*found}:
-            if types.get(name) == pl.String:
-                texts = pl.read_parquet(tables[feature.name].path, columns=[name])[name].unique(maintain_order=True)
-                found |= {name: twins} if (twins := twins_of(texts, notation_of(texts))) else {}
-    return dict(sorted(found.items()))
+        path, listed = tables[feature.name].path, {*found, *(one.raw for one in schema.features)}
+        names = [name for name, kind in pl.read_parquet_schema(path).items() if kind == pl.String]
+        for name in sorted({*feature.inputs}.intersection(names) - listed):
+            texts = pl.read_parquet(path, columns=[name])[name].unique(maintain_order=True)
+            found[name] = twins_of(texts, notation_of(texts))
+    return {name: twins for name, twins in found.items() if twins}
 
 
 def copy_warnings(recipe: Recipe, manifest: dict[str, Any]) -> list[str]:
@@ -443,8 +443,8 @@ def _finish(
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
-    more = {} if like is not None else _feature_twins(schema, rows.fitted_tables)
-    manifest |= {"feature_twins": more} if more else {}  # column -> likewise
+    if like is None and (twins := _feature_twins(schema, rows.fitted_tables)):
+        manifest["feature_twins"] = twins  # column -> likewise
     if like is not None:
         manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
     stored.write_manifest(out, manifest)
