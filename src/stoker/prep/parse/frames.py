@@ -277,7 +277,7 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
         if (item.required or item.optional) and item.notation != AS_TYPED:  # 0.1.0 counted microseconds
             raise DataError(
                 f"column {item.column} holds {series.dtype}, and the schema reads numbers, whose unit a time does not "
-                'say: write numbers as in the log, or, of a timestamp, set type = "datetime" in [timestamp] of the schema.'
+                'say: write numbers as in the log, or, of a timestamp, set type = "datetime" in [timestamp].'
             )
         series = series.cast(pl.Datetime("us")).to_physical()
     if kind == "hex" and not series.dtype.is_unsigned_integer() and series.count():
