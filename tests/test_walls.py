@@ -36,7 +36,7 @@ LINES = {
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 65_830
+ALL_LINES = 65_833
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
