@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -627,3 +629,8 @@ def test_a_rank_that_is_no_whole_number_is_refused_by_name(rank: Any) -> None:
     for make in (lambda: stoker.TTEmbeddingBag(100, 8, rank=rank), lambda: TensorTrain(rank=rank)):
         with pytest.raises(stoker.ConfigError, match=r"rank=.* of a tensor train is no whole number"):
             make()
+
+
+def test_ranks_of_numpy_are_numbers_that_files_take() -> None:
+    assert json.dumps(TensorTrain(rank=np.int64(4)).rank) == "4"  # type: ignore[arg-type]
+    assert json.dumps(TensorTrain(rank=(np.int64(4), 5)).rank) == "[4, 5]"  # type: ignore[arg-type]

@@ -633,6 +633,16 @@ def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
     assert tables.tick == 1
 
 
+def test_compiled_clipping_by_another_norm_is_refused() -> None:
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    tables.as_optimizer()
+    head(tables(batches(1)[0]).flatten(1)).sum().backward()
+    both = [*tables.parameters(), *head.parameters()]
+    with pytest.raises(stoker.ConfigError, match="only the 2-norm is known"):
+        torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0, norm_type=math.inf), backend="eager")()
+    torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0), backend="eager", fullgraph=True)()
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_a_penalty_on_the_handle_is_refused(driven: bool) -> None:
     tables = made()

@@ -1075,6 +1075,18 @@ def test_copies_that_differ_are_not_saved(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["whole"]
 
 
+def test_the_only_copy_differs_from_none(tmp_path: Path) -> None:
+    """A script for several ranks that is tried on one."""
+
+    def work(group: Ranks) -> None:
+        tables = _some(group.averaging(4))
+        tables(torch.tensor([[1, 2]])).sum().backward()
+        save(tmp_path / "early", tables)
+
+    on_threads(1, work)
+    assert (tmp_path / "early").is_dir()
+
+
 def test_rows_that_no_stage_brought_are_counted() -> None:
     def work(group: Ranks) -> list[int]:
         tables, found = _some(group, placement=Cached(slots=16)), []

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,28 @@ def test_a_directory_with_other_files_is_no_begin_of_a_run(tmp_path: Path, other
     (tmp_path / other).touch()
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory(tmp_path).check_new()
+
+
+def test_a_link_to_an_empty_directory_is_no_begin_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="is not empty"):
+        RunDirectory.create(out, {})
+    assert [each.name for each in out.iterdir()] == ["checkpoints"]
+
+
+def test_a_run_waits_for_a_process_that_only_looks_whether_it_can_begin(tmp_path: Path) -> None:
+    """It has the lock for a moment: the run that was made would not be trained."""
+    run = RunDirectory.create(tmp_path, {"settings": {}, "dataset": "data"})
+    with ExitStack() as other:
+        other.enter_context(RunDirectory(tmp_path).locked())
+        timer = threading.Timer(0.1, other.close)
+        timer.start()
+        with run.locked() as alone:
+            assert alone
+        timer.join()
 
 
 def test_a_run_that_another_process_is_making_is_refused(tmp_path: Path) -> None:

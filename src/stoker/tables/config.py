@@ -270,12 +270,12 @@ class TensorTrain(Strategy):
 
     def __post_init__(self) -> None:
         several = isinstance(self.rank, Sequence) and not isinstance(self.rank, str)
-        ranks: tuple[object, ...] = tuple(self.rank) if several else (self.rank,)  # type: ignore[arg-type]
+        ranks: tuple[Any, ...] = tuple(self.rank) if several else (self.rank,)  # type: ignore[arg-type]
         if not all(isinstance(each, Integral) for each in ranks):
             raise ConfigError(
                 f"rank={self.rank!r} of a tensor train is no whole number; give one, or a sequence of one for each cut."
             )
-        object.__setattr__(self, "rank", ranks if several else ranks[0])  # hashable; JSON makes it a list
+        object.__setattr__(self, "rank", tuple(map(int, ranks)) if several else int(ranks[0]))  # for hashes and JSON
         if self.own is not None and self.own < 1:
             raise ConfigError(f"a row of a tensor train cannot have {self.own} numbers of its own; give at least 1.")
         if self.shape is None:

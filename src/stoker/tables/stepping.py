@@ -583,26 +583,29 @@ def _refuse_other_norms() -> None:
     if cell is None or not callable(norm_of) or hasattr(norm_of, "checks_rows"):
         return
 
+    @_disable_dynamo
+    def check(tensors: list[Tensor], norm_type: float) -> None:
+        for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
+            if not any(steps.trained.handle.grad is each for each in tensors):
+                continue
+            if len(tensors) > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
+                raise ConfigError(
+                    f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
+                    "rank steps its own copy of the rows until the next average: the other parameters would drift "
+                    "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
+                )
+            if float(norm_type) != 2.0:
+                raise ConfigError(
+                    f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
+                    f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
+                    "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
+                )
+
     @wraps(norm_of)
     def checked(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        if not torch.compiler.is_compiling():
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
-                if not any(steps.trained.handle.grad is each for each in tensors):
-                    continue
-                copies = getattr(steps.trained, "averages", None)
-                if len(tensors) > 1 and copies is not None and copies.ranks.size > 1:
-                    raise ConfigError(
-                        f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
-                        "rank steps its own copy of the rows until the next average: the other parameters would drift "
-                        "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
-                    )
-                if float(norm_type) != 2.0:
-                    raise ConfigError(
-                        f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
-                        f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
-                        "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
-                    )
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not torch.compiler.is_compiling() or float(norm_type) != 2.0:  # which break a compiled graph
+            check(tensors, norm_type)
         return norm_of(tensors, norm_type, *args, **kwargs)
 
     vars(checked)["checks_rows"] = True

@@ -33,7 +33,7 @@ class Averages:
 
     def note(self, group: TableGroup, lookups: Lookups) -> None:
         """Note that rows of a group step."""
-        self.pending = True
+        self.pending = self.ranks.size > 1
         for known, touched in self._touched:
             if known is group:
                 mark_lookups(touched, *lookups)

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,12 +70,9 @@ class RunDirectory:
                 made.insert(0, run.checkpoints)
                 run.write("config.json", config)
         except BaseException as error:
-            if run.checkpoints in made:
-                with suppress(OSError):
-                    (run.path / _LOCK).unlink()
-            for folder in made:
+            for place in [run.path / _LOCK, *made] if run.checkpoints in made else made:
                 with suppress(OSError):  # not empty: another process uses it
-                    folder.rmdir()
+                    (Path.unlink if place.name == _LOCK else Path.rmdir)(place)
             if isinstance(error, FileExistsError):
                 raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
             raise
@@ -93,10 +91,9 @@ class RunDirectory:
 
     def _can_begin(self) -> bool:
         """Return True if the directory is empty but for what a kill within :meth:`create` leaves."""
-        names = {entry.name for entry in self.path.iterdir()}
-        return names <= {_LOCK, "checkpoints", "config.json.tmp"} and (
-            "checkpoints" not in names or (self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()))
-        )
+        names, found = {entry.name for entry in self.path.iterdir()}, self.checkpoints
+        empty = found.is_dir() and not found.is_symlink() and not any(found.iterdir())
+        return names <= {_LOCK, "checkpoints", "config.json.tmp"} and (empty or "checkpoints" not in names)
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
@@ -108,7 +105,11 @@ class RunDirectory:
         with errors_as(ConfigError, f"{self.path} cannot be written to", remedy):
             file = (self.path / _LOCK).open("w")
         with file:
-            if (locked := lock_file(file)) is False:
+            for _ in range(100):  # another process may only look whether it can begin here
+                if (locked := lock_file(file)) is not False:
+                    break
+                time.sleep(0.01)
+            else:
                 raise ConfigError(f"another process is training in {self.path}. Wait for it, or stop it first.")
             yield bool(locked)
 
