@@ -103,7 +103,7 @@ class Footprint:
     ) -> None:
         self.rows = sum(use.num_rows for use in uses)  # N
         self.distinct = math.ceil(sum(use.distinct for use in uses))  # U
-        self.row_bytes = row_bytes
+        self.row_bytes = row_bytes  # with optimizer state
         self.in_flight = budget.in_flight or 2
         self.on_cpu = on_cpu
         self.epoch_lookahead = budget.epoch_lookahead

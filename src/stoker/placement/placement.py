@@ -443,7 +443,8 @@ class Sent:
 def expect_sent(placement: Placement, ranks: int, shards: int, parameters: int) -> Sent:
     """Return the expected bytes of a step.
 
-    ``placement``: of the rows that one rank owns, with their uses in whole batches; ``parameters``: P.
+    ``placement``: of the rows that one rank owns, with their uses in whole batches; ``ranks``: at most
+    ``shards``; ``parameters``: P.
     """
     own = [shards_of(rank, ranks, shards) for rank in range(ranks)]
     nodes = [node.size / shards for each in own for node in nodes_of(each)]

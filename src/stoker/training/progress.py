@@ -133,7 +133,7 @@ class SaveTimer:
     Writing takes at most 3 % of the time: checkpoints that take long are written less often.
     """
 
-    minutes: float
+    minutes: float  # 0: never
     now: Callable[[], float] = time.monotonic
     _next: float = field(init=False)
 
