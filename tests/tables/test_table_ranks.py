@@ -472,8 +472,9 @@ def test_a_setting_of_one_rank_alone_is_refused_by_name(what: str, how: str) -> 
             loop()
         return str(caught.value)
 
+    averaged = how == "averaged" and what == "number of row updates done"  # which an average compares first
     for said in on_threads(2, work):
-        assert ALONE[what] in said
+        assert ("copies of rows cannot be averaged: they have done 4, 8 steps" if averaged else ALONE[what]) in said
 
 
 @pytest.mark.parametrize("divided", [True, False])
