@@ -24,6 +24,8 @@ $(VENV)/.runtime: $(PY) requirements/runtime.txt pyproject.toml
 	@echo "Installing Stoker and its pinned dependencies (about a minute)"
 	@$(PIP) -r requirements/runtime.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
+	@# What a command imports compiles now, also where the environment forbids Python to write: else each would take 8 s more.
+	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import torch._dynamo, polars, pyarrow.dataset, numba, scipy.sparse, rich.progress, typer'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
