@@ -541,7 +541,7 @@ class EmbeddingTables(CopiedTables):
     def average(self) -> None:
         """Average the copies of ranks now (:meth:`stoker.distributed.Ranks.averaging`); all ranks call this."""
         if self.averages is not None:
-            self.averages.average(self.tick, said(self, self.gradient_scale))
+            self.averages.average(said(self, self.gradient_scale))
             compare_written(self.averages.ranks, self)
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:

@@ -18,7 +18,6 @@ from stoker.ops.tree import Node
 from stoker.tables.changes import mark_lookups
 from stoker.tables.group import TableGroup
 from stoker.tables.lookups import Lookups
-from stoker.tables.ranks.heartbeat import RanksError
 from stoker.tables.ranks.transport import Ranks
 
 _CHUNK = 2**18  # rows averaged at a time
@@ -38,26 +37,16 @@ class Averages:
             if known is group:
                 mark_lookups(touched, *lookups)
 
-    def average(self, steps: int, said: Sequence[int]) -> None:
+    def average(self, said: Sequence[int]) -> None:
         """Replace each row that some rank touched by its mean over ranks, which all ``said`` the same of their steps.
 
         All ranks call this, also those whose copies nothing touched.
 
         Raises:
-            RanksError: the ranks have done different numbers of ``steps``.
+            RanksError: the ranks have done different numbers of steps, or differ in settings.
         """
-        work, size = "average rows", self.ranks.size
         for group, touched in self._touched:
-            found, notes = self.ranks.exchange_noted(
-                work, [touched.nonzero().view(-1)] * size, [*said, steps], whom="all"
-            )
-            if len(set(done := [each[-1] for each in notes])) > 1:
-                raise RanksError(
-                    f"copies of rows cannot be averaged: they have done {', '.join(map(str, done))} steps on ranks 0 "
-                    f"to {size - 1}. All ranks must do equally many: one whose examples have run out steps on an "
-                    "empty batch."
-                )
-            self.ranks.check_step(work, notes)
+            found = self.ranks.gather("average rows", touched.nonzero().view(-1), said)
             for rows in torch.unique(torch.cat(found)).split(_CHUNK):
                 if len(rows):
                     group.replace(rows, group.storage.gather(rows.numpy()).map(self._mean))

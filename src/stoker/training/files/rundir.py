@@ -70,9 +70,11 @@ class RunDirectory:
                 made.insert(0, run.checkpoints)
                 run.write("config.json", config)
         except BaseException as error:
-            for place in [run.path / _LOCK, *made] if run.checkpoints in made else made:
-                with suppress(OSError):  # not empty: another process uses it
-                    (Path.unlink if place.name == _LOCK else Path.rmdir)(place)
+            with suppress(OSError):  # not empty: another process uses it, and so the folders above
+                if run.checkpoints in made:
+                    (run.path / _LOCK).unlink()
+                for folder in made:
+                    folder.rmdir()
             if isinstance(error, FileExistsError):
                 raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
             raise
