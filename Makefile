@@ -93,7 +93,7 @@ docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and b
 
 # First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.
 LOWEST := .venv-lowest
-LOWEST_PY := STOKER_EFFORT=0.25 OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
+LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_EFFORT=0.25 OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
 LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
 
 lowest:  ## Train and test with the lowest versions that pyproject.toml allows
