@@ -63,6 +63,7 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 if not INTERPRETED:
 
     @pytest.mark.slow
+    @pytest.mark.timeout(1200)  # a hundred tests in one
     def test_interpreter() -> None:
         """All the tests below, and those of copies of rows and of a whole step, on CPU tensors."""
         options = ["-x", "-p", "no:cacheprovider"]
