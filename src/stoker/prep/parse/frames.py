@@ -266,7 +266,8 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     kind = item.kind
     if series.dtype == pl.String:
         if _TYPES[kind] == pl.String:
-            return written(series.replace("", None), item.notation)
+            empty = series == ""  # Polars' replace takes twenty times as long for a request
+            return written(series.set(empty, None) if empty.any() else series, item.notation)
         return _from_text(series, item, wrong)
     moments = series.dtype in (pl.Date, pl.Datetime)
     if moments and kind == "datetime":
