@@ -45,7 +45,7 @@ def main() -> int:
     began = time.perf_counter()
     shutil.rmtree(ROOT / RUN, ignore_errors=True)
     for command in commands():
-        console.print(f"\n[bold]$ {command}[/bold]", highlight=False)
+        console.print(f"\n[bold]$ {command}[/bold]", highlight=False, soft_wrap=True)
         done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=False)
         if done.returncode:
             return done.returncode
@@ -69,7 +69,7 @@ def main() -> int:
         table.add_row(*row)
     console.print("\n", table, "\n[bold]Try next:[/bold]", sep="")
     for line in (f"predict {RUN} --data {DATA} --out {RUN}/scores.parquet", "prepare --help   # docs/start.md"):
-        console.print(f"  .venv/bin/stoker {line}", highlight=False)
+        console.print(f"  .venv/bin/stoker {line}", highlight=False, soft_wrap=True)
     return 0
 
 

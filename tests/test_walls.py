@@ -28,15 +28,15 @@ LINES = {
     "tables": 13_260,
     "models": 2_000,
     "placement": 2_770,
-    "training": 10_980,
+    "training": 11_040,
     "rewrite": 1_810,
     "prep": 13_630,
     "synthetic": 1_660,
     "cli": 3_420,
-    "live": 1_330,
+    "live": 1_340,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 65_860
+ALL_LINES = 65_930
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

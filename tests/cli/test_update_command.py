@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from calling import output
 
+from stoker.live.watch import watch
 from stoker.testing import make_daily_run
 
 
@@ -63,3 +64,26 @@ def test_mistakes(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, err = output(capsys, "update", tmp_path / "run-data", logs[0])
     assert code == 2
     assert "is a dataset, not a run directory" in err
+
+
+def test_a_watch_says_what_it_waits_for(
+    logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter([None, None, KeyboardInterrupt])
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 3.5
+        if end := next(waits):
+            raise end
+
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
+    logs[0].rename(incoming / "day_1.csv")
+    monkeypatch.setitem(watch.__kwdefaults__, "sleep", sleep)
+    code, out, err = output(capsys, "update", tmp_path / "run", "--watch", incoming, "--poll", "3.5")
+    assert code == 130
+    assert f"waiting for new rows of {incoming}, checked every 3.5 s; Ctrl-C ends this" in err.replace("\n", "")
+    assert "update 1: trained on 300 rows" in out
+    code, _, err = output(capsys, "update", tmp_path / "run", "--watch", incoming, "--poll", "-1")
+    assert code == 2
+    assert "--poll is -1; it must be a number of seconds above 0" in err

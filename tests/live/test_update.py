@@ -7,6 +7,7 @@ import errno
 import gzip
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -817,6 +818,9 @@ def test_a_directory_is_watched(place: Path) -> None:
     assert set(slept) == {3.0}
     with pytest.raises(DataError, match="is not a directory"):
         next(watch(place / "run", place / "nowhere"))
+    for poll in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="must be a number of seconds above 0"):
+            next(watch(place / "run", incoming, poll=poll))
 
 
 def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Path) -> None:

@@ -37,6 +37,7 @@ import stoker
 pytest.importorskip("aiohttp", reason="the server needs aiohttp")
 pytest.importorskip("prometheus_client", reason="the server's metrics need prometheus_client")
 
+from stoker.base.errors import ConfigError
 from stoker.cli import app
 from stoker.prep.requests import as_frame
 from stoker.serve.bodies import RequestError, _written, arrow_rows
@@ -45,6 +46,13 @@ from stoker.serve.server import Server
 from stoker.serve.settings import ServeSettings
 from stoker.testing import make_daily_run
 from tests.campaigns import scaled
+
+
+@pytest.mark.parametrize("name", ["poll", "read_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_times_that_end_no_wait_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServeSettings(**{name: value})
 
 
 @contextmanager

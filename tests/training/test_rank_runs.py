@@ -23,8 +23,10 @@ from stoker.optim import Constant
 from stoker.placement.placement import expect_sent
 from stoker.tables import Ranks
 from stoker.testing import make_dataset
+from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run
 from stoker.training.ranks import sharded, together
+from stoker.training.ranks.start import check_settings
 from stoker.training.ranks.together import compute_part
 
 RUN: dict[str, Any] = {
@@ -264,6 +266,14 @@ def test_what_does_not_go_is_refused_by_name_on_every_rank(
     for said in on_threads(3, work):
         assert message in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("shards", "ranks", "enough"), [(2, 3, 8), (8, 9, 16), (16, 17, 32)])
+def test_too_few_shards_are_refused_with_a_number_that_suffices(
+    shards: int, ranks: int, enough: int, data: Dataset
+) -> None:
+    with pytest.raises(ConfigError, match=f"the run has {shards}. Give shards={enough} to a new run"):
+        check_settings(TrainConfig(shards=shards), data, ranks)
 
 
 @pytest.fixture(scope="module")

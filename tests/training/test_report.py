@@ -24,6 +24,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import seal
 from stoker.cli import app
 from stoker.dataset.dataset import Dataset
+from stoker.ops.tt.shape import TTShape
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.report.advice import advise
@@ -251,6 +252,62 @@ def test_products_of_each_token_are_work() -> None:
     batch = stoker.Batch(dense=torch.zeros(1, 0), ids=torch.ones(1, 2, dtype=torch.int64))
     tokens = 2 * 4 * 8 + model.blocks[0].first.weight.numel() * 2 * len(model.blocks)
     assert work_of(model, batch)["operations"] == 6 * (tokens + 8)
+
+
+def test_products_of_each_step_of_a_history_are_work() -> None:
+    item = stoker.Feature(name="item", table="items")
+    past = stoker.Feature(name="past", table="items", sequence=True, max_length=5)
+    spec = stoker.FeatureSpec(dense=(), features=(item, past), num_embeddings={"items": 10})
+    model = stoker.SASRec(spec, embedding_dim=4, blocks=2, hidden=(8,))
+    batch = stoker.Batch(dense=torch.zeros(1, 0), ids=torch.tensor([7, 3, 5]), offsets=torch.tensor([0, 1, 3]))
+    # The first block: projections of 5 steps, products of 5 x 5 steps. The last one has one question.
+    wide = 5 * (3 * 4 * 4 + 2 * 4 * 4) + 2 * 5 * 5 * 4
+    assert work_of(model, batch)["operations"] >= 6 * wide
+    assert work_of(model, batch)["operations"] > 12 * sum(each.numel() for each in model.dense_parameters())
+
+
+def test_products_and_slices_of_tensor_trains_are_work() -> None:
+    spec = stoker.FeatureSpec.from_sizes(0, [1000])
+    model = stoker.DLRM(spec, embedding_dim=8, top=(4,), tensor_train={"C1": stoker.TensorTrain(rank=4)})
+    shape = TTShape(**{name: tuple(each) for name, each in model.tensor_train["C1"].items()})
+    ids = [0, 1, 7, 7, 998, 999]
+    batch = stoker.Batch(dense=torch.zeros(len(ids), 0), ids=torch.tensor(ids)[:, None])
+    plain = work_of(stoker.DLRM(spec, embedding_dim=8, top=(4,)), batch)
+    products, moved = 0, len(ids) * 8 * 4
+    for place, (_, left, width) in enumerate(shape.core_shapes):
+        if place:
+            prefixes = {tuple(_digits(i, shape.rows)[: place + 1]) for i in ids}
+            products += len(prefixes) * math.prod(shape.cols[:place]) * left * width
+        core = model.embeddings.groups[0].storage.cores[place]
+        slice_bytes = core.weight[0].nbytes
+        with_state = slice_bytes + sum(each[0].nbytes for each in core.state.values())
+        moved += len({_digits(i, shape.rows)[place] for i in ids}) * (slice_bytes + 2 * with_state)
+    found = work_of(model, batch)
+    assert found["operations"] == pytest.approx(plain["operations"] + 6 * products / len(ids))
+    assert found["row_bytes"] == pytest.approx(moved / len(ids))
+
+
+def _digits(row: int, factors: tuple[int, ...]) -> list[int]:
+    found = []
+    for count in reversed(factors):
+        row, digit = divmod(row, count)
+        found.append(digit)
+    return found[::-1]
+
+
+def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=1000)
+    settings = {"model": "two-tower", "model_options": {"item": ("C1",)}, "loss": "in-batch", "metric": "recall_50"}
+    stoker.train(data, out=tmp_path / "run", batch_size=64, epochs=1, display="quiet", tensorboard=False, **settings)
+    text = stoker.report(tmp_path / "run").read_text()
+    [tiles] = re.findall('<div class="tiles">.*?</div></div>', text)
+    assert re.findall("<span>([^,]*), test rows", tiles) == ["recall@50", "AUC", "recall@10"]
+    [curve] = re.findall("<figcaption>loss by epoch.*?</figure>", text)
+    assert "validation" not in curve
+
+
+def test_long_bars_have_whole_numbers() -> None:
+    assert re.findall("start[^>]*>([^<]*)<", bars({"a": 12345.6, "b": 0.1234}, "ms")) == ["12,346", "0.123"]
 
 
 QUIET: dict[str, Any] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from small_runs import HALF, assert_same_run, records
@@ -223,3 +224,17 @@ def test_columns_of_the_item_are_found_or_asked_for() -> None:
         stoker.TrainConfig(metric="recall_10")
     with pytest.raises(ConfigError, match="compile"):
         stoker.TrainConfig(model="two-tower", loss="in-batch", compile=True)
+
+
+def test_a_column_of_the_user_that_knows_the_item_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = pl.DataFrame({"click": [0, 1] * 50, "user": [*range(10)] * 10, "item": [*range(5)] * 20, "at": [*range(100)]})
+    columns = [{"name": name, "type": "int"} for name in ("user", "item")]
+    features = ["past_count name=sold by=item order=at", "past_count name=busy by=user order=at"]
+    plain = {"label": "click", "categorical": columns, "timestamp": {"column": "at"}, "derive": features}
+    data = stoker.prepare(stoker.Schema.from_dict(plain), log, out=tmp_path / "d", split="random:0.8,0.1")
+    for item, named in ((("item",), True), (("item", "sold"), False)):
+        given = RUN | {"display": "plain", "model_options": {"item": item}, "steps": 1}
+        stoker.train(data, out=tmp_path / "-".join(item), **given)
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert ("sold is computed from item, which is of the item, but belongs to the user" in said) == named
+        assert "busy is computed" not in said

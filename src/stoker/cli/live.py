@@ -61,8 +61,14 @@ def update(
     from stoker.live.stream import stream as read_topic
     from stoker.live.watch import watch as watch_folder
 
-    more: Any = {"poll": poll, "data": data, **settings}
-    for found in read_topic(run, stream, **more) if stream else watch_folder(run, watch or "", **more):
+    more: Any = {"poll": poll, "data": data, "progress": lambda *stage: bars(*stage), **settings}
+    results = read_topic(run, stream, **more) if stream else watch_folder(run, watch or "", **more)
+    if stream or (watch is not None and watch.is_dir()):
+        source = (stream or str(watch)).partition("?")[0]  # what follows may have a password
+        say(f"waiting for new rows of {source}, checked every {poll:g} s; Ctrl-C ends this", error=True)
+    while True:
+        with Bars(quiet=as_json) as bars:
+            found = next(results)
         _show(found, as_json)
 
 

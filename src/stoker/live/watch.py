@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stoker.base.errors import DataError, StokerError
+from stoker.base.errors import ConfigError, DataError, StokerError
 from stoker.base.units import listed
 from stoker.live.journal import opened
 from stoker.live.settings import POLL
@@ -43,9 +44,12 @@ def watch(
         settings: as for :func:`stoker.update`.
 
     Raises:
+        ConfigError: ``poll`` is not a number of seconds above 0.
         DataError: the directory does not exist; or as :func:`stoker.update`, for a log that cannot be used.
     """
     folder = Path(folder)
+    if not 0 < poll < threading.TIMEOUT_MAX:  # without a pause, a file that is being written would seem complete
+        raise ConfigError(f"poll is {poll:g}; it must be a number of seconds above 0.", settings=("poll",))
     if not folder.is_dir():
         raise DataError(f"{folder} is not a directory. Name the one to which new logs are written.")
     done: dict[Path, tuple[int, int]] = {}

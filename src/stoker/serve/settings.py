@@ -35,5 +35,5 @@ class ServeSettings(Settings, panel="Server"):
     )
     max_waiting: int = setting(256, "Requests that may wait; others get 503 with Retry-After.", least=1)
     max_body: int | str = setting("16MiB", "Bytes of a request; larger ones get 413.", parse=parse_size)
-    read_timeout: float = setting(10.0, "Seconds in which a request must arrive; slower ones get 408.")
-    poll: float = setting(0.5, "Seconds between two checks for updates of the run.")
+    read_timeout: float = setting(10.0, "Seconds in which a request must arrive; slower ones get 408.", least=0.001)
+    poll: float = setting(0.5, "Seconds between two checks for updates of the run.", least=0.001)

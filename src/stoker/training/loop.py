@@ -31,7 +31,7 @@ from stoker.training.ends import Outputs, Start, TrainArguments, TrainResult, fi
 from stoker.training.files import checkpoint
 from stoker.training.files.logs import Logger, NoLog, RunLog
 from stoker.training.files.rundir import INTERIM, RunDirectory, local_run
-from stoker.training.notes import chosen, explain, facts, stretched, undefined, without_effect
+from stoker.training.notes import chosen, explain, facts, of_both_towers, stretched, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, for_ranks, iterate, place_run, rank_tables
 from stoker.training.progress import Diverged, Interrupted, LoopState, SaveTimer, StopSignals, TrainState, movement
 from stoker.training.ranks.first import is_first, on_first
@@ -165,8 +165,14 @@ def _train(start: Start, outputs: Outputs, models: list[RecModel]) -> TrainResul
                 shown.note("this processor has no bfloat16 arithmetic: a float32 dense part would be faster")
             grouped = data.groups is not None
             ignored = without_effect(config, placement, total, len(model.tensor_train), grouped=grouped)
+            doubts = of_both_towers(model, data)
             longer = stretched(config, lengths[-1], total)
-            for note in (*chosen(choice, config), *filter(None, [line, *warnings, state.log.missed, longer]), *ignored):
+            for note in (
+                *chosen(choice, config),
+                *filter(None, [line, *warnings, state.log.missed, longer]),
+                *ignored,
+                *doubts,
+            ):
                 shown.note(note)
             try:
                 fit(state)

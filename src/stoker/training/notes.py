@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import StokerError
-from stoker.base.units import format_count, format_size, plural
+from stoker.base.units import format_count, format_size, listed, plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream, Split
-from stoker.models import RecModel
+from stoker.models import RecModel, TwoTower
 from stoker.optim import Schedule
 from stoker.placement.placement import Placement
 from stoker.training.config import TrainConfig
@@ -92,6 +92,28 @@ def without_effect(
             f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
             f"{total:,}: the decay does not end within the run"
         )
+
+
+def of_both_towers(model: RecModel, data: Dataset) -> Iterator[str]:
+    """Name columns of the user of a two-tower model that are computed from the item of their row."""
+    if not isinstance(model, TwoTower):
+        return
+    schema = data.manifest.get("schema", {})
+    columns = [one for kind in ("categorical", "dense", "sequence") for one in schema.get(kind, ())]
+    source = {one["name"]: one.get("source") or one["name"] for one in columns if isinstance(one, dict)}
+    raw = {source.get(name, name) for name in model.item}
+    for feature in schema.get("feature", ()):
+        # What looks at rows before, such as a history, knows of its own row only the keys.
+        given = [feature.get("by", ())] if "order" in feature else feature.values()
+        read = {name for value in given for name in (value if isinstance(value, list) else [value])}
+        mine = [name for name in source if source[name] == feature["name"] and name not in model.item]
+        if mine and (both := sorted(name for name in raw - {feature["name"]} if name in read)):
+            raw.add(feature["name"])
+            yield (
+                f"{listed(mine)} is computed from {listed(both)}, which is of the item, but belongs to the user, whose "
+                "vector so knows the item of its row: recall is too high, and retrieval has no such value. Add "
+                f"{listed(mine)} to the model option item, or leave it out"
+            )
 
 
 def stretched(config: TrainConfig, before: int, now: int) -> str | None:

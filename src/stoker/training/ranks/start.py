@@ -94,7 +94,7 @@ def check_settings(config: TrainConfig, data: Dataset, ranks: int) -> None:
     no_average = config.tensor_trains(data.schema) or data.schema.grow
     reasons = {
         "shards": config.shards < ranks and f"they need as many logical shards, but the run has {config.shards}. Give "
-        "shards=8 to a new run; a run keeps its shards",
+        f"shards={shards_for(ranks)} to a new run; a run keeps its shards",
         "device": resolve_device(config.device).type != "cpu" and "on CPUs alone yet. Give device='cpu'",
         "average_every": config.average_every is not None and bool(no_average)
         and "not with average_every and tensor trains or tables that grow. Leave one out",

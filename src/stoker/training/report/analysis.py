@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.base.device import cpu_count, cpu_model, rate
 from stoker.base.errors import ConfigError, DataError, require
@@ -160,8 +161,12 @@ def stored(model: RecModel, table: TableConfig) -> int:
     state = model.embeddings.optimizer.state
     if table.name not in model.tensor_train:
         return table.num_embeddings * bytes_of_row(table.embedding_dim, table.dtype, state)
-    cores = TTShape(**{name: tuple(each) for name, each in model.tensor_train[table.name].items()}).core_shapes
+    cores = _shape_of(model, table).core_shapes
     return sum(rows * bytes_of_row(left * right, "float32", state) for rows, left, right in cores)
+
+
+def _shape_of(model: RecModel, table: TableConfig) -> TTShape:
+    return TTShape(**{name: tuple(each) for name, each in model.tensor_train[table.name].items()})
 
 
 def _calibration(logits: Floats, labels: Floats) -> list[dict[str, float]]:
@@ -228,19 +233,33 @@ def _cache(data: Dataset, config: TrainConfig) -> dict[str, Any] | None:
 def work_of(model: RecModel, batch: Batch) -> dict[str, float]:
     """Return the least work of a training step, for an example: products, and bytes of rows.
 
-    A product by a weight takes two operations forward and four backward. A row is read in a lookup, and read and
-    written in an update, with its state.
+    A multiplication takes two operations forward and four backward. A row is read in a lookup, and read and written in
+    an update, with its state. So is each slice of a tensor train whose products are the rows.
     """
     named = model.named_parameters()
     weights = sum(each.numel() for name, each in named if each.dim() >= 2 and not name.endswith("bias"))
+    with scoring(model):
+        inputs = model.inputs(batch)
+        with FlopCounterMode(display=False) as counted:  # weights of a sequence are used once a step
+            model._logits(model.dense_part, inputs)
+    products = max(float(weights * len(batch)), counted.get_total_flops() / 2)
     state, moved = model.embeddings.optimizer.state, 0.0
     for f, feature in enumerate(model.spec.features):
         table = next(table for table in model.tables if table.name == feature.table)
-        row = bytes_of_row(table.embedding_dim, table.dtype, {})
-        with_state = bytes_of_row(table.embedding_dim, table.dtype, state)
         ids = batch.bags(f)[0]
-        moved += (len(ids) * row + 2 * len(ids.unique()) * with_state) / len(batch)
-    return {"operations": 6.0 * weights, "row_bytes": moved}
+        moved += len(ids) * bytes_of_row(table.embedding_dim, table.dtype, {})
+        if table.name not in model.tensor_train:
+            moved += 2 * len(ids.unique()) * bytes_of_row(table.embedding_dim, table.dtype, state)
+            continue
+        shape, carried, prefixes = _shape_of(model, table), 1, ids.unique()
+        nodes = [prefixes := (prefixes // rows).unique() for rows in (1, *shape.rows[:0:-1])][::-1]  # by level
+        for place, (rows, left, width) in enumerate(shape.core_shapes):
+            if place:  # each distinct prefix is the product of a shorter one and a slice
+                products += len(nodes[place]) * carried * left * width
+            carried *= shape.cols[place]
+            slices = len((nodes[place] % rows).unique())
+            moved += slices * sum(k * bytes_of_row(left * width, "float32", s) for k, s in ((1, {}), (2, state)))
+    return {"operations": 6 * products / len(batch), "row_bytes": moved / len(batch)}
 
 
 def limits(device: torch.device, seconds: float = 0.1) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from stoker.base.units import format_count
 
 _POINTS = 400  # of a line
 _DOTS = 40  # a line of fewer points shows each
-_WIDE, _TALL, _EDGE = 460, 200, 54  # of a chart; left of its axis
+_WIDE, _TALL, _EDGE = 460, 200, 62  # of a chart; left of its axis
 _BAR, _BESIDE = 230, 158  # longest bar; left of all bars
 
 _STYLE = """
@@ -90,7 +90,7 @@ def bars(values: Mapping[str, float], title: str) -> str:
     drawn = [
         _text(_BESIDE - 8, 16 + 20 * n, name, "end")
         + f'<rect x="{_BESIDE}" y="{6 + 20 * n}" width="{unit * value:.1f}" height="13" rx="2" fill="var(--a)"/>'
-        + _text(_BESIDE + 6 + unit * value, 16 + 20 * n, f"{value:.3g}")
+        + _text(_BESIDE + 6 + unit * value, 16 + 20 * n, f"{value:.3g}" if value < 1000 else f"{value:,.0f}")
         for n, (name, value) in enumerate(found)
     ]
     return _figure(title, 4 + 20 * len(found), "".join(drawn))

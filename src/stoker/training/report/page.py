@@ -162,7 +162,10 @@ def _about(run: Mapping[str, Any]) -> str:
 def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
     test, metrics = run["test"] or run["valid"], "test" if run["test"] else "validation"
     tiles: list[tuple[str, str]] = []
-    for name, words in metric_names(run["k"]).items():
+    names = metric_names(run["k"])
+    for name, words in sorted(names.items(), key=lambda each: each[0] != run["metric"]):
+        if run["settings"]["loss"] != "bce" and name in ("log_loss", "normalized_entropy", "accuracy", "calibration"):
+            continue  # a model that ranks has no probabilities
         if test.get(name) is not None and len(tiles) < 3:
             tiles.append((f"{test[name]:.4f}", f"{words}, {metrics} rows"))
     if run["samples"]:
@@ -201,7 +204,10 @@ def _curves(run: Mapping[str, Any]) -> str:
     loss = [(each["epoch"], each["loss"]) for each in run["losses"] if "epoch" in each]
     pairs = [(each["epoch"], each[run["metric"]]) for each in run["valid_curve"] if each.get(run["metric"]) is not None]
     rate = [(each["epoch"], each["samples_per_second"]) for each in run["losses"] if "epoch" in each]
-    valid = [(each["epoch"], each["log_loss"]) for each in run["valid_curve"] if each.get("log_loss") is not None]
+    same = run["settings"]["loss"] == "bce"  # else the loss of training is another than the log loss
+    valid = [
+        (each["epoch"], each["log_loss"]) for each in run["valid_curve"] if same and each.get("log_loss") is not None
+    ]
     drawn = [
         chart({"training": loss, "validation": valid}, "loss by epoch"),
         chart({"validation": pairs}, f"{words} by epoch"),
