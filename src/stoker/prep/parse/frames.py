@@ -32,6 +32,7 @@ from stoker.prep.parse.notation import (  # fmt: skip
     MIXED,
     PLAIN,
     SINGLE,
+    TYPED,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -327,16 +328,17 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     """Convert single values of another type to texts; note rows with floats that may have lost digits."""
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
-    if series.dtype.is_decimal() and item.notation not in (AS_TYPED, MIXED):
-        return written(text_of_decimals(series), item.notation)
+    notation = item.notation.removeprefix(TYPED)
+    if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):
+        return written(text_of_decimals(series), notation)
     if not series.dtype.is_float():
-        return written(series.cast(pl.String), item.notation)
+        return written(series.cast(pl.String), notation)
     series = series.fill_nan(None)
     if item.notation == AS_TYPED:
         return series.cast(pl.String)
     texts = text_of_floats(series)
     _note_lost_digits(item, series, texts.is_null() & series.is_not_null(), wrong)
-    return written(texts, item.notation)
+    return written(texts, notation)
 
 
 def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
