@@ -197,7 +197,7 @@ def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
 
 
 ROWS = pl.DataFrame({"u": ["a", "b"], "w": ["1", "x"], "v": [1, 2], "l": [[1], [2]], "y": [1, 0]})
-NONE = r"cannot be computed: conversion from .* failed .*\"x\".* It wants numbers in"
+NONE = r"cannot be computed: column .* holds \"x\", which is not a number\. It wants numbers in"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,20 @@ def test_what_cannot_be_worked_out_in_memory(feature: f.Derivation, said: str) -
     if "pattern" not in feature.to_dict():
         with pytest.raises(DataError, match=said):
             f.fit([count, feature], good, label="y").apply(ROWS)
+
+
+@pytest.mark.parametrize("form", ["frame", "csv"])
+def test_truth_values_that_are_ids_are_no_numbers(tmp_path: Path, form: str) -> None:
+    rows = pl.DataFrame({"y": [1, 0] * 5, "a": [True, False] * 5, "b": [1, 2] * 5})
+    rows.write_csv(tmp_path / "log.csv")
+    schema = Schema(
+        label=Label(column="y"), categorical=(CategoricalColumn(name="a"),), dense=(DenseColumn(name="d"),),
+        feature=(f.Subtract(name="d", left="a", right="b"),),
+    )  # fmt: skip
+    with pytest.raises(
+        DataError, match=r"column '?a'?(: '| holds \")true['\"],? .* a number.*feature|feature.* a number"
+    ):
+        run_prepare(schema, rows if form == "frame" else tmp_path / "log.csv", out=tmp_path / "made")
 
 
 def test_a_label_that_is_text() -> None:

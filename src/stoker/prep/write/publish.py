@@ -458,7 +458,8 @@ def _tables_of_numbers(task: Task) -> set[str]:
     """Return the tables of texts that are numbers in all files, so that none is a version."""
     kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
     types = [parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()]
-    given = [(one.table_name, each.get(one.raw, pl.String())) for one in task.schema.features for each in types]
+    columns = [one for one in task.schema.features if one.type == "string"]
+    given = [(one.table_name, each.get(one.raw, pl.String())) for one in columns for each in types]
     texts = {name for name, kind in given if not getattr(kind, "inner", kind).is_numeric()}
     return {name for name, _ in given if task.recipe.derive is None} - texts
 
