@@ -416,6 +416,8 @@ def _lists(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequenc
     if inner.inner.is_float():
         lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
+    if inner.inner == pl.String and item.notation != AS_TYPED and (lists.explode() == "").any():
+        lists = lists.list.eval(pl.element().filter(pl.element() != ""))
     lists = _without_alone(lists, item, nulls) if nulls else lists
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     ends = lists.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()
