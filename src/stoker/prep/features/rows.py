@@ -200,11 +200,14 @@ class TimeParts(RowLocal):
         return tuple(f"{self.name}_{part}" for part in self.parts)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        given = pl.col(self.column)
-        if self.unit == "ns":  # float64 rounds today's nanoseconds to 256
-            micros = (given.to_physical() // 1000).cast(pl.Float64)
-        else:
-            micros = given.cast(pl.Float64) / UNITS[self.unit] * 1e6
+        def counted(series: pl.Series) -> pl.Series:
+            if series.dtype.is_temporal():  # a timestamp, which tells its unit
+                return series.dt.epoch("us").cast(pl.Float64)
+            if self.unit == "ns":  # float64 rounds today's nanoseconds to 256
+                return (series // 1000).cast(pl.Float64)
+            return series.cast(pl.Float64) / UNITS[self.unit] * 1e6
+
+        micros = pl.col(self.column).map_batches(counted, return_dtype=pl.Float64, is_elementwise=True)
         micros = micros.floor() + self.utc_offset * 3.6e9
         # What is not a number, or beyond the calendar (about 250,000 years), is missing.
         moment = pl.when(micros.abs() < 8e18).then(micros).floor().cast(pl.Int64).cast(pl.Datetime("us")).dt

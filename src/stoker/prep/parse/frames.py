@@ -275,7 +275,7 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     if _TYPES[kind] == pl.String:
         return _as_texts(series, item, wrong)
     if moments:
-        if (item.required or item.optional) and item.notation != AS_TYPED:  # 0.1.0 counted microseconds
+        if item.notation != AS_TYPED:  # 0.1.0 counted microseconds
             raise DataError(
                 f"column {item.column} holds {series.dtype}, and the schema reads numbers, whose unit a time does not "
                 'say: write numbers as in the log, or, of a timestamp, set type = "datetime" in [timestamp].'
