@@ -998,6 +998,20 @@ def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) 
         stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
 
 
+@pytest.mark.parametrize(("rule", "texts"), [("== '1'", ["1,0", "0,0"]), ("== '2.5'", ["2,5", "5,0"])])
+def test_a_decimal_comma_is_no_text_of_a_rule(tmp_path: Path, rule: str, texts: list[str]) -> None:
+    rows = pl.DataFrame({"label": texts * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    rows.write_csv(tmp_path / "log.csv", separator=";")
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}],
+              "source": {"separator": ";", "decimal": ","}}  # fmt: skip
+    with pytest.raises(stoker.DataError, match=rf"holds '{texts[0]}', the number of the rule .* without quotes"):
+        stoker.prepare(stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data")
+    values["label"] = {"column": "label", "rule": rule.replace("'", "")}
+    schema = stoker.Schema.from_dict(values)
+    [batch] = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0").train.batches(60)
+    assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
 def test_times_are_no_numbers_of_a_label(tmp_path: Path) -> None:
     """Also of rows like a dataset's, where the label is optional: their microseconds would all be more than 0."""
     rows = pl.DataFrame({"label": [0, 5] * 30, "user": [f"u{row % 7}" for row in range(60)]})

@@ -266,17 +266,14 @@ def printed(record: Any, as_json: bool) -> bool:
 
 
 def say(text: str, style: str = "", *, error: bool = False) -> None:
-    """Print a line, with URLs in place of local copies; an ``error`` goes to standard error.
-
-    A terminal breaks it between words, but for a command that may be copied.
-    """
+    """Print a line, with URLs in place of local copies: in a terminal broken between words, if it has no command."""
     from rich.console import Console
     from rich.text import Text
 
     console, text = Console(stderr=error), with_urls(text)
     if console.is_terminal and "stoker " not in text:
-        kept = {"break_long_words": False, "break_on_hyphens": False}
-        text = "\n".join(line for each in text.split("\n") for line in wrap(each, console.width, **kept) or [""])
+        whole: Any = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
+        text = "\n".join(line for each in text.split("\n") for line in wrap(each, console.width, **whole) or [""])
     console.print(Text(text, style=style), soft_wrap=True)
 
 

@@ -68,8 +68,7 @@ def notation_by_column(
             texts = table.get_column(name).unique()
             notation, before = notation_of(texts), agreed(found.get(name, set()))
             notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
-            known = before == PLAIN or not notation
-            fits = before and known and written(texts, before).equals(texts)  # such as 2.5 after a list with 3
+            fits = before and (before == PLAIN or not notation) and written(texts, before).equals(texts)  # 2.5 beside 3
             if notation or (texts.dtype == pl.String and not fits):
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
