@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_770,
     "training": 10_980,
     "rewrite": 1_810,
-    "prep": 13_630,
+    "prep": 13_700,
     "synthetic": 1_660,
     "cli": 3_420,
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 65_860
+ALL_LINES = 65_940
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

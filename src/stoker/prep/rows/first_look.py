@@ -116,9 +116,6 @@ def with_one_time_notation(task: Task) -> Task:
     """Return a task whose text columns have one notation of times, if some files have times and others texts or days.
 
     Texts say how times are written. Without texts, a day is written as the time at which it begins.
-
-    Raises:
-        SchemaError: a condition compares ids that are numbers in a file with a text that no number has.
     """
     found: dict[str, str] = {}
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
@@ -143,6 +140,7 @@ def with_one_time_notation(task: Task) -> Task:
 
 
 def _check_values(schema: Schema, numbers: set[str]) -> None:
+    """Raise :class:`SchemaError` if a condition compares ids that are numbers in a file with a text that none has."""
     ids = {one.raw for one in schema.features if one.type == "string"} & numbers
     for feature in (one for one in schema.feature if getattr(one, "tested", "") in ids):
         for value in getattr(feature, "values", ()):
