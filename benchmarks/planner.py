@@ -102,7 +102,7 @@ def _budget(trace: Trace, data: Dataset, share: float, run: Run) -> Compared:
         placement = place_run(config, data, config.make_row_optimizer(Constant()))
         assert placement is not None
         step = measure_step(config, data, placement)
-        slotted = [group for group in placement.groups if group.strategy != "Device"]
+        slotted = [group for group in placement.groups if group.strategy != "device"]
         if not slotted:
             raise WrongResult(f"{trace.title}: with {share:.0%} of the rows all lie on the device")
         expected = sum(group.hit_rate * group.distinct_rows for group in slotted)

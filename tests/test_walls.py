@@ -25,18 +25,18 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_080,
     "optim": 600,
-    "tables": 13_260,
+    "tables": 13_250,
     "models": 2_000,
     "placement": 2_770,
     "training": 11_040,
     "rewrite": 1_810,
-    "prep": 13_630,
+    "prep": 13_700,
     "synthetic": 1_660,
-    "cli": 3_420,
+    "cli": 3_430,
     "live": 1_340,
-    "serve": 1_610,
+    "serve": 1_630,
 }  # fmt: skip
-ALL_LINES = 65_930
+ALL_LINES = 66_030
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

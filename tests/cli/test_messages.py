@@ -18,6 +18,7 @@ from calling import SMALL, call, output
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import seal
 from stoker.cli.options import interruption, message_of
+from stoker.cli.options import say as print_line
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
@@ -498,3 +499,23 @@ def test_a_failed_start_leaves_no_home(
     home = ["--device-memory", "600", "--host-memory", "100", "--home", tmp_path / "new" / "home"]
     assert "the start fails" in say("train", data.path, "--out", tmp_path / "x", *SMALL, *home)[2]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_breaks_lines_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """But no path, nor a command that may be copied; nothing breaks them in a file."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR" if terminal else "FORCE_COLOR", raising=False)
+    path, command = "/data/" + "x" * 60, "next: stoker predict run --out " + "y" * 20
+    shown = f"all rows are in the file of the backing store {path}, which is-long\n\n  {command}"
+    print_line(shown)
+    print_line(shown.replace("stoker ", ""))
+    first, second = capsys.readouterr().out.split(shown + "\n")
+    assert not first
+    words = second.rstrip("\n").split("\n")
+    assert (max(map(len, (line for line in words if path not in line))) <= 40) == terminal
+    assert " ".join(second.split()) == " ".join(shown.replace("stoker ", "").split())
+    assert "" in words

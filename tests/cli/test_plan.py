@@ -51,8 +51,8 @@ def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[
     assert code == 0, err
     found = json.loads(out)
     groups = {group["strategy"]: group for group in found["groups"]}
-    assert groups["Device"]["tables"] == ["C2", "C3"]
-    cached = groups["Cached"]
+    assert groups["device"]["tables"] == ["C2", "C3"]
+    cached = groups["cached"]
     assert cached["tables"] == ["C1"]
     assert cached["slots"] == 20 * 2**10 // ROW - 210
     assert cached["home"] == "memory"
@@ -75,10 +75,10 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
     text = " ".join(out.split())
     for words in (
         "placement: ",
-        "Device",
+        "device",
         "home",
         "more than host_memory 10.0 KiB",
-        "Mapped: the page cache can hold the file of",
+        "mapped: the page cache can hold the file of",
         "expected step: ",
         "ms the model",
         ", bound by ",
@@ -127,10 +127,10 @@ def test_strategies_are_weighed_and_can_be_chosen(
     _, out, _ = output(capsys, *asked, "--json")
     found = json.loads(out)
     assert found["choice"] == said
-    assert set(found["moved_mib"]) == {"Cached", "HotCold", "HostPipelined"}
+    assert set(found["moved_mib"]) == {"cached", "hot-cold", "host-pipelined"}
     code, out, err = output(capsys, *asked, "--strategy", "hot-cold")
     assert code == 0, err
-    assert "HotCold, as requested" in out
+    assert "hot-cold, as requested" in out
     assert "of them hot" in out
     code, _, err = output(capsys, *asked, "--strategy", "warm")
     assert code == 2

@@ -374,8 +374,45 @@ def test_decimals_of_one_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
     assert written(pl.Series(["5", "2.5", "2.505", "x5", "1.2.3"]), "1.00").to_list() == [
         "5.00", "2.50", "2.505", "x5", "1.2.3"
     ]  # fmt: skip
-    for others in (["2.50", "5"], ["2.51", "2.52"], ["2.5", "2.50"]):
+    for others in (["2.50", "5"], ["2.5", "2.50"]):
         assert notation_of(pl.Series(others)) in ("", "1")
+
+
+@pytest.mark.parametrize("log", ["text", "floats", "decimals", "json"])
+@pytest.mark.parametrize("texts", [["5.10", "2.50", "2.25"], ["5.00", "2.50", "2.25"], ["5.13", "2.51", "2.25"]])
+def test_prices_of_one_log_have_its_ids_in_any_form(tmp_path: Path, texts: list[str], log: str) -> None:
+    """Typed values have the digits of the texts, also if no 5.00 is among these; and texts are numbers if a log has
+    numbers."""
+    texts = texts * 20
+    users = {"user": [f"u{row % 7}" for row in range(60)]}
+    rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": texts, **users})
+    forms: dict[str, Any] = {
+        "text": rows, "floats": rows.cast({"flag": pl.Float64}), "decimals": rows.cast({"flag": pl.Decimal(8, 2)}),
+        "json": tmp_path / "log.jsonl",
+    }  # fmt: skip
+    (tmp_path / "log.jsonl").write_text(
+        "".join(f'{{"label": {each[0]}, "flag": {each[1]}, "user": "{each[2]}"}}\n' for each in rows.iter_rows())
+    )
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}, {"name": "user"}]})
+    data = stoker.prepare(schema, forms[log], out=tmp_path / "data", split="random:1,0")
+    [known] = data.train.batches(60)
+    for name, new in [*forms.items(), ("decimal4", rows.cast({"flag": pl.Decimal(12, 4)}))]:
+        [batch] = stoker.prepare(None, new, out=tmp_path / "new", like=data, overwrite=True).test.batches(60)
+        assert batch.ids.tolist() == known.ids.tolist(), name
+        if name not in ("json", "decimal4"):
+            asked = new.drop("label")
+            assert RowEncoder(FittedSchema.of(Like(data.path))).encode(asked).ids.tolist() == known.ids.tolist(), name
+
+
+def test_a_log_of_numbers_has_no_versions_after_an_update_either(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2.5, 5.25] * 30})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
+    text = pl.DataFrame({"label": [0, 1] * 30, "flag": ["2.50", "7.50"] * 30})
+    more = stoker.prepare(None, text, out=tmp_path / "more", like=data, grow=True)
+    assert Like(more.path).vocabulary("flag")["value"].to_list() == ["2.5", "5.25", "7.5"]
+    [batch] = stoker.prepare(None, text, out=tmp_path / "new", like=more.path).test.batches(60)
+    assert set(batch.ids.flatten().tolist()) == {1, 3}
 
 
 def test_versions_are_not_decimals(tmp_path: Path) -> None:
@@ -868,7 +905,9 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
     ("rule", "texts", "typed"),
     [("== 'True'", ["True", "False"], [True, False]), ("!= '0'", ["1", "0"], [True, False]),
      ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0]),
-     *((rule, ["2.50", "5.00"], [2.5, 5.0]) for rule in ("== '2.50'", "== '2.5'", "!= '5'", "!= '5.000'"))],
+     ("== '1'", ["1.00", "0.00"], [1.0, 0.0]), ("== '1.0'", ["true", "false"], [True, False]),
+     ("!= '0'", ["1.00", "-0.00"], [1.0, -0.0]), ("== '2.5'", ["2.5", "5.0"], [2.5, 5.0]),
+     *((rule, ["2.50", "5.00"], [2.5, 5.0]) for rule in ("!= '5'", "!= '5.000'"))],
 )  # fmt: skip
 def test_a_rule_of_the_label_meets_its_text_in_any_type(
     tmp_path: Path, rule: str, texts: list[str], typed: list[Any]
@@ -885,6 +924,92 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
         assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+@pytest.mark.parametrize("rule", ["== '2.10'", "!= '2.1'"])
+def test_a_rule_with_a_fraction_compares_texts_and_refuses_its_number_in_other_digits(
+    tmp_path: Path, rule: str
+) -> None:
+    """2.1 and 2.10 may be two versions, and may be one price: without quotes they are numbers, to ``match`` texts."""
+    texts, met = ["2.1", "2.10", "3.0"] * 20, rule.startswith("==")
+    rows = pl.DataFrame({"label": texts, "user": [f"u{row % 7}" for row in range(60)]})
+    rows.write_csv(tmp_path / "log.csv")
+    (tmp_path / "log.jsonl").write_text(
+        "".join(f'{{"label": {text}, "user": "{user}"}}\n' for text, user in rows.iter_rows())
+    )
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}]}
+    schema = stoker.Schema.from_dict(values)
+
+    def labels_of(log: Any, **more: Any) -> list[float]:
+        values = {**schema.to_dict(), **more}
+        made = stoker.prepare(
+            stoker.Schema.from_dict(values), log, out=tmp_path / "data", split="random:1,0", overwrite=True
+        )
+        [batch] = made.train.batches(60)
+        found: list[float] = batch.labels.tolist()
+        return found
+
+    for log in (tmp_path / "log.csv", tmp_path / "log.jsonl", rows, rows.cast({"label": pl.Categorical})):
+        with pytest.raises(stoker.DataError, match=rf"column label holds .* write {rule[:2]} 2\.1 without quotes"):
+            labels_of(log)
+        number = {"label": {"column": "label", "rule": rule.replace("'", "")}}
+        assert labels_of(log, **number) == [met, met, not met] * 20
+        version = {"label": "newest", "feature": [{"kind": "match", "name": "newest", "column": "label",
+                   "values": ["2.10"]}]}  # fmt: skip
+        assert labels_of(log, **version) == [0.0, 1.0, 0.0] * 20
+    for kind in (pl.Float64, pl.Float32, pl.Decimal(8, 2), pl.Decimal(8, 4)):
+        assert labels_of(rows.cast({"label": pl.Float64}).cast({"label": kind})) == [met, met, not met] * 20
+    rows.filter(pl.col("label") == rule[4:-1]).write_csv(tmp_path / "one.csv")
+    assert set(labels_of(tmp_path / "one.csv")) == {float(met)}
+
+
+@pytest.mark.parametrize(
+    "column", [{"dense": [{"name": "stars"}]}, {"categorical": [{"name": "stars", "type": "float"}]}]
+)
+def test_a_condition_on_a_column_that_is_read_as_numbers_compares_numbers(
+    tmp_path: Path, column: dict[str, Any]
+) -> None:
+    """The column is 5.0 then, and 5 was met by no row."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "stars": [5, 3, 4] * 20})
+    rows.write_csv(tmp_path / "log.csv")
+    values: dict[str, Any] = {
+        "label": "label",
+        "categorical": [{"name": "user"}],
+        "derive": ["match column=stars values=5,3.0"],
+    }
+    values["categorical"] += column.get("categorical", [])
+    schema = stoker.Schema.from_dict({**column, **values})
+    for log in (rows, rows.cast({"stars": pl.Float64}), tmp_path / "log.csv"):
+        data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
+        [batch] = data.train.batches(60)
+        assert batch.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
+        asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label"))
+        assert asked.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
+
+
+def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) -> None:
+    """Without a vocabulary, numbers of a table have the digits of the values."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "price": [2.5, 3.0] * 30})
+    values = {"label": "label", "categorical": [{"name": "user"}], "derive": ["match column=price values=2.50"]}
+    [batch] = stoker.prepare(stoker.Schema.from_dict(values), rows, split="random:1,0").train.batches(60)
+    assert batch.dense.flatten().tolist() == [1.0, 0.0] * 30
+    values["categorical"] = [{"name": "price"}]
+    with pytest.raises(stoker.SchemaError, match=r"values holds '2\.50', and the column numbers: write '2\.5'"):
+        stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
+
+
+@pytest.mark.parametrize(("rule", "texts"), [("== '1'", ["1,0", "0,0"]), ("== '2.5'", ["2,5", "5,0"])])
+def test_a_decimal_comma_is_no_text_of_a_rule(tmp_path: Path, rule: str, texts: list[str]) -> None:
+    rows = pl.DataFrame({"label": texts * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    rows.write_csv(tmp_path / "log.csv", separator=";")
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}],
+              "source": {"separator": ";", "decimal": ","}}  # fmt: skip
+    with pytest.raises(stoker.DataError, match=rf"holds '{texts[0]}', the number of the rule .* without quotes"):
+        stoker.prepare(stoker.Schema.from_dict(values), tmp_path / "log.csv", out=tmp_path / "data")
+    values["label"] = {"column": "label", "rule": rule.replace("'", "")}
+    schema = stoker.Schema.from_dict(values)
+    [batch] = stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "data", split="random:1,0").train.batches(60)
+    assert batch.labels.tolist() == [1.0, 0.0] * 30
 
 
 def test_times_are_no_numbers_of_a_label(tmp_path: Path) -> None:
@@ -905,7 +1030,7 @@ def test_a_table_that_says_nothing_leaves_the_notation_of_the_others(tmp_path: P
     values = {"label": "label", "timestamp": {"column": "when"}, "categorical": [{"name": "price"}],
               "derive": ["previous by=user order=when column=price"]}  # fmt: skip
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    assert Like(data.path).schema.notation_of("price") == "1"
+    assert Like(data.path).schema.notation_of("price") == "plain value"
     rows.with_columns(pl.col("when") + 60).write_csv(tmp_path / "new.csv")
     [batch] = stoker.prepare(None, tmp_path / "new.csv", out=tmp_path / "new", like=data).test.batches(60)
     assert (batch.ids > 0).all()

@@ -126,3 +126,14 @@ def test_logs_frames_and_requests_agree(tmp_path: Path) -> None:
     for each in kept:
         assert each["whole"].to_list() == kept[0]["whole"].to_list()
         assert each["text"].cast(pl.Float64).to_list() == kept[0]["text"].cast(pl.Float64).to_list()
+
+
+@pytest.mark.parametrize("kind", ["string", "int"])
+def test_an_empty_text_in_a_list_is_no_value_as_between_separators(kind: str) -> None:
+    """A bag of 1 and of an unknown value is another one."""
+    texts = ["1||2", "", None, "|3", "1|2"]
+    lists = [["1", "", None, "2"], [""], None, [None, "", "3"], ["", "1", "2"]]
+    more: dict[str, Any] = {"separator": "|", "max_length": 2, "keep": "first"}
+    wanted = read(pl.Series(texts), kind, [], **more)
+    assert wanted == [[str(one) if kind == "string" else one for one in each] for each in ([1, 2], [], [], [3], [1, 2])]
+    assert read(pl.Series(lists), kind, [], **more) == wanted

@@ -140,6 +140,7 @@ def test_bad_lines_are_summed_up_with_reasons_and_remedies(tmp_path: Path) -> No
             "set format in [timestamp]",
         ),
         ("column x: 'zz' is not hexadecimal (up to 16 digits)", "column x: not hexadecimal (up to 16 digits)", "null"),
+        ("column label: 'True' is not a number", "column label: not a number", "rule = \"== 'true'\""),
         ("column label: 7 is neither 0 nor 1", "column label: neither 0 nor 1", "rule"),
         ("1,000 fields, expected 2000", "not 2000 fields", "separator"),
         ("column x: broken UTF-8", "broken UTF-8", "latin-1"),

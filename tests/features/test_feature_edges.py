@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.prep.parse.frames import Field, frame_block
 from stoker.prep.prepare import run_prepare
-from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 
 LEAST, MOST = -(2**63), 2**63 - 1
 NAN = float("nan")
@@ -197,7 +198,7 @@ def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
 
 
 ROWS = pl.DataFrame({"u": ["a", "b"], "w": ["1", "x"], "v": [1, 2], "l": [[1], [2]], "y": [1, 0]})
-NONE = r"cannot be computed: conversion from .* failed .*\"x\".* It wants numbers in"
+NONE = r"cannot be computed: column .* holds \"x\", which is not a number\. It wants numbers in"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,60 @@ def test_what_cannot_be_worked_out_in_memory(feature: f.Derivation, said: str) -
     if "pattern" not in feature.to_dict():
         with pytest.raises(DataError, match=said):
             f.fit([count, feature], good, label="y").apply(ROWS)
+
+
+def test_truth_values_that_are_ids_are_no_numbers(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"y": [1, 0] * 5, "a": [True, False] * 5, "b": [1, 2] * 5})
+    rows.write_csv(tmp_path / "log.csv")
+    rows.write_parquet(tmp_path / "log.parquet")
+    schema = Schema(
+        label=Label(column="y"), categorical=(CategoricalColumn(name="a"),), dense=(DenseColumn(name="d"),),
+        feature=(f.Subtract(name="d", left="a", right="b"),),
+    )  # fmt: skip
+    said = {
+        "csv": r"column a: 'true' is not a number, which feature 'd' \(subtract\) needs",
+        "parquet": r"'d' \(subtract\) cannot be computed: column 'a' holds \"true\", which is not a number\. It",
+    }
+    for kind, words in said.items():
+        with pytest.raises(DataError, match=words):
+            run_prepare(schema, tmp_path / f"log.{kind}", out=tmp_path / "made")
+
+
+@pytest.mark.parametrize("unit", ["s", "us"])
+@pytest.mark.parametrize("form", ["csv", "us", "ns", "utc"])
+def test_a_timestamp_tells_its_unit(tmp_path: Path, form: str, unit: str) -> None:
+    """Its parts were all missing with the unit of a number."""
+    times = [datetime(2024, 1, 1 + day, 7 * day) for day in range(4)]
+    rows = pl.DataFrame({"y": [1, 0, 1, 0], "t": times})
+    if form == "csv":
+        rows.write_csv(tmp_path / "log.csv")
+    else:
+        kind = pl.Datetime("us", "UTC") if form == "utc" else pl.Datetime(form)
+        rows.cast({"t": kind}).write_parquet(tmp_path / "log.parquet")
+    schema = Schema(
+        label=Label(column="y"), timestamp=Timestamp(column="t", type="datetime"), dense=(DenseColumn(name="at_hour"),),
+        feature=(f.TimeParts(name="at", column="t", unit=unit),), split=SplitRule(train=1.0, valid=0.0, test=0.0),
+    )  # fmt: skip
+    log = tmp_path / ("log.csv" if form == "csv" else "log.parquet")
+    [batch] = Dataset(run_prepare(schema, log, out=tmp_path / "made").path).train.batches(4)
+    assert batch.dense.flatten().tolist() == [0.0, 7.0, 14.0, 21.0]
+
+
+def test_times_are_no_numbers(tmp_path: Path) -> None:
+    """Their microseconds were taken for numbers of the log, such as seconds."""
+    rows = pl.DataFrame({"y": [1, 0] * 5, "t": range(10)})
+    rows.cast({"t": pl.Datetime("us")}).write_parquet(tmp_path / "times.parquet")
+    rows.write_parquet(tmp_path / "log.parquet")
+    readers: list[dict[str, Any]] = [
+        {"dense": (DenseColumn(name="t"),)}, {"categorical": (CategoricalColumn(name="t", type="int"),)},
+        {"dense": (DenseColumn(name="at_hour"),), "feature": (f.TimeParts(name="at", column="t"),)},
+    ]  # fmt: skip
+    for number, reader in enumerate(readers):
+        schema = Schema(label=Label(column="y"), **reader)
+        data = Dataset(run_prepare(schema, tmp_path / "log.parquet", out=tmp_path / f"{number}").path)
+        for like in (None, data):
+            with pytest.raises(DataError, match=r"column t holds Datetime.* whose unit a time does not say"):
+                run_prepare(None if like else schema, tmp_path / "times.parquet", out=tmp_path / "made", like=like)
 
 
 def test_a_label_that_is_text() -> None:

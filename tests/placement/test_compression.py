@@ -45,10 +45,10 @@ def test_cores_come_out_of_the_budget() -> None:
     assert fits["C0"] == trains["C0"]
     assert not short.resident
     groups = {group.strategy: group for group in short.groups}
-    assert groups["TensorTrain"].slot_bytes == size_of(stored_tables(tables[:1], trains))
+    assert groups["tensor-train"].slot_bytes == size_of(stored_tables(tables[:1], trains))
     assert sum(group.slot_bytes for group in short.groups) <= needed - 1
     for placement in (fits, short):
-        assert "1 table TensorTrain" in placement.summary()
+        assert "1 table tensor-train" in placement.summary()
     with pytest.raises(ConfigError, match=r"cores of 1 tensor-train tables need"):
         planned(tables, size_of(stored_tables(tables[:1], trains)), trains)
 

@@ -115,9 +115,9 @@ def test_every_decision_can_be_replaced():
     before = placement.groups
     placement["other"] = HostPipelined(slots=5000)
     assert {group.strategy: group.tables for group in placement.groups} == {
-        "Cached": ("big",), "Device": ("small",), "HostPipelined": ("other",)
+        "cached": ("big",), "device": ("small",), "host-pipelined": ("other",)
     }  # fmt: skip
-    assert next(g for g in placement.groups if g.strategy == "HostPipelined").slots == 5000
+    assert next(g for g in placement.groups if g.strategy == "host-pipelined").slots == 5000
     placement["other"] = placement["big"]
     assert placement.groups == before
     del placement["big"], placement["other"]
@@ -151,9 +151,9 @@ def test_a_file_is_mapped_where_the_page_cache_can_hold_it(tmp_path, monkeypatch
     given = {"host_memory": "10MiB", "path": tmp_path}
     placement = planned(TABLES, "4MiB", **given)
     assert dict(placement) == {"big": Mapped(path=str(tmp_path)), "small": Device(), "other": Device()}
-    assert placement.choice.startswith("Mapped: the page cache can hold the file of 13.0 MiB")
+    assert placement.choice.startswith("mapped: the page cache can hold the file of 13.0 MiB")
     assert "more than host_memory 10.0 MiB" in placement.note
-    assert f"1 table Mapped, all rows in a file in {tmp_path} (13.0 MiB)" in placement.summary()
+    assert f"1 table mapped, all rows in a file in {tmp_path} (13.0 MiB)" in placement.summary()
     assert not placement.resident
     assert [group.home for group in placement.groups] == ["file", None]
     assert placement.seconds == 0.0
@@ -172,7 +172,7 @@ def test_a_file_is_mapped_where_the_page_cache_can_hold_it(tmp_path, monkeypatch
             if patched != "resolve_device":
                 left = planned(TABLES, "4MiB", **given)
                 assert isinstance(left["big"], Slotted)
-                assert re.search(f"; no Mapped: .*{reason}", left.choice)
+                assert re.search(f"; not mapped: .*{reason}", left.choice)
             with pytest.raises(ConfigError, match=reason):
                 planned(TABLES, "4MiB", **given, strategy="mapped")
     with pytest.raises(ConfigError, match="s3://bucket cannot be mapped"):
@@ -445,9 +445,9 @@ def test_a_report_shows_every_group():
     assert "1 table on the device" in placement._repr_html_()
     assert placement._judged is None, "a notebook shows a placement without measuring the machine"
     text = placement.report()
-    for word in ("big, other", "small", "Cached", "memory", "Device", "hit rate of lookups", "MiB fetched a step"):
+    for word in ("big, other", "small", "cached", "memory", "device", "hit rate of lookups", "MiB fetched a step"):
         assert word in text
-    assert "1 table on the device, 2 tables Cached in" in placement.summary()
+    assert "1 table on the device, 2 tables cached in" in placement.summary()
     assert placement.to_dict()["groups"][0]["tables"]
 
 

@@ -108,15 +108,15 @@ def test_parts_add_up(table: int, share: float, hot: float) -> None:
 
 def test_a_cache_moves_least_in_shuffled_batches_and_the_plan_says_so() -> None:
     placement = planned("200KiB", profile=quick(plan_row=0.0, plan_miss=0.0, plan_lookup=0.0))
-    assert set(placement.moved) == {"Cached", "HotCold", "HostPipelined"}
-    assert placement.moved["Cached"] < placement.moved["HotCold"] < placement.moved["HostPipelined"]
+    assert set(placement.moved) == {"cached", "hot-cold", "host-pipelined"}
+    assert placement.moved["cached"] < placement.moved["hot-cold"] < placement.moved["host-pipelined"]
     assert isinstance(placement["t0"], Cached)
     mib = {name: f"{size / 2**20:.2f}" for name, size in placement.moved.items()}
     said = re.sub(r"in \d+\.\d ms", "in T", placement.choice)
     costs = ", ".join(f"{name} {size} MiB in T" for name, size in mib.items())
-    assert said == f"rows planned and moved a step: {costs}; chosen: Cached"
-    (group,) = [group for group in placement.groups if group.strategy == "Cached"]
-    assert placement.moved["Cached"] == pytest.approx((group.fetched_mib + group.written_mib) * 2**20)
+    assert said == f"rows planned and moved a step: {costs}; chosen: cached"
+    (group,) = [group for group in placement.groups if group.strategy == "cached"]
+    assert placement.moved["cached"] == pytest.approx((group.fetched_mib + group.written_mib) * 2**20)
     assert "moved_mib" in placement.to_dict()
 
 
@@ -125,7 +125,7 @@ def test_every_strategy_can_be_asked_for_and_keeps_the_budget(strategy: Any) -> 
     placement = planned("200KiB", strategy=strategy)
     (kind,) = {type(one).__name__ for one in placement.values() if not isinstance(one, Device)}
     assert kind.lower() == strategy.replace("-", "")
-    assert placement.choice.endswith(f": {kind}, as requested")
+    assert placement.choice.endswith(f": {strategy}, as requested")
     assert sum(group.slot_bytes for group in placement.groups) <= 200 * 2**10
     tables = stoker.EmbeddingTables(TABLES, optimizer=RowWiseAdagrad(lr=0.1), placement=placement)
     assert sum(group.storage.fast_bytes for group in tables.groups) <= 200 * 2**10
@@ -139,7 +139,7 @@ def test_the_profile_of_hot_batches_decides_what_stays_and_more_where_memory_is_
     strategy = placement["t0"]
     assert isinstance(strategy, HotCold)
     assert all(hot[name] <= rows for name, rows in strategy.hot_rows.items())
-    (group,) = [group for group in placement.groups if group.strategy == "HotCold"]
+    (group,) = [group for group in placement.groups if group.strategy == "hot-cold"]
     assert group.hot == sum(strategy.hot_rows.values()) > 2400
     assert sum(each.slot_bytes for each in placement.groups) <= 400 * 2**10
     assert "of them for hot rows" in placement.summary()
@@ -150,8 +150,8 @@ def test_hot_batches_of_their_own_are_taken_into_account() -> None:
     free = quick(plan_row=0.0, plan_miss=0.0, plan_lookup=0.0)
     shuffled = planned("400KiB", profile=free).moved
     apart = planned("400KiB", hot_batches=HotBatches(rows=hot, share=0.5), profile=free).moved
-    assert apart["HostPipelined"] < shuffled["HostPipelined"]  # rows of fewer batches coincide more often
-    for name in ("HotCold", "Cached"):
+    assert apart["host-pipelined"] < shuffled["host-pipelined"]  # rows of fewer batches coincide more often
+    for name in ("hot-cold", "cached"):
         assert apart[name] == pytest.approx(shuffled[name], rel=0.05)
 
 
@@ -190,7 +190,7 @@ def test_planning_that_costs_nothing_pins_no_row_and_dear_planning_pins_many() -
         assert isinstance(placement["t0"], Cached)
     assert not free["t0"].hot_rows
     assert sum(dear["t0"].hot_rows.values()) > 0.3 * dear["t0"].count_slots(40_200, ROW)
-    assert dear.moved["Cached"] > free.moved["Cached"]
+    assert dear.moved["cached"] > free.moved["cached"]
     for seconds in (free.seconds, dear.seconds):  # what the choice says is what the groups add up to, rounded
         assert seconds > 0
     # Pinned rows are held by the tables as planned, and their bytes are within the budget.
@@ -217,7 +217,7 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
     apart = HotBatches(rows={"t0": 29_000, "t1": 0, "t2": 0}, share=0.9)
     placement = planned("200KiB", hot_batches=apart)
     assert isinstance(placement["t0"], Cached)
-    assert "(no HotCold: the hot rows of the profile and the rows of one example take" in placement.choice
+    assert "(no hot-cold: the hot rows of the profile and the rows of one example take" in placement.choice
     with pytest.raises(
         ConfigError,
         match=r"strategy 'hot-cold' does not work: the hot rows of the profile.* take 1\.7 MiB more than 200\.0 KiB\. "
@@ -244,5 +244,5 @@ def test_batches_that_are_all_of_one_kind_are_planned_like_shuffled_ones(hot: in
     found, plain = (
         planned("200KiB", strategy=strategy, hot_batches=known, profile=free).moved for known in (apart, None)
     )
-    name = "Cached" if strategy == "cached" else "HostPipelined"
+    name = "cached" if strategy == "cached" else "host-pipelined"
     assert found[name] == pytest.approx(plain[name], rel=0.01)

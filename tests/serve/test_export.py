@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import stoker
+from stoker.base.files import seal
 from stoker.cli import main
 from stoker.prep.like import Like
 from stoker.prep.schema import Schema
@@ -136,6 +137,11 @@ def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
     (made / "manifest.json").write_text(manifest.replace("price", "prize"))
     with pytest.raises(stoker.CheckpointError, match=r"its sha256 is not that of its values\). Export the run again"):
         stoker.Scorer(made)
+    for name in ("notation", "times"):
+        values = {key: value for key, value in json.loads(manifest).items() if key != name}
+        (made / "manifest.json").write_text(json.dumps(seal(values)))
+        with pytest.raises(stoker.CheckpointError, match=r"written by an unreleased version of Stoker\. Export"):
+            stoker.Scorer(made)
     (made / "manifest.json").write_text(manifest)
     for name in ("rows/0.rows", "vocab/item.arrow", "dense.safetensors"):
         path = made / name

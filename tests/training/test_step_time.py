@@ -65,5 +65,5 @@ def test_a_step_is_measured_in_the_groups_of_its_placement(tmp_path: Path, monke
     measured = step_time.measure_step(config, data, placement)
     plain = found[0][0]
     assert found[0] == [plain] != ["SlottedRows"]
-    assert sorted(found[1]) == sorted(plain if g.strategy == "Device" else "SlottedRows" for g in placement.groups)
+    assert sorted(found[1]) == sorted(plain if g.strategy == "device" else "SlottedRows" for g in placement.groups)
     assert abs(measured.slotted) < 1e-4 < measured.train  # the placement counts moving, so it is not counted here

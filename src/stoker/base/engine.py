@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -54,4 +55,9 @@ def full_disk() -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """Return the message of a Polars error in one line, without the query plan that it adds."""
-    return " ".join(str(error).split("This error occurred")[0].split())[:400].rstrip(".")
+    text = " ".join(str(error).split("This error occurred")[0].split())
+    if wrong := re.match(
+        r"conversion from `\w+` to `[fiu]\d+` failed in column '(.*)' for .* values: \[(.+?)[],]", text
+    ):
+        return f"column {wrong[1]!r} holds {wrong[2]}, which is not a number"
+    return text[:400].rstrip(".")

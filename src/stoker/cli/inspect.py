@@ -344,7 +344,8 @@ def _show_export(found: dict[str, Any]) -> None:
 
 def _optimizers(found: dict[str, Any]) -> str:
     if "trained" not in found:
-        return f"rows {found['row_optimizer']['kind']}, dense {found['dense_optimizer']}"
+        dense = str(found["dense_optimizer"]).lower().removeprefix("dense")  # as --dense-optimizer has it
+        return f"rows {found['row_optimizer']['kind']}, dense {dense}"
     rules = {name: each["row_optimizer"] for name, each in found["trained"].items()}
     rows = {f"{name or 'rows'} {rule['kind']}" for name, rule in rules.items() if rule is not None}
     return ", ".join([*sorted(rows), *(f"{name} {kind}" for name, kind in found["optimizers"].items())])

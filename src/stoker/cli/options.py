@@ -14,6 +14,7 @@ from dataclasses import Field, fields
 from functools import partial
 from pathlib import Path
 from string import Formatter
+from textwrap import wrap
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -265,11 +266,15 @@ def printed(record: Any, as_json: bool) -> bool:
 
 
 def say(text: str, style: str = "", *, error: bool = False) -> None:
-    """Print a line without wrapping it, with URLs in place of local copies; an ``error`` goes to standard error."""
+    """Print a line, with URLs in place of local copies: in a terminal broken between words, if it has no command."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=error).print(Text(with_urls(text), style=style), soft_wrap=True)
+    console, text = Console(stderr=error), with_urls(text)
+    if console.is_terminal and "stoker " not in text:
+        whole: Any = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
+        text = "\n".join(line for each in text.split("\n") for line in wrap(each, console.width, **whole) or [""])
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 class _Cells(Formatter):

@@ -10,6 +10,7 @@ Legend: R ranks, V shards, P parameters of the dense part, D columns.
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -68,7 +69,7 @@ class Group:
     dim: int  # columns
     rows: int  # of all its tables
     bytes: int  # of all rows, with optimizer state
-    strategy: str  # name of the class
+    strategy: str  # device, tensor-train, or a value of --strategy
     home: str | None  # backing store; None: all rows are in fast memory
     hot: int  # pinned rows
     slots: int  # rows in fast memory
@@ -201,7 +202,7 @@ class Placement(Shown, UserDict[str, Strategy]):
     >>> tables = [stoker.TableConfig(name="user", num_embeddings=10_000, embedding_dim=16)]
     >>> placement = stoker.plan(tables, optimizer=stoker.SGD(lr=0.1), device_memory="256KiB", batch_size=64)
     >>> placement
-    <placement: ... of 10.00 k rows in fast memory: 1 table Cached in ... slots (...), all rows in memory (625.0 KiB)>
+    <placement: ... of 10.00 k rows in fast memory: 1 table cached in ... slots (...), all rows in memory (625.0 KiB)>
     >>> placement["user"] = stoker.Device()
     >>> placement.resident
     True
@@ -272,7 +273,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         traffic = cost.traffic
         return Group(
             tables=tuple(table.name for table in of.tables), dim=of.tables[0].embedding_dim, rows=of.rows,
-            bytes=of.bytes, strategy=type(strategy).__name__, home=of.home, hot=sum(of.hot), slots=of.slots,
+            bytes=of.bytes, strategy=_word(strategy), home=of.home, hot=sum(of.hot), slots=of.slots,
             slot_bytes=of.fast_bytes, cache_bytes=of.cache_bytes, beside_bytes=beside,
             distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate, fetched_mib=traffic.fetched * of.row_bytes / _MIB,
@@ -306,7 +307,7 @@ class Placement(Shown, UserDict[str, Strategy]):
                 sum(sizes) for sizes in zip(*((t.bytes, t.rows * t.row_bytes) for t in trains), strict=True)
             )
             sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
-            words.append(f"{plural(sum(len(each.tables) for each in trains), 'table')} TensorTrain ({sizes})")
+            words.append(f"{plural(sum(len(each.tables) for each in trains), 'table')} tensor-train ({sizes})")
         direct = sum(len(each.tables) for each in bundles if each not in trains and each not in slotted)
         if direct:
             whole = f"{plural(direct, 'table')} on the device"
@@ -337,7 +338,7 @@ class Placement(Shown, UserDict[str, Strategy]):
         headings = ["tables", "rows", "strategy", "slots", "in fast memory", "all rows"]
         rows = [
             [
-                _named([table.name for table in each.tables]), format_count(each.rows), type(each.strategy).__name__,
+                _named([table.name for table in each.tables]), format_count(each.rows), _word(each.strategy),
                 format_count(each.slots), format_size(each.fast_bytes), format_size(each.bytes),
             ]
             for each in self._bundles()
@@ -397,14 +398,19 @@ class _Bundle:
         assert isinstance(self.strategy, Slotted | Mapped)
         where = store_class(str(self.home)).place(self.strategy.path)
         if isinstance(self.strategy, Mapped):
-            return f"{plural(len(self.tables), 'table')} Mapped, all rows {where} ({format_size(self.bytes)})"
+            return f"{plural(len(self.tables), 'table')} mapped, all rows {where} ({format_size(self.bytes)})"
         where += f" behind {format_size(self.cache_bytes)} of memory" if self.cache_bytes else ""
         own = f", {format_count(sum(self.hot))} of them for hot rows" if any(self.hot) else ""
         return (
-            f"{plural(len(self.tables), 'table')} {type(self.strategy).__name__} in {format_count(self.slots)} slots"
+            f"{plural(len(self.tables), 'table')} {_word(self.strategy)} in {format_count(self.slots)} slots"
             f"{own} ({self.slots / self.rows:.1%} of their rows, {format_size(self.fast_bytes)}), all rows {where} "
             f"({format_size(self.bytes)})"
         )
+
+
+def _word(strategy: Strategy) -> str:
+    """Return the word of a strategy, as ``--strategy`` has it: hot-cold for HotCold."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(strategy).__name__).lower()
 
 
 def _named(tables: Sequence[str]) -> str:

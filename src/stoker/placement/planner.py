@@ -179,7 +179,7 @@ def plan(
         try:
             return mapped(found.note)
         except ConfigError as error:
-            unmapped = f"; no Mapped: {error}"
+            unmapped = f"; not mapped: {error}"
     options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
     room = 0.0  # bytes of main memory for a RAM tier
     if not store_class(found.home).in_memory:
@@ -476,7 +476,7 @@ def _map(
     elif size > free:
         problem = f"a mapped file takes {format_size(size)} at once, and its disk has {format_size(free)} free"
     else:
-        why = f"Mapped: the page cache can hold the file of {format_size(size)}, because {format_size(room)} are free"
+        why = f"mapped: the page cache can hold the file of {format_size(size)}, because {format_size(room)} are free"
         return resident, path, f"{why} for it; rows are trained in it, and none is planned or copied"
     raise ConfigError(problem, settings=("strategy",))
 
@@ -612,15 +612,14 @@ def weigh(
     costs = {name: size if seconds is None else seconds for name, (_, size, seconds) in best.items()}
     sure = {name: cost for name, cost in costs.items() if known or work.hot_batches or name != "hot-cold"}
     chosen = strategy if strategy != "auto" else least_cost(sure)
-    sizes = {_CLASSES[name].__name__: size for name, (_, size, _) in best.items()}
+    sizes = {name: size for name, (_, size, _) in best.items()}
     said = ", ".join(
-        f"{_CLASSES[name].__name__} {size / 2**20:.2f} MiB"
-        + ("" if seconds is None else f" in {1000 * seconds:.1f} ms")
+        f"{name} {size / 2**20:.2f} MiB" + ("" if seconds is None else f" in {1000 * seconds:.1f} ms")
         for name, (_, size, seconds) in best.items()
     )
     why = _why(strategy, chosen, sure, problem)
     said = f"rows {'planned and ' * in_memory}moved a step: {said}"
-    return best[chosen][0], sizes, f"{said}; chosen: {_CLASSES[chosen].__name__}{why}"
+    return best[chosen][0], sizes, f"{said}; chosen: {chosen}{why}"
 
 
 def least_cost(costs: Mapping[str, float]) -> str:
@@ -635,7 +634,7 @@ def _why(strategy: str, chosen: str, costs: Mapping[str, float], problem: str) -
         return ", as requested"
     if costs[chosen] > min(costs.values()):
         return ", which costs little more"
-    return f" (no HotCold: {problem})" if problem else ""
+    return f" (no hot-cold: {problem})" if problem else ""
 
 
 def _hot_cold(

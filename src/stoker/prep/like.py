@@ -20,7 +20,7 @@ from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, MIXED, agreed, notation_of, written
+from stoker.prep.parse.notation import AS_TYPED, MIXED, PLAIN, TYPED, agreed, notation_of, written
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
@@ -67,7 +67,8 @@ def notation_by_column(
         for name in (name for name in feature.inputs if table.schema.get(name) in (pl.String, pl.Float64)):
             texts = table.get_column(name).unique()
             notation, before = notation_of(texts), agreed(found.get(name, set()))
-            fits = before and not notation and written(texts, before).equals(texts)  # such as 2.5 after a list with 3
+            notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
+            fits = before and (before == PLAIN or not notation) and written(texts, before).equals(texts)  # 2.5 beside 3
             if notation or (texts.dtype == pl.String and not fits):
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}

@@ -59,7 +59,7 @@ class Label:
     """The column to predict. Without a rule its values must be 0 or 1. Without a column every row has label 1."""
 
     column: str = ""  # empty only with ``negatives``
-    rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1, '2.5' meets 2.50
+    rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1, '5' meets 5.00
     required: ClassVar[bool] = True  # a row without label is a bad line
 
     def __post_init__(self) -> None:

@@ -285,6 +285,8 @@ def open_export(path: str | Path, *, check: bool = False) -> tuple[RecModel, Fit
         manifest = unseal((path / "manifest.json").read_bytes())
     if int(manifest["format_version"]) > FORMAT_VERSION:
         raise CheckpointError(f"{path} has export format {manifest['format_version']}. Update Stoker.")
+    if not {"notation", "times"} <= manifest.keys():
+        raise CheckpointError(f"{path} was written by an unreleased version of Stoker. Export the run again.")
     for name, entry in manifest["files"].items():
         _check_file(path / name, entry, whole=check or not name.startswith(("rows/", "vocab/", ITEMS)))
     spec = FeatureSpec.from_dict(manifest["features"])

@@ -36,11 +36,18 @@ class _Condition(Derivation):
             except re.error as error:
                 fail(self.where, "pattern", f"{self.pattern!r} is not a regular expression ({error})")
 
-    def met_by(self, text: pl.Expr) -> pl.Expr:
-        """Return an expression: whether the text meets the condition; null where it is missing."""
+    def met_by(self, column: pl.Expr) -> pl.Expr:
+        """Return an expression: whether a column meets the condition; null where it is missing."""
         if self.pattern is not None:
-            return text.str.contains(self.pattern)
-        return text == self.values[0] if len(self.values) == 1 else text.is_in(list(self.values))
+            return column.cast(pl.String).str.contains(self.pattern)
+        values = pl.Series(self.values)
+
+        def met(series: pl.Series) -> pl.Series:
+            if series.dtype.is_float():  # a column that the schema reads as numbers, where 5 is 5.0
+                return series.fill_nan(None).is_in(values.cast(pl.Float64, strict=False).drop_nulls().implode())
+            return series.cast(pl.String).is_in(values.implode())
+
+        return column.map_batches(met, return_dtype=pl.Boolean, is_elementwise=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,7 @@ class Match(_Condition, RowLocal):
     read_as: ClassVar[dict[str, Any]] = {}
 
     def expressions(self) -> Sequence[pl.Expr]:
-        met = self.met_by(pl.col(self.column).cast(pl.String))
-        return [met.fill_null(False).cast(pl.Int8).alias(self.name)]
+        return [self.met_by(pl.col(self.column)).fill_null(False).cast(pl.Int8).alias(self.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +76,11 @@ class Constrain(_Condition, RowLocal):
         positive(self.where, "max_length", self.max_length)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        text = pl.col(self.column).cast(pl.String)
+        given, text = pl.col(self.column), pl.col(self.column).cast(pl.String)
         if self.lower:
-            text = text.str.to_lowercase()
+            given = text = text.str.to_lowercase()
         if self.values or self.pattern is not None:
-            text = pl.when(self.met_by(text)).then(text)
+            text = pl.when(self.met_by(given)).then(text)
         if self.max_length is not None:
             text = text.str.head(self.max_length)
         return [text.alias(self.name)]
@@ -94,8 +100,7 @@ class Mask(_Condition, RowLocal):
         return self.where_column
 
     def expressions(self) -> Sequence[pl.Expr]:
-        shown = self.met_by(pl.col(self.where_column).cast(pl.String))
-        return [pl.when(shown).then(pl.col(self.column)).alias(self.name)]
+        return [pl.when(self.met_by(pl.col(self.where_column))).then(pl.col(self.column)).alias(self.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +200,14 @@ class TimeParts(RowLocal):
         return tuple(f"{self.name}_{part}" for part in self.parts)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        given = pl.col(self.column)
-        if self.unit == "ns":  # float64 rounds today's nanoseconds to 256
-            micros = (given.to_physical() // 1000).cast(pl.Float64)
-        else:
-            micros = given.cast(pl.Float64) / UNITS[self.unit] * 1e6
+        def counted(series: pl.Series) -> pl.Series:
+            if series.dtype.is_temporal():  # a timestamp, which tells its unit
+                return series.dt.epoch("us").cast(pl.Float64)
+            if self.unit == "ns":  # float64 rounds today's nanoseconds to 256
+                return (series // 1000).cast(pl.Float64)
+            return series.cast(pl.Float64) / UNITS[self.unit] * 1e6
+
+        micros = pl.col(self.column).map_batches(counted, return_dtype=pl.Float64, is_elementwise=True)
         micros = micros.floor() + self.utc_offset * 3.6e9
         # What is not a number, or beyond the calendar (about 250,000 years), is missing.
         moment = pl.when(micros.abs() < 8e18).then(micros).floor().cast(pl.Int64).cast(pl.Datetime("us")).dt
@@ -245,7 +253,7 @@ class Keep(_Condition, RowSteps):
         return ()
 
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
-        return frame.filter(self.met_by(pl.col(self.column).cast(pl.String)))
+        return frame.filter(self.met_by(pl.col(self.column)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from stoker.prep.parse.notation import (  # fmt: skip
     MIXED,
     PLAIN,
     SINGLE,
+    TYPED,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -275,7 +276,7 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     if _TYPES[kind] == pl.String:
         return _as_texts(series, item, wrong)
     if moments:
-        if (item.required or item.optional) and item.notation != AS_TYPED:  # 0.1.0 counted microseconds
+        if item.notation != AS_TYPED:  # 0.1.0 counted microseconds
             raise DataError(
                 f"column {item.column} holds {series.dtype}, and the schema reads numbers, whose unit a time does not "
                 'say: write numbers as in the log, or, of a timestamp, set type = "datetime" in [timestamp].'
@@ -328,16 +329,17 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     """Convert single values of another type to texts; note rows with floats that may have lost digits."""
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
-    if series.dtype.is_decimal() and item.notation not in (AS_TYPED, MIXED):
-        return written(text_of_decimals(series), item.notation)
+    notation = item.notation.removeprefix(TYPED)
+    if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):
+        return written(text_of_decimals(series), notation)
     if not series.dtype.is_float():
-        return written(series.cast(pl.String), item.notation)
+        return written(series.cast(pl.String), notation)
     series = series.fill_nan(None)
     if item.notation == AS_TYPED:
         return series.cast(pl.String)
     texts = text_of_floats(series)
     _note_lost_digits(item, series, texts.is_null() & series.is_not_null(), wrong)
-    return written(texts, item.notation)
+    return written(texts, notation)
 
 
 def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -415,6 +417,8 @@ def _lists(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequenc
     if inner.inner.is_float():
         lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
+    if inner.inner == pl.String and item.notation != AS_TYPED and (lists.explode() == "").any():
+        lists = lists.list.eval(pl.element().filter(pl.element() != ""))
     lists = _without_alone(lists, item, nulls) if nulls else lists
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     ends = lists.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()

@@ -17,7 +17,7 @@ from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
-from stoker.prep.parse.notation import AS_TYPED, notation_of_operand
+from stoker.prep.parse.notation import AS_TYPED, TYPED, VALUE, notation_of_operand, with_point, written
 from stoker.prep.schema import RULE_KEYS, CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
@@ -118,12 +118,12 @@ class Layout:
         Rows whose label is neither 0 nor 1, or whose time cannot be read, become bad lines of the block.
 
         Raises:
-            DataError: the schema does not list a value of the split column.
+            DataError: the schema lists no such value of the split column, or a label is its rule's number otherwise.
         """
         if self.schema.label.rule is None and self.schema.label.column:
             block.drop_labels(self.label)
         time = self.times(block)
-        out: dict[str, Array] = {"labels": self._labels(block)}
+        out: dict[str, Array] = {"labels": self._labels(block, file)}
         if time is not None:
             out["time"] = time
         for index, item in enumerate(self.dense):
@@ -145,13 +145,27 @@ class Layout:
             out["keep"] = np.frombuffer(stream.getvalue(), np.uint8)
         return out
 
-    def _labels(self, block: Block) -> npt.NDArray[np.float32]:
+    def _labels(self, block: Block, file: str) -> npt.NDArray[np.float32]:
         if not self.schema.label.column:
             return np.full(block.rows, np.nan if self.label.optional else 1, np.float32)
         column = block.columns[self.label]
         if (rule := self.schema.label.parsed()) is not None:
+            if self.label.notation == VALUE or self.label.notation.startswith(TYPED):
+                self._check_digits(column, rule[0], file)
             column = COMPARE[rule[0]](column, self._operand)
         return column.cast(pl.Float32).to_numpy()  # NaN where it is null
+
+    def _check_digits(self, column: pl.Series, operator: str, file: str) -> None:
+        """Raise :class:`UnusableInput` if a text is the number of the rule, but another text."""
+        number = str(written(pl.Series([self._operand]), VALUE)[0])
+        commas = column.str.contains(",", literal=True) & (self.label.decimal != ".")
+        texts = column.zip_with(~commas, with_point(column)) if commas.any() else column
+        if len(other := column.filter((written(texts, VALUE) == number) & (column != self._operand))):
+            raise UnusableInput(
+                f"{file}: column {self.label.column} holds {other[0]!r}, the number of the rule "
+                f"{self.schema.label.rule!r} in other digits. To compare numbers, write {operator} {number} without "
+                "quotes; to compare texts such as versions, take a feature of kind match as the label."
+            )
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
         """Return times [n] as ordered integers, dates in microseconds; rows without a time become bad lines."""

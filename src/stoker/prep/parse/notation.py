@@ -34,7 +34,9 @@ WHOLE, DOTTED, LOWER, CAPITAL, UPPER, LETTERS = "1", "1.0", "true", "True", "TRU
 #: of texts of which a dataset keeps no list: 136 for 136.00 and 1.36E2, 2.5 for 2.50, true for True, and no times
 PLAIN = "plain value"
 _VERSIONS = "versions"  # likewise, but 2.10 may be a version, which is not 2.1
+VALUE = "value"  # likewise, but true is 1
 MIXED = "mixed"  # of a column whose known texts agree on nothing
+TYPED = "typed "  # before a notation that only numbers with a type follow, as texts may be versions
 SINGLE = "0.1f"  # of floats: all known values are those of a Float32 column, such as 0.10000000149
 FLAGS, DOTTED_FLAGS = "1/0", "1.0/0.0"  # of few texts, with both: true is 1
 _FEW = 8  # texts of a column of truth values at most: two, and some that updates bring
@@ -49,13 +51,12 @@ _TRUE, _FALSE = r"^([Tt]rue|TRUE|1|1\.0)$", r"^([Ff]alse|FALSE|0|0\.0)$"
 _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _TO_LOWER = ((_WORD_TRUE, "true"), (_WORD_FALSE, "false"))
+_TO_PLAIN = ((r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0"))
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     WHOLE: (r"\.0$", [_TO_WHOLE]),
     _VERSIONS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
-    PLAIN: (
-        r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$",
-        [*_TO_LOWER, (r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0")],
-    ),
+    PLAIN: (r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, *_TO_PLAIN]),
+    VALUE: (r"\.\d*0$|^-0$|^[TtFf]", [(_WORD_TRUE, "1"), (_WORD_FALSE, "0"), *_TO_PLAIN]),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
     LOWER: ("^-?[TF0-9]", [(_TRUE, "true"), (_FALSE, "false"), _TO_WHOLE]),
     CAPITAL: ("^-?[tf0-9]|^TRUE|^FALSE", [(_TRUE, "True"), (_FALSE, "False"), _TO_WHOLE]),
@@ -93,7 +94,7 @@ def notation_of(texts: pl.Series) -> str:
     if (way := way_of(texts)) or whole or dotted:
         return ("" if whole == dotted else WHOLE if whole else DOTTED) + (way and f"|{way}")
     if digits := _digits_of(texts.filter(texts.str.contains(r"^-?\d+\.\d+$"))):
-        return f"1.{digits * '0'}"
+        return digits
     shapes = texts.filter(texts.str.contains(_MOMENT)).str.replace_all(r"\d", "0").unique()
     return str(shapes[0]) if len(shapes) == 1 else ""
 
@@ -105,17 +106,27 @@ def notation_of_values(values: Collection[str]) -> str:
 
 
 def notation_of_operand(text: str) -> tuple[str, str]:
-    """Return how values are written that a rule compares with a text, and that text so; a number is a plain value."""
-    if (notation := notation_of_values([text])) in _WORDS or not re.fullmatch(r"-?\d+(\.\d+)?", text):
-        return notation, text
-    return PLAIN, str(written(pl.Series([text]), PLAIN)[0])
+    """Return how values are written that a rule compares with a text, and that text so.
+
+    A whole number or a truth value is met by its value. A text with a fraction may be a version: typed values have its
+    digits, and texts are as they are.
+    """
+    if re.fullmatch(r"-?\d+\.\d*[1-9]\d*", text):
+        return f"{TYPED}1.{len(text.partition('.')[2]) * '0'}", text
+    value = str(written(pl.Series([text]), VALUE)[0])
+    return (VALUE, value) if re.fullmatch(r"-?\d+", value) else (notation_of_values([text]), text)
 
 
-def _digits_of(decimals: pl.Series) -> int:
-    """Return how many digits all decimals have after the point, if zeros show that it is always so; else 0."""
+def _digits_of(decimals: pl.Series) -> str:
+    """Return how decimals are written that all have as many digits after the point, else "".
+
+    If no zeros show that it is always so, texts such as 2.10 may be versions, and only typed values are written so.
+    """
     digits = decimals.str.extract(r"\.(\d+)$").str.len_bytes().unique()
-    shown = decimals.str.ends_with("0").any() and decimals.str.contains(r"\.0").any()  # 2.10 may be a version
-    return digits[0] if len(digits) == 1 and digits[0] > 1 and shown else 0
+    if len(digits) != 1 or digits[0] == 1:
+        return ""
+    shown = decimals.str.ends_with("0").any() and decimals.str.contains(r"\.0").any()
+    return f"{'' if shown else TYPED}1.{digits[0] * '0'}"
 
 
 def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:
@@ -227,7 +238,7 @@ def written(texts: pl.Series, notation: str) -> pl.Series:
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
     notation, _, way = notation.partition("|")
-    way = PYTHON if notation in (PLAIN, _VERSIONS) and has_match(texts, CANDIDATE) else way
+    way = PYTHON if notation in (PLAIN, VALUE, _VERSIONS) and has_match(texts, CANDIDATE) else way
     texts = in_way(texts, way) if way else texts
     rare, changes = _changes_to(notation)
     if not changes or not has_match(texts, rare):

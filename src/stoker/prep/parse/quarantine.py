@@ -51,6 +51,10 @@ _REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, re
         'Numbers with a decimal comma: set decimal = "," in [source] of the schema.',
     ),
     (
+        r"(column .+?): '(?i:true|false)' is not (a number|a whole number)", r"\1: not \2",
+        "Truth values as text: for a label, set rule = \"== 'true'\" in [label] of the schema; else write 1 and 0.",
+    ),
+    (
         r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*)", r"\1: not \2",
         "Texts that stand for a missing value: list them as null_values in [source] of the schema.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from stoker.base.units import listed
 from stoker.prep.parse.frames import Field, MissingColumnError, parquet_types
 from stoker.prep.parse.ingest import Source, file_columns
 from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
-from stoker.prep.parse.notation import MIXED, is_moment, notation_of
+from stoker.prep.parse.notation import MIXED, PLAIN, is_moment, notation_of, written
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import Recipe
 from stoker.prep.rows.featured import raw_fields
@@ -120,6 +121,7 @@ def with_one_time_notation(task: Task) -> Task:
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
         types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
+        _check_values(task.schema, {name for each in types.values() for name in each if each[name].is_numeric()})
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
@@ -135,6 +137,16 @@ def with_one_time_notation(task: Task) -> Task:
             if len(shapes) > 1:
                 found[name] = _DAY_AND_TIME if shapes == {"date", "time"} else MIXED
     return replace(task, schema=replace(task.schema, notation=found)) if found else task
+
+
+def _check_values(schema: Schema, numbers: set[str]) -> None:
+    """Raise :class:`SchemaError` if a condition compares ids that are numbers in a file with a text that none has."""
+    ids = {one.raw for one in schema.features if one.type == "string"} & numbers
+    for feature in (one for one in schema.feature if getattr(one, "tested", "") in ids):
+        for value in getattr(feature, "values", ()):
+            plain = written(pl.Series([value]), PLAIN)[0]
+            if plain != value and re.fullmatch(r"-?\d+\.\d+", value):
+                fail(feature.where, "values", f"holds {value!r}, and the column numbers: write {plain!r}")
 
 
 def _inner(kind: pl.DataType) -> pl.DataType:
