@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from decimal import Decimal
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
@@ -494,6 +495,32 @@ def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> N
         assert b" 408 " in slow.recv(1000).split(b"\r\n")[0]
         slower.settimeout(30)
         assert slower.recv(1000) == b""
+
+
+def test_a_busy_client_is_not_taken_for_an_idle_one(
+    shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the connections may come between two of its requests."""
+    monkeypatch.setattr("stoker.serve.server._SWEEP", 0.01)
+    looks = list[int]()
+
+    def now() -> float:
+        looks.append(1)
+        return float(len(looks))  # a second a look
+
+    with served(stoker.Scorer(shop[0]), read_timeout=60.0) as server:
+        monkeypatch.setattr("stoker.serve.server.time", SimpleNamespace(monotonic=now, perf_counter=time.perf_counter))
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.auto_open = 0  # a closed connection is not opened again
+        connection.connect()
+        while len(looks) < 150:
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read()
+        while len(looks) < 400:  # nothing is asked
+            time.sleep(0.01)
+        with pytest.raises((OSError, HTTPException)):
+            connection.request("GET", "/healthz")
+            connection.getresponse()
 
 
 def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:

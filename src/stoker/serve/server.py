@@ -371,14 +371,18 @@ class Server:
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections on which no whole request has come for too long."""
-        idle: dict[Any, float] = {}
+        idle: dict[Any, tuple[int, float]] = {}  # requests of a connection before, and since when it has no other
         while True:
             await asyncio.sleep(_SWEEP)
             assert runner.server is not None
             now = time.monotonic()
             open_ = [each for each in runner.server.connections if getattr(each, "_current_request", None) is None]
-            idle = {each: idle.get(each, now) for each in open_}
-            for each, since in idle.items():
+            counts = {each: getattr(each, "_request_count", 0) for each in open_}
+            idle = {
+                each: found if (found := idle.get(each)) and found[0] == count else (count, now)
+                for each, count in counts.items()
+            }
+            for each, (_, since) in idle.items():
                 if now - since > self.settings.read_timeout:
                     each.force_close()
                     if each.transport is not None:
