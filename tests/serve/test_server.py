@@ -838,9 +838,12 @@ def test_one_client_alone_is_scored_by_the_event_loop_unless_that_could_make_oth
         threads(1)  # its time decides about the next
         assert threads(5, times=3) == {False}
         assert threads(300) == {True}, "many rows"
+        came, admit = threading.Event(), server._admit
+        monkeypatch.setattr(server, "_admit", lambda: (came.set(), admit()))
         with scorer.lock:  # as while a model is changed
             waiting = threading.Thread(target=threads, args=(5,))
             waiting.start()
+            assert came.wait(60)
             assert ask(server, "/healthz")[0] == 200
         waiting.join()
         assert by == ["stoker-serve"]

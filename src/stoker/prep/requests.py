@@ -325,11 +325,8 @@ class RowEncoder:
         known = self.fitted.ids[feature.table_name]
         ids = known.find(column)
         if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
-            odd = ids == 0
-            unknown = given.filter(pl.Series(odd))
-            again = written(unknown, self.fitted.schema.notation_of(feature.raw))
-            if again is not unknown:
-                ids[odd] = known.find(keys_of(again, feature))
+            again = written(given, self.fitted.schema.notation_of(feature.raw))
+            ids = ids if again is given else known.find(keys_of(again, feature))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             row = int(odd.argmax())
             if lengths is not None:

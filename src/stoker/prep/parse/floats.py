@@ -18,7 +18,7 @@ import polars as pl
 PYTHON = "1e-07"
 EXPONENT = r"^-?[1-9](\.\d{1,20})?[eE][+-]\d{1,3}$|^-?[1-9]\.\d{1,20}E\d{1,3}$"  # 1e5 may be hexadecimal digits
 CANDIDATE = EXPONENT + r"|^-?0\.000\d{0,9}[1-9]\d{0,16}$"  # also a fraction that another program may write so
-_FEW = 100  # texts of a request, for which Polars takes much longer than Python
+_FEW = 1000  # texts of a request, for which Polars takes much longer than Python
 #: type -> from this on it holds only some of the whole numbers
 LOSSY: dict[pl.DataType, int] = {pl.Float16(): 2**11, pl.Float32(): 2**24, pl.Float64(): 2**53}
 
@@ -57,7 +57,11 @@ WAYS = {
 def has_match(texts: pl.Series, pattern: str) -> bool:
     """Return True if the pattern is in a text."""
     if len(texts) < _FEW:
-        return any(text is not None and re.search(pattern, text) for text in texts)
+        given = [text for text in texts.to_list() if text is not None]
+        lines = "\n".join(given)
+        if lines.count("\n") < len(given):  # each text is a line
+            return re.search(pattern, lines, re.MULTILINE) is not None
+        return any(re.search(pattern, text) for text in given)
     return bool(texts.str.contains(pattern).any())
 
 

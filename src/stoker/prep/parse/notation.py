@@ -234,6 +234,8 @@ def _as_moments(texts: pl.Series, notation: str) -> pl.Series:
 
 def written(texts: pl.Series, notation: str) -> pl.Series:
     """Return texts in a notation."""
+    if not notation:
+        return texts
     if is_moment(notation):
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts

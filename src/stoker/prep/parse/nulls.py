@@ -31,6 +31,8 @@ def without_nulls(series: pl.Series, nulls: Sequence[str], kind: str, decimal: s
         kind: as what the schema reads the column (:class:`stoker.prep.parse.frames.Field`).
         decimal: the decimal sign of texts that are read as float.
     """
+    if not nulls:
+        return series
     values, dtype = series, series.dtype
     if dtype.is_decimal():
         values, name = text_of_decimals(series), "string"
@@ -42,7 +44,7 @@ def without_nulls(series: pl.Series, nulls: Sequence[str], kind: str, decimal: s
         name = "float" if dtype.is_float() else ""
     if kind == "datetime" and name != "text":  # microseconds
         return series
-    meant = _meant(tuple(nulls), name, decimal) if nulls and name else []
+    meant = _meant(tuple(nulls), name, decimal) if name else []
     if not meant:
         return series
     listed = pl.Series(meant, dtype=_WIDEST[name]).cast(values.dtype, strict=False)
