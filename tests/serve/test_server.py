@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from decimal import Decimal
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
@@ -382,9 +382,9 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     client = stoker.Client(f"http://127.0.0.1:{small.port}")
     best = client.topk({"user": np.int64(1)}, [{"item": np.int32(2)}, {"item": np.array(3)}], 1)
     assert best == client.topk({"user": 1}, [{"item": 2}, {"item": 3}], 1)
-    for time in (datetime(2026, 3, 1), np.datetime64("2026-03-01", "ns")):
+    for moment in (datetime(2026, 3, 1), np.datetime64("2026-03-01", "ns")):
         with pytest.raises(stoker.DataError, match="column item: '2026-03-01T00:00:00' is not a whole number"):
-            client.topk({"user": 1}, [{"item": time}], 1)
+            client.topk({"user": 1}, [{"item": moment}], 1)
     missing = pl.Series([None], dtype=pl.Datetime("us")).to_pandas()[0]  # NaT
     assert client.topk({"user": missing}, [{"item": 2}], 1) == client.topk({"user": None}, [{"item": 2}], 1)
     for value in (np.inf, b"x"):
@@ -497,9 +497,7 @@ def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> N
         assert slower.recv(1000) == b""
 
 
-def test_a_busy_client_is_not_taken_for_an_idle_one(
-    shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_client_is_not_taken_for_an_idle_one(shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the connections may come between two of its requests."""
     monkeypatch.setattr("stoker.serve.server._SWEEP", 0.01)
     looks = list[int]()
@@ -518,9 +516,7 @@ def test_a_busy_client_is_not_taken_for_an_idle_one(
             assert connection.getresponse().read()
         while len(looks) < 400:  # nothing is asked
             time.sleep(0.01)
-        with pytest.raises((OSError, HTTPException)):
-            connection.request("GET", "/healthz")
-            connection.getresponse()
+        assert connection.sock.recv(1) == b"", "it is closed"
 
 
 def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
