@@ -517,6 +517,7 @@ def test_a_busy_client_is_not_taken_for_an_idle_one(shop: tuple[Path, Any], monk
         while len(looks) < 400:  # nothing is asked
             time.sleep(0.01)
         assert connection.sock.recv(1) == b"", "it is closed"
+        connection.close()
 
 
 def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
@@ -806,69 +807,3 @@ def test_workers_answer_on_one_socket_and_end_together(shop: tuple[Path, Any]) -
             assert process.wait(60) == (2 if how == "a worker is killed" and forks else 0)
             assert ("a worker process ended" in process.stdout.read()) == (process.returncode == 2)
             assert not [each for each in forks if Path(f"/proc/{each}").exists()]
-
-
-def test_one_client_alone_is_scored_by_the_event_loop_unless_that_could_make_others_wait(
-    shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, [log, _] = shop
-    rows = log.select("item", "user").head(300)
-    scorer, by = stoker.Scorer(run), list[str]()
-    wanted, together = scorer.score(rows), scorer.score_together
-
-    def noted(requests: Any) -> Any:
-        by.append(threading.current_thread().name)
-        return together(requests)
-
-    monkeypatch.setattr(scorer, "score_together", noted)
-    with served(scorer) as server:
-        client = stoker.Client(f"http://127.0.0.1:{server.port}")
-        monkeypatch.setattr("stoker.serve.server._BRIEF", 60.0)
-
-        def threads(size: int, times: int = 1) -> set[bool]:
-            by.clear()
-            for _ in range(times):
-                assert np.array_equal(client.score(rows[:size]), wanted[:size])
-            return {name == "stoker-serve" for name in by}
-
-        threads(1)  # its time decides about the next
-        assert threads(5, times=3) == {False}
-        assert threads(300) == {True}, "many rows"
-        came, admit = threading.Event(), server._admit
-        monkeypatch.setattr(server, "_admit", lambda: (came.set(), admit()))
-        with scorer.lock:  # as while a model is changed
-            waiting = threading.Thread(target=threads, args=(5,))
-            waiting.start()
-            assert came.wait(60)
-            assert ask(server, "/healthz")[0] == 200
-        waiting.join()
-        assert by == ["stoker-serve"]
-        with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))):
-            assert ask(server, "/healthz")[0] == 200  # the other connection is known
-            assert threads(5) == {True}, "another client"
-        monkeypatch.setattr("stoker.serve.server._BRIEF", 0.0)
-        client.score(rows[:1])
-        assert threads(5) == {True}, "a slow model"
-
-
-def test_an_error_in_the_event_loop_is_answered(shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        pass
-
-    def fail(requests: Any) -> Any:
-        raise Panic("of Polars")
-
-    run, [log, _] = shop
-    scorer = stoker.Scorer(run)
-    monkeypatch.setattr("stoker.serve.server._BRIEF", 60.0)
-    with served(scorer) as server:
-        client = stoker.Client(f"http://127.0.0.1:{server.port}")
-        rows = log.select("item", "user").head(3)
-        client.score(rows)
-        with pytest.raises(stoker.StokerError, match="not_there"):
-            client.score(rows.rename({"item": "not_there"}))
-        with monkeypatch.context() as patch:
-            patch.setattr(scorer, "score_together", fail)
-            with pytest.raises(stoker.StokerError, match="Panic: of Polars"):
-                client.score(rows)
-        assert len(client.score(rows)) == 3

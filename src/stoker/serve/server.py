@@ -1,10 +1,9 @@
 """Score rows over HTTP, in JSON or Arrow, in small batches that several requests share.
 
-One thread encodes and scores; the event loop reads and writes. A batch is what has come while the last one was scored;
-if that one had several requests, the next waits up to ``wait`` milliseconds for others. A score does not depend on the
-requests that share its batch. For one client alone, the event loop scores a short request itself: two changes of thread
-took a quarter of its time. If the source is a run, the server follows its updates and roll-backs: a new model takes
-effect between two batches.
+One thread encodes and scores; the event loop only reads and writes. A batch is what has come while the last one was
+scored; if that one had several requests, the next waits up to ``wait`` milliseconds for others. A score does not depend
+on the requests that share its batch. If the source is a run, the server follows its updates and roll-backs: a new model
+takes effect between two batches.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.retrieve import Retrieved, Retriever
 from stoker.serve.scorer import ScoreArray, Scorer
 from stoker.serve.settings import ServeSettings
-from stoker.training.scores.tiles import TILE
 
 ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
 _ITEMS = 2**17  # that a request may ask for, of all its users
 _SWEEP = 1.0  # seconds between two looks at idle connections
-_BRIEF = 0.02  # seconds for which the event loop may score
 RequestRows: TypeAlias = Any  # a list of objects, or an Arrow table
 
 
@@ -101,7 +98,6 @@ class Server:
         self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()  # None: the end
         self._connections: Callable[[], int] = lambda: 0  # how many clients there are
         self._searching = 0  # requests whose items are being found, or wait for it
-        self._brief = False  # whether the last batch took little time: rows of a file may come from a slow disk
         self._searcher = ThreadPoolExecutor(1, thread_name_prefix="stoker-retrieve")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-read")
         owned: Any = scorer.lock  # while requests wait for it, the follower should not sleep
@@ -262,15 +258,8 @@ class Server:
     async def _scores(self, rows: RequestRows) -> tuple[ScoreArray, dict[str, Any]]:
         self._admit()
         waiting = _Waiting(rows, time.perf_counter(), asyncio.get_running_loop().create_future())
-        alone = self._connections() <= 1 and self._brief and len(rows) <= TILE
-        if alone and self.scorer.lock.acquire(blocking=False):  # the follower holds it while it changes the model
-            try:
-                self._deliver([waiting], self._found([waiting]))
-            finally:
-                self.scorer.lock.release()
-        else:
-            self.figures.waiting.inc()  # here, since another process of --workers may answer /metrics
-            self._waiting.put(waiting)
+        self.figures.waiting.inc()  # here, since another process of --workers may answer /metrics
+        self._waiting.put(waiting)
         found = await waiting.scores
         self.figures.seconds.observe(time.perf_counter() - waiting.since)
         return found
@@ -286,7 +275,11 @@ class Server:
         for batch in self._batches():
             self.figures.waiting.dec(len(batch))
             known = [each for each in batch if not each.scores.cancelled()]  # whose client has not gone
-            loop.call_soon_threadsafe(self._deliver, known, self._found(known))
+            try:
+                found = self._scored([each.rows for each in known])
+            except BaseException as error:  # a panic of Polars is not an Exception
+                found = [_failed(error)] * len(known)
+            loop.call_soon_threadsafe(self._deliver, known, found)
 
     def _batches(self) -> Iterator[list[_Waiting]]:
         """Yield the requests of each batch, until the server ends."""
@@ -307,16 +300,6 @@ class Server:
                 yield batch
                 batch, size, shared = [], 0, len(batch) > 1
                 each = self._waiting.get()
-
-    def _found(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """Return what :meth:`_scored` does, whatever is raised."""
-        began = time.perf_counter()
-        try:
-            return self._scored([each.rows for each in batch])
-        except BaseException as error:  # a panic of Polars is not an Exception
-            return [_failed(error)] * len(batch)
-        finally:
-            self._brief = time.perf_counter() - began < _BRIEF
 
     def _scored(self, requests: Sequence[RequestRows]) -> list[Any]:
         """Return the scores of each request with the version of the model, or its error."""
