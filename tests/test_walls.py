@@ -30,13 +30,13 @@ LINES = {
     "placement": 2_770,
     "training": 11_040,
     "rewrite": 1_810,
-    "prep": 13_700,
+    "prep": 13_710,
     "synthetic": 1_660,
     "cli": 3_430,
     "live": 1_340,
-    "serve": 1_630,
+    "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_030
+ALL_LINES = 66_020
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 
