@@ -415,6 +415,53 @@ def test_a_log_of_numbers_has_no_versions_after_an_update_either(tmp_path: Path)
     assert set(batch.ids.flatten().tolist()) == {1, 3}
 
 
+@pytest.mark.parametrize("items", [[136, 7, 9], [2.5, 7.0, 9.0]])
+def test_a_log_of_numbers_has_no_versions_beside_window_features_either(tmp_path: Path, items: list[Any]) -> None:
+    """Their state has whole numbers, and tells nothing that the ids do not."""
+    rows = pl.DataFrame({"label": [0, 1] * 30, "item": items * 20, "at": range(60)})
+    values = {"label": "label", "timestamp": {"column": "at"}, "categorical": [{"name": "item"}],
+              "derive": ["past_count name=seen by=item order=at"]}  # fmt: skip
+    data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
+    asked = pl.DataFrame({"item": items, "at": [60, 61, 62]})
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    known = encoder.encode(asked)
+    assert known.ids.flatten().tolist() == [1, 2, 3]
+    texts = pl.Series([f"{each:.2f}" for each in items])
+    for new in (asked.with_columns(item=texts), asked.with_columns(item=texts.cast(pl.Decimal(8, 2)))):
+        rows = new.with_columns(label=pl.lit(1))
+        [batch] = stoker.prepare(None, rows, out=tmp_path / "new", like=data, overwrite=True).test.batches(3)
+        for found in (batch, encoder.encode(new)):
+            assert found.ids.tolist() == known.ids.tolist()
+            assert found.dense.tolist() == known.dense.tolist()
+
+
+def test_a_file_without_values_leaves_a_log_of_numbers_one(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2.5, 5.25] * 30})
+    rows.write_parquet(tmp_path / "a.parquet")
+    rows.with_columns(flag=None).write_parquet(tmp_path / "b.parquet")
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}]})
+    files = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    data = stoker.prepare(schema, files, out=tmp_path / "data", split="random:1,0")
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(pl.DataFrame({"flag": ["2.50", "5.250"]}))
+    assert asked.ids.flatten().tolist() == [1, 2]
+
+
+def test_a_column_of_a_table_of_numbers_and_of_one_of_truth_values_has_whole_numbers() -> None:
+    assert agreed({"plain value", "1/0"}) == agreed({"plain value", "1"}) == "1"
+    assert agreed({"plain value", "1.0"}) == agreed({"plain value", ""}) == ""
+
+
+def test_a_request_with_times_for_ids_is_refused_as_a_log_is(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2, 5] * 30})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}]})
+    data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
+    times = pl.DataFrame({"label": [0, 1], "flag": [datetime(2024, 1, 1), datetime(2024, 1, 2)]})
+    with pytest.raises(stoker.DataError, match="which texts write in many ways"):
+        stoker.prepare(None, times, out=tmp_path / "new", like=data)
+    with pytest.raises(stoker.DataError, match="which texts write in many ways"):
+        RowEncoder(FittedSchema.of(Like(data.path))).encode(times.drop("label"))
+
+
 def test_versions_are_not_decimals(tmp_path: Path) -> None:
     """An older client of version 4.1 is not one of 4.10."""
     texts = [f"4.{minor}" for minor in range(10, 31)]
@@ -996,6 +1043,12 @@ def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) 
     values["categorical"] = [{"name": "price"}]
     with pytest.raises(stoker.SchemaError, match=r"values holds '2\.50', and the column numbers: write '2\.5'"):
         stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data")
+    rows.cast({"price": pl.String}).with_columns(pl.col("price") + "0").write_csv(tmp_path / "log.csv")
+    rows.write_parquet(tmp_path / "log.parquet")
+    values["derive"] = ["match column=price values=2.50,2.5"]  # a log of both needs both
+    files = [tmp_path / "log.csv", tmp_path / "log.parquet"]
+    [batch] = stoker.prepare(stoker.Schema.from_dict(values), files, split="random:1,0").train.batches(120)
+    assert batch.dense.flatten().tolist() == [1.0, 0.0] * 60
 
 
 @pytest.mark.parametrize(("rule", "texts"), [("== '1'", ["1,0", "0,0"]), ("== '2.5'", ["2,5", "5,0"])])

@@ -137,3 +137,7 @@ def test_an_empty_text_in_a_list_is_no_value_as_between_separators(kind: str) ->
     wanted = read(pl.Series(texts), kind, [], **more)
     assert wanted == [[str(one) if kind == "string" else one for one in each] for each in ([1, 2], [], [], [3], [1, 2])]
     assert read(pl.Series(lists), kind, [], **more) == wanted
+    for inner in (pl.Categorical, pl.Enum(["1", "", "2", "3"])):
+        assert read(pl.Series(lists, dtype=pl.List(inner)), kind, [], **more) == wanted
+    coded = [None if each is None else [None if one is None else one.encode() for one in each] for each in lists]
+    assert read(pl.Series(coded, dtype=pl.List(pl.Binary)), kind, [], **more) == wanted

@@ -283,6 +283,9 @@ def test_times_are_no_numbers(tmp_path: Path) -> None:
         for like in (None, data):
             with pytest.raises(DataError, match=r"column t holds Datetime.* whose unit a time does not say"):
                 run_prepare(None if like else schema, tmp_path / "times.parquet", out=tmp_path / "made", like=like)
+    rows.with_columns(pl.lit(None, pl.Datetime).alias("t")).write_parquet(tmp_path / "nulls.parquet")
+    files = [tmp_path / "log.parquet", tmp_path / "nulls.parquet"]
+    assert run_prepare(schema, files, out=tmp_path / "both").rows["train"] == 18
 
 
 def test_a_label_that_is_text() -> None:

@@ -69,7 +69,7 @@ def notation_by_column(
             notation, before = notation_of(texts), agreed(found.get(name, set()))
             notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
             fits = before and (before == PLAIN or not notation) and written(texts, before).equals(texts)  # 2.5 beside 3
-            if notation or (texts.dtype == pl.String and not fits):
+            if not fits and (notation or texts.dtype == pl.String):
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
     if as_typed:

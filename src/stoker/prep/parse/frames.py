@@ -277,7 +277,7 @@ def _converted(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     if _TYPES[kind] == pl.String:
         return _as_texts(series, item, wrong)
     if moments:
-        if item.notation != AS_TYPED:  # 0.1.0 counted microseconds
+        if item.notation != AS_TYPED and series.count():  # 0.1.0 counted microseconds
             raise DataError(
                 f"column {item.column} holds {series.dtype}, and the schema reads numbers, whose unit a time does not "
                 'say: write numbers as in the log, or, of a timestamp, set type = "datetime" in [timestamp].'
@@ -413,13 +413,15 @@ def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series
 
 def _lists(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequence[str]) -> pl.Series:
     """Convert lists to lists of typed values, null to an empty list; drop missing values before cutting the list."""
-    inner: Any = series.dtype
-    lists = series.cast(pl.List(inner.inner))
-    if inner.inner.is_float():
+    inner: Any = series.dtype.inner  # type: ignore[attr-defined]
+    inner = pl.String() if inner in (pl.Categorical, pl.Enum) else inner
+    lists = series.cast(pl.List(inner))
+    if inner.is_float():
         lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
-    if inner.inner == pl.String and item.notation != AS_TYPED and (lists.explode() == "").any():
-        lists = lists.list.eval(pl.element().filter(pl.element() != ""))
+    texts = inner in (pl.String, pl.Binary) and item.notation != AS_TYPED
+    if texts and (lists.explode().cast(pl.Binary).bin.size() == 0).any():
+        lists = lists.list.eval(pl.element().filter(pl.element().cast(pl.Binary).bin.size() != 0))
     lists = _without_alone(lists, item, nulls) if nulls else lists
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     ends = lists.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()

@@ -162,7 +162,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
-        bases = {each.partition("|")[0] for each in notations}
+        bases = {WHOLE if each == PLAIN else each.partition("|")[0] for each in notations}
         less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (
             dict.fromkeys((LOWER, CAPITAL, UPPER), WHOLE) if WHOLE in bases else {}
         )

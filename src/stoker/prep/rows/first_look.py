@@ -143,9 +143,9 @@ def _check_values(schema: Schema, numbers: set[str]) -> None:
     """Raise :class:`SchemaError` if a condition compares ids that are numbers in a file with a text that none has."""
     ids = {one.raw for one in schema.features if one.type == "string"} & numbers
     for feature in (one for one in schema.feature if getattr(one, "tested", "") in ids):
-        for value in getattr(feature, "values", ()):
+        for value in (values := getattr(feature, "values", ())):
             plain = written(pl.Series([value]), PLAIN)[0]
-            if plain != value and re.fullmatch(r"-?\d+\.\d+", value):
+            if plain not in (value, *values) and re.fullmatch(r"-?\d+\.\d+", value):
                 fail(feature.where, "values", f"holds {value!r}, and the column numbers: write {plain!r}")
 
 

@@ -460,7 +460,7 @@ def _tables_of_numbers(task: Task) -> set[str]:
     types = [parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()]
     columns = [one for one in task.schema.features if one.type == "string"]
     given = [(one.table_name, each.get(one.raw, pl.String())) for one in columns for each in types]
-    texts = {name for name, kind in given if not getattr(kind, "inner", kind).is_numeric()}
+    texts = {name for name, kind in given if not (own := getattr(kind, "inner", kind)).is_numeric() and own != pl.Null}
     return {name for name, _ in given if task.recipe.derive is None} - texts
 
 
