@@ -815,6 +815,7 @@ def test_one_client_alone_is_scored_by_the_event_loop_unless_that_could_make_oth
             waiting = threading.Thread(target=threads, args=(5,))
             waiting.start()
             assert ask(server, "/healthz")[0] == 200
+            waiting.join(2.0)  # its request must come while the lock is held
         waiting.join()
         assert by == ["stoker-serve"]
         with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))):
@@ -846,3 +847,17 @@ def test_an_error_in_the_event_loop_is_answered(shop: tuple[Path, Any], monkeypa
             with pytest.raises(stoker.StokerError, match="Panic: of Polars"):
                 client.score(rows)
         assert len(client.score(rows)) == 3
+
+
+def test_a_signal_in_the_event_loop_ends_the_server(shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM raises KeyboardInterrupt where the main thread is, which may be in a score."""
+
+    def kill(requests: Any) -> Any:
+        raise KeyboardInterrupt
+
+    scorer = stoker.Scorer(shop[0])
+    monkeypatch.setattr(scorer, "score_together", kill)
+    waiting: Any = SimpleNamespace(rows=[{"item": "1", "user": "1"}])
+    with pytest.raises(KeyboardInterrupt):
+        Server(scorer, ServeSettings(port=0))._found([waiting])
+    assert not scorer.lock._is_owned()  # type: ignore[attr-defined]

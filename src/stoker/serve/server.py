@@ -313,6 +313,8 @@ class Server:
         began = time.perf_counter()
         try:
             return self._scored([each.rows for each in batch])
+        except KeyboardInterrupt:  # the event loop is where a signal ends the server
+            raise
         except BaseException as error:  # a panic of Polars is not an Exception
             return [_failed(error)] * len(batch)
         finally:
