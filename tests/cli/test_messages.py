@@ -521,7 +521,11 @@ def test_a_terminal_breaks_lines_between_words(
     assert (max(map(len, (line for line in words if path not in line))) <= 40) == terminal
     assert " ".join(second.split()) == " ".join(shown.replace("stoker ", "").split())
     assert "" in words
-    for other in ("pip install 'a[b]'", "gzip -dc log.csv.gz | iconv -f UTF-16 -t UTF-8 > NEW.csv", "tensorboard --logdir"):
+    for other in (
+        "pip install 'a[b]'",
+        "gzip -dc log.csv.gz | iconv -f UTF-16 -t UTF-8 > NEW.csv",
+        "tensorboard --logdir",
+    ):
         print_line(line := f"error: something is missing here. Run: {other}")
         assert capsys.readouterr().out == line + "\n"
     monkeypatch.setenv("COLUMNS", "0")
