@@ -167,7 +167,7 @@ def _epoch(log: Log, order: str, strategy: str, run: Run) -> Moved:
     stats = [storage.stats for storage in slotted(model)]
     storages = slotted(model)
     moved = Moved(
-        strategy=kind.__name__, order=order, picked=kind is choice, predicted=placement.moved[kind.__name__],
+        strategy=kind.__name__, order=order, picked=kind is choice, predicted=placement.moved[strategy],
         steps=steps, first=sum(one.num_hot * one.home.row_bytes for one in storages),
         fetched=sum(one.fetched_bytes for one in stats), written=sum(one.written_bytes for one in stats),
         hit_rate=sum(one.hits for one in stats) / sum(one.rows for one in stats),

@@ -28,15 +28,15 @@ LINES = {
     "tables": 13_250,
     "models": 2_000,
     "placement": 2_770,
-    "training": 11_040,
+    "training": 11_060,
     "rewrite": 1_810,
     "prep": 13_710,
     "synthetic": 1_660,
-    "cli": 3_430,
+    "cli": 3_440,
     "live": 1_340,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_020
+ALL_LINES = 66_050
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -505,10 +506,11 @@ def test_a_failed_start_leaves_no_home(
 def test_a_terminal_breaks_lines_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
 ) -> None:
-    """But no path, nor a command that may be copied; nothing breaks them in a file."""
+    """But no path, nor a command that may be copied; nothing breaks them in a file, also not with colours."""
     monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR" if terminal else "FORCE_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR" if terminal else "FORCE_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR" if terminal else "NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     path, command = "/data/" + "x" * 60, "next: stoker predict run --out " + "y" * 20
     shown = f"all rows are in the file of the backing store {path}, which is-long\n\n  {command}"
     print_line(shown)
@@ -519,3 +521,12 @@ def test_a_terminal_breaks_lines_between_words(
     assert (max(map(len, (line for line in words if path not in line))) <= 40) == terminal
     assert " ".join(second.split()) == " ".join(shown.replace("stoker ", "").split())
     assert "" in words
+    for other in (
+        "pip install 'a[b]'",
+        "gzip -dc log.csv.gz | iconv -f UTF-16 -t UTF-8 > NEW.csv",
+        "tensorboard --logdir",
+    ):
+        print_line(line := f"error: something is missing here. Run: {other}")
+        assert capsys.readouterr().out == line + "\n"
+    monkeypatch.setenv("COLUMNS", "0")
+    print_line("no width is known")  # Rich prints nothing, but nothing fails

@@ -21,6 +21,7 @@ from stoker.models import TwoTower
 from stoker.ops.loss import in_batch_softmax
 from stoker.testing import make_dataset
 from stoker.training import Catalogue
+from stoker.training.notes import of_both_towers
 
 SPEC = FeatureSpec.from_sizes(1, [4, 6])
 RUN: dict[str, Any] = {
@@ -224,6 +225,32 @@ def test_columns_of_the_item_are_found_or_asked_for() -> None:
         stoker.TrainConfig(metric="recall_10")
     with pytest.raises(ConfigError, match="compile"):
         stoker.TrainConfig(model="two-tower", loss="in-batch", compile=True)
+
+
+@pytest.mark.parametrize(("feature", "named"), [
+    ("match column=kind values=item", ""),
+    ("previous by=user column=item order=at", ""),
+    ("merge on=item file=FILE columns=maker number_columns=price", "x_maker, x_price are computed from item,"),
+    ("split column=item width=1", "x_1 is computed from item,"),
+    ("time_parts column=item parts=hour", "x_hour is computed from item,"),
+    ("difference by=user column=item order=at", "x is computed from item,"),
+    ("rank by=user order=item", "x is computed from item,"),
+    ("mask column=kind where_column=item values=1", "x is computed from item,"),
+    ("", "again is computed from item,"),
+])  # fmt: skip
+def test_columns_of_each_kind_know_the_item_or_not(tmp_path: Path, feature: str, named: str) -> None:
+    file = tmp_path / "items.csv"
+    pl.DataFrame({"item": [*range(5)], "maker": [*"ababc"], "price": [1.0, 2.0, 3.0, 4.0, 5.0]}).write_csv(file)
+    log = pl.DataFrame({"click": [0, 1] * 50, "user": [*range(10)] * 10, "item": [*range(5)] * 20, "at": [*range(100)]})
+    columns = [{"name": name, "type": "int"} for name in ("user", "item")]
+    columns += [] if feature else [{"name": "again", "source": "item", "type": "int"}]
+    derive = [feature.replace(" ", " name=x ", 1).replace("FILE", str(file))] if feature else []
+    plain = {"label": "click", "categorical": columns, "timestamp": {"column": "at"}, "derive": derive}
+    rows = log.with_columns(kind=pl.lit("item"))
+    data = stoker.prepare(stoker.Schema.from_dict(plain), rows, out=tmp_path / "d", split="random:0.8,0.1")
+    notes = [*of_both_towers(stoker.TwoTower(data.schema, item=("item",), embedding_dim=4), data)]
+    assert len(notes) == bool(named)
+    assert not named or notes[0].startswith(named)
 
 
 def test_a_column_of_the_user_that_knows_the_item_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,15 +265,20 @@ def printed(record: Any, as_json: bool) -> bool:
     return as_json
 
 
+_COMMAND = re.compile(r"\b(stoker|pip|iconv|tr|tensorboard) ")
+
+
 def say(text: str, style: str = "", *, error: bool = False) -> None:
     """Print a line, with URLs in place of local copies: in a terminal broken between words, if it has no command."""
     from rich.console import Console
     from rich.text import Text
 
     console, text = Console(stderr=error), with_urls(text)
-    if console.is_terminal and "stoker " not in text:
+    # Not is_terminal, which FORCE_COLOR makes true of a pipe. COLUMNS may be 0.
+    if console.file.isatty() and not _COMMAND.search(text):
         whole: Any = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
-        text = "\n".join(line for each in text.split("\n") for line in wrap(each, console.width, **whole) or [""])
+        width = console.width or 80
+        text = "\n".join(line for each in text.split("\n") for line in wrap(each, width, **whole) or [""])
     console.print(Text(text, style=style), soft_wrap=True)
 
 

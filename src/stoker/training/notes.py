@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,10 @@ def without_effect(
         )
 
 
+#: settings by which a feature knows columns of its own row, of kinds that are not as others
+_READ: dict[str, tuple[str, ...]] = {"merge": ("on",), "difference": ("by", "column"), "rank": ("by", "order")}
+
+
 def of_both_towers(model: RecModel, data: Dataset) -> Iterator[str]:
     """Name columns of the user of a two-tower model that are computed from the item of their row."""
     if not isinstance(model, TwoTower):
@@ -102,18 +107,34 @@ def of_both_towers(model: RecModel, data: Dataset) -> Iterator[str]:
     columns = [one for kind in ("categorical", "dense", "sequence") for one in schema.get(kind, ())]
     source = {one["name"]: one.get("source") or one["name"] for one in columns if isinstance(one, dict)}
     raw = {source.get(name, name) for name in model.item}
-    for feature in schema.get("feature", ()):
+    read_again: list[dict[str, Any]] = [{"name": name, "column": name} for name in sorted(raw)]
+    for feature in (*read_again, *schema.get("feature", ())):
         # What looks at rows before, such as a history, knows of its own row only the keys.
-        given = [feature.get("by", ())] if "order" in feature else feature.values()
-        read = {name for value in given for name in (value if isinstance(value, list) else [value])}
-        mine = [name for name in source if source[name] == feature["name"] and name not in model.item]
-        if mine and (both := sorted(name for name in raw - {feature["name"]} if name in read)):
-            raw.add(feature["name"])
-            yield (
-                f"{listed(mine)} is computed from {listed(both)}, which is of the item, but belongs to the user, whose "
-                "vector so knows the item of its row: recall is too high, and retrieval has no such value. Add "
-                f"{listed(mine)} to the model option item, or leave it out"
-            )
+        usual = ("by",) if "order" in feature else ("by", "column", "columns", "left", "right", "where_column")
+        given = [feature.get(each) or () for each in _READ.get(feature.get("kind", ""), usual)]
+        read = {name for value in given for name in ((value,) if isinstance(value, str) else value)}
+        if both := sorted(raw & read):
+            made = _made(feature)
+            raw |= made
+            if mine := [name for name in source if source[name] in made and name not in model.item]:
+                one = len(mine) == 1
+                yield (
+                    f"{listed(mine)} {'is' if one else 'are'} computed from {listed(both)}, which is of the item, but "
+                    f"{'belongs' if one else 'belong'} to the user, whose vector so knows the item of its row: recall "
+                    f"is too high, and retrieval has no such value. Add {listed(mine)} to the model option item, or "
+                    "leave it out"
+                )
+
+
+def _made(feature: Mapping[str, Any]) -> set[str]:
+    """Return the columns that a feature of a schema makes."""
+    name, kind = feature["name"], feature.get("kind")
+    if kind == "merge":
+        return {f"{name}_{column}" for column in (*feature.get("columns", ()), *feature.get("number_columns", ()))}
+    if kind in ("properties", "split"):
+        most = feature.get("width") or feature.get("most") or len(feature.get("values", ()))
+        return {f"{name}_{number + 1}" for number in range(most)}
+    return {f"{name}_{part}" for part in feature["parts"]} if kind == "time_parts" else {name}
 
 
 def stretched(config: TrainConfig, before: int, now: int) -> str | None:

@@ -164,7 +164,8 @@ def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
     tiles: list[tuple[str, str]] = []
     names = metric_names(run["k"])
     for name, words in sorted(names.items(), key=lambda each: each[0] != run["metric"]):
-        if run["settings"]["loss"] != "bce" and name in ("log_loss", "normalized_entropy", "accuracy", "calibration"):
+        odd = name in ("log_loss", "normalized_entropy", "accuracy", "calibration") and name != run["metric"]
+        if run["settings"]["loss"] != "bce" and odd:
             continue  # a model that ranks has no probabilities
         if test.get(name) is not None and len(tiles) < 3:
             tiles.append((f"{test[name]:.4f}", f"{words}, {metrics} rows"))
