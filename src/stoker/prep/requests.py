@@ -200,7 +200,7 @@ class RowEncoder:
         self._feature_fields = [_as_given(item, exact) for item in self._layout.feature_fields]
         self._needed = [*self._layout.dense, *self._feature_fields]
         wanted = {item.column for item in self._needed} | read
-        # Decimals and times are never looked up as they are given: 5.00 has other texts in other scales (types with D).
+        # Decimals and times are never looked up as they are given: 5.00 has other texts in other scales.
         self._written_fields = [item for item in raw_fields(schema) if item.column in wanted]
         #: fields that are read of a request
         self.fields = [_as_given(item, exact) for item in self._written_fields]
@@ -253,7 +253,8 @@ class RowEncoder:
         """
         frame = as_frame(table)
         self._check_names(frame.columns, unknown)
-        as_log = any("D" in str(kind) for name, kind in frame.schema.items() if name != self._time)
+        kinds = " ".join(str(kind) for name, kind in frame.schema.items() if name != self._time)
+        as_log = any(kind in kinds for kind in ("Decimal", "Date", "Duration"))
         fields = self._written_fields if as_log else self.fields
         return self._encode(frame_block(frame, fields, typed=True, nulls=self._nulls))
 
