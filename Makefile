@@ -40,18 +40,21 @@ env: $(VENV)/.runtime  ## The environment alone, in .venv
 demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real purchases, in minutes
 	@$(PY) examples/demo.py
 
-test: $(VENV)/.dev  ## Run the tests; those that take long only with STOKER_EFFORT (0.25: a quarter of each campaign)
-	@$(PYTEST) --dist worksteal $(if $(STOKER_EFFORT),,-m "not slow")
+# Tests marked slow take turns: each commit runs an eighth of them.
+TURN ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/8
+
+test: $(VENV)/.dev  ## Run the tests, and an eighth of those that take long (TURN=0/1: all of them)
+	@STOKER_TURN=$(TURN) $(PYTEST) --dist worksteal
 
 test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a minute
-	@$(PYTEST) @tests/quick.txt
+	@$(PYTEST) -m "not slow" @tests/quick.txt
 
 # Processes share cores: a thread that waits must not spin on another's. Tests start hundreds of processes, which find
 # the package compiled. One process more than two cores, since tests wait for those that they start.
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
 # Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:250 and the kills 0:3, and
-# `make test` half of these, without tests that take long. STOKER_EFFORT is the share of a whole campaign
+# `make test` half of these. STOKER_EFFORT is the share of a whole campaign
 # (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50
@@ -93,7 +96,7 @@ docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and b
 
 # First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.
 LOWEST := .venv-lowest
-LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_EFFORT=0.25 OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
+LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_EFFORT=0.25 STOKER_TURN=$(TURN) OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
 LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
 
 lowest:  ## Train and test with the lowest versions that pyproject.toml allows

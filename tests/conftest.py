@@ -49,10 +49,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    later = [item for item in items if item.get_closest_marker("slow") and not in_turn(item.nodeid)]
-    if later:
-        config.hook.pytest_deselected(items=later)
-        items[:] = [item for item in items if item not in set(later)]
+    kinds: dict[str, list[pytest.Item]] = {"slow": [], "fast": [], "later": []}
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        kinds["fast" if slow is None else "slow" if in_turn(item.nodeid) else "later"].append(item)
+    if kinds["later"]:
+        config.hook.pytest_deselected(items=kinds["later"])
+    items[:] = kinds["slow"] + kinds["fast"]  # so that no slow one runs alone at the end
 
 
 def pytest_collection_finish() -> None:

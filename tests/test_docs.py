@@ -135,6 +135,7 @@ def test_every_public_method_is_explained_in_its_class_or_a_parent() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in FILES if ">>> " in path.read_text(encoding="utf-8")], ids=name)
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each module in an empty directory, with ``stoker`` and ``torch`` imported."""

@@ -81,6 +81,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
         assert lines[-2] == "finished"
 
 
+@pytest.mark.slow
 def test_the_models_in_the_guide_train_and_load(tmp_path: Path) -> None:
     import stoker
 

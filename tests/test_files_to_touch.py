@@ -50,6 +50,7 @@ def code_of(page: str, words: str) -> str:
     return found
 
 
+@pytest.mark.slow
 @in_checkout
 def test_a_row_optimizer_is_one_file(folder: Path) -> None:
     (folder / "lion_of_tests.py").write_text(code_of("backends.md", "(RowOptimizer)"))
@@ -171,6 +172,7 @@ def test_a_model_is_one_file(folder: Path) -> None:
     assert stoker.load(folder / "placed").model.scale == 0.5
 
 
+@pytest.mark.slow
 @in_checkout
 def test_a_backing_store_is_one_file(folder: Path) -> None:
     (folder / "folder_of_tests.py").write_text(code_of("placement.md", "register_store"))

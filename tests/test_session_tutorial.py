@@ -76,6 +76,7 @@ def test_every_block_of_the_session_tutorial_runs(tmp_path: Path, capsys: pytest
     assert "only rates-in-memory has item_rate" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_block_of_every_day_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a thirtieth of the log, so that it stays short."""
     log = pl.read_parquet(DOCS.parent / "data/online_retail/invoices.parquet")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import stoker
+from stoker.ops.codegen.jit import USED
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
@@ -130,6 +131,15 @@ def test_imports_go_down() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycles(all_imports()) == []
+
+
+def test_kernels_use_modules_whose_change_compiles_them_anew() -> None:
+    makers = ("import jit", "PLAIN, jit", "import Kernel", "stamped")
+    kernels = [path for path in FILES if any(each in (ROOT / path).read_text() for each in makers)]
+    assert {package(path) for path in kernels} > {"ops", "tables", "prep"}
+    for path in kernels:
+        used = {package(other) for other in all_imports()[path]}
+        assert used <= {*USED, package(path)}, path
 
 
 def test_folders_and_modules_are_small_and_explained() -> None:

@@ -23,6 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=3000, num_embeddings=(600, 300, 10)).path
 
 
+@pytest.mark.slow
 def test_it_profiles_classifies_and_says_so(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "hot"
     code, said, _ = output(capsys, "classify", data, *BUDGET, "--out", out)
@@ -89,6 +90,7 @@ def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pyte
     assert "--swap-rate is 0.5" in error
 
 
+@pytest.mark.slow
 def test_settings_of_the_schedule_without_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, shown = output(capsys, "train", data, "--out", tmp_path / "run", *SMALL, "--swap-rate", 20)
     assert code == 0

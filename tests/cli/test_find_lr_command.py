@@ -26,6 +26,7 @@ def test_a_person_sees_a_curve_and_rates(data: Dataset, capsys: pytest.CaptureFi
         assert word in out
 
 
+@pytest.mark.slow
 def test_a_script_reads_one_object(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     plot = tmp_path / "lr.png"
@@ -65,6 +66,7 @@ def test_a_batch_size_that_is_none(data: Dataset, tmp_path: Path, capsys: pytest
     assert "neither a whole number nor auto" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_auto_batch_size_is_chosen_once(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "a"
     given = ["--batch-size", "auto", "--base-batch-size", 20, "--lr-scaling", "sqrt", "--no-tensorboard"]

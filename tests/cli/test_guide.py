@@ -67,6 +67,7 @@ def test_the_commands_of_the_guide(
     check(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_python_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_logs(tmp_path)

@@ -36,6 +36,7 @@ def hints(out: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [(), ("test",), ("valid", "test")])
 def test_what_train_prints_as_next_works(
     data: Dataset,

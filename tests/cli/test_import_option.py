@@ -82,6 +82,7 @@ def forget(models: dict[str, Any]) -> None:
     MODELS.update(models)
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_from_training_to_scores(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_dataset(here / "data", rows=600)
     path, models = "own_models_of_tests.wide:Wide", dict(MODELS)

@@ -181,6 +181,7 @@ def test_trace_says_where_it_writes_and_what_it_replaces(
         assert words in say("trace", run, "--steps", 2)[1]
 
 
+@pytest.mark.slow
 def test_an_early_end_is_said(data: Dataset, tmp_path: Path, say: Any) -> None:
     wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5, "--patience", 3]
     for arguments in ([data.path, "--out", tmp_path / "run", *wild], ["--resume", tmp_path / "run"]):
@@ -211,6 +212,7 @@ def test_another_vocabulary_has_a_true_remedy(run: Path, tmp_path: Path, say: An
     assert "Use the dataset of the training run" in err
 
 
+@pytest.mark.slow
 def test_a_damaged_best_checkpoint_names_the_others(data: Dataset, tmp_path: Path, say: Any) -> None:
     wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5, "--keep-last", 4]
     say("train", data.path, "--out", tmp_path / "run", *wild, "--patience", 4)  # so the best is not the last

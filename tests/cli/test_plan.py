@@ -146,6 +146,7 @@ def test_this_machine_and_model_are_measured(data: Dataset, capsys: pytest.Captu
     assert found["step_seconds"]["train"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch_lookahead", [False, True])
 def test_what_is_planned_is_what_is_trained(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None, epoch_lookahead: bool
@@ -185,6 +186,7 @@ def test_an_option_works_by_the_name_it_had_before(
     assert "Choose one of 'fp32', 'tf32', 'bf16'" in err
 
 
+@pytest.mark.slow
 def test_a_rank_is_planned(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
     asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
     found = [json.loads(output(capsys, *asked, *more, "--json")[1]) for more in ([], ["--ranks", "2"])]

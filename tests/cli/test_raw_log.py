@@ -140,6 +140,7 @@ def test_a_log_without_a_label_is_refused(folder: Path) -> None:
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_dates_that_may_be_read_in_two_ways_are_refused(folder: Path) -> None:
     days = [f"{day},u{n % 9},{n % 2}" for day in ("10/09/2017", "11/07/2017", "12/01/2017") for n in range(50)]
     Path("us.csv").write_text("\n".join(["day,user_id,clicked", *days]) + "\n")

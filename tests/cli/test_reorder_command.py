@@ -20,6 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=3000, num_embeddings=(600, 300, 10)).path
 
 
+@pytest.mark.slow
 def test_it_reorders_and_says_what_it_is_good_for(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,6 +293,7 @@ def test_features_are_worked_out_for_rows_without_label(place: Path, tmp_path: P
         assert np.array_equal(split.shards[0].ids, found[0].shards[0].ids)
 
 
+@pytest.mark.slow
 def test_the_test_logs_of_public_data_have_no_label(tmp_path: Path) -> None:
     """Those of Criteo and Avazu: of one the column is missing in lines without header."""
     from stoker.synthetic import write

@@ -159,6 +159,7 @@ def test_help_needs_no_torch() -> None:
         assert f" {command} " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_package_does_not_break_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     script = "import sys; sys.modules['stoker.cli.prepare'] = None\nfrom stoker.cli import main\nmain(sys.argv[1:])"
     help_text = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True)

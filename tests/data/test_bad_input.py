@@ -94,6 +94,7 @@ def test_labels_of_typed_files(tmp_path: Path, kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["criteo", "avazu", "taobao", "trivago"])
 def test_prepare_sets_aside_just_the_lines_that_a_generated_log_spoils(tmp_path: Path, recipe: str) -> None:
     raw = tmp_path / "log.csv"

@@ -68,6 +68,7 @@ def classified(data: Dataset, out: Path, chosen: dict[str, Any] | None = None, *
     return write_classified(data, out, **(chosen or profile()), **settings)
 
 
+@pytest.mark.slow
 def test_hot_rows_come_first_and_both_parts_keep_their_order(data: Dataset, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     report = classified(data, tmp_path / "out", progress=lambda *given: told.append(given))

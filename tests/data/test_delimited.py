@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 from campaigns import scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -207,6 +208,7 @@ plain = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(400), deadline=None)
 @given(st.lists(st.tuples(plain, plain, plain, plain), min_size=1, max_size=8), st.sampled_from(["\n", "\r\n"]))
 def test_plain_numbers_are_read_as_polars_reads_them(rows: list[tuple[str, ...]], end: str) -> None:

@@ -54,6 +54,7 @@ def settings(found: Draft, kind: str, name: str) -> dict[str, Any]:
     return {key: value for key, value in one.items() if key != "name"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values", "kind", "given"),
     [
@@ -438,6 +439,7 @@ def test_a_messy_log_prepares_and_trains(tmp_path: Path, capsys: pytest.CaptureF
     assert f"stoker prepare {out} '{log}' --out data" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["taobao", "movielens", "avazu", "criteo", "globo", "online-retail"])
 def test_generated_logs_prepare_and_train(tmp_path: Path, recipe: str) -> None:
     files = generated(tmp_path, recipe, 600)

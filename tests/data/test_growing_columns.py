@@ -95,6 +95,7 @@ def test_new_rows_need_not_have_all_values(kind: str, tmp_path: Path) -> None:
         assert batch.ids.tolist() == wanted.ids.tolist()
 
 
+@pytest.mark.slow
 def test_a_run_grows_resumes_and_scores_the_same_under_any_placement(data: stoker.Dataset, tmp_path: Path) -> None:
     whole = stoker.train(data, out=tmp_path / "a", epochs=2, **SMALL)
     part = stoker.train(data, out=tmp_path / "b", epochs=1, device_memory="16KiB", **SMALL)

@@ -111,6 +111,7 @@ def a_line(draw: st.DrawFn) -> bytes:
     return text.encode() + draw(st.sampled_from([b"", b"", b"\r", b"  "]))
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(400), deadline=None)
 @given(
     lines=st.lists(

@@ -87,6 +87,7 @@ def both(kind: dict[str, Any], source: Path, out: Path, **options: Any) -> tuple
     return stoker.prepare(schema(**kind), source, **options), stoker.prepare(schema(**kind), source, out=out, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Pat
     assert held.verify() == lying.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -331,6 +333,7 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
     assert passes(folders[0].path / "file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one-hot", "bags"])
 def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)

@@ -75,6 +75,7 @@ def same_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(*bits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the split rule")  # some logs have training rows only
 @settings(max_examples=scaled(40), deadline=None)
 @given(log=logs(), most=st.integers(1, 60), threads=st.integers(1, 2), seed=st.integers(0, 9))

@@ -157,6 +157,7 @@ def test_what_is_not_iso_8601(text: str) -> None:
     assert read([text]) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("block_bytes", [40, 300, 2**24])
 def test_a_mix_of_forms_splits_by_time_whatever_the_blocks_and_threads(
@@ -261,6 +262,7 @@ def test_us_dates_without_a_format_stop_with_what_to_write(tmp_path: Path, threa
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "say"),
     [

@@ -237,6 +237,7 @@ def ids_like(data: stoker.Dataset, values: Any, out: Path) -> list[list[Any]]:
 WORDS = [("True", "False"), ("true", "false"), ("TRUE", "FALSE"), ("1", "0"), ("1.0", "0.0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("third", [None, "maybe"])
 def test_truth_values_have_one_id_in_any_type(tmp_path: Path, words: tuple[str, str], third: str | None) -> None:
@@ -308,6 +309,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*WRITTEN, "Parquet"])
 def test_floats_with_an_exponent_are_the_texts_of_the_log(tmp_path: Path, way: str) -> None:
     """Of the programs that write logs; new rows may be typed, or written by another program."""
@@ -378,6 +380,7 @@ def test_decimals_of_one_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
         assert notation_of(pl.Series(others)) in ("", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["text", "floats", "decimals", "json"])
 @pytest.mark.parametrize("texts", [["5.10", "2.50", "2.25"], ["5.00", "2.50", "2.25"], ["5.13", "2.51", "2.25"]])
 def test_prices_of_one_log_have_its_ids_in_any_form(tmp_path: Path, texts: list[str], log: str) -> None:
@@ -543,6 +546,7 @@ def bits(split: Any) -> list[Any]:
     return [batch.dense.numpy().tobytes(), batch.ids.tolist(), batch.offsets.tolist(), batch.labels.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pl.Float32, pl.Float16])
 def test_a_narrow_float_is_the_number_that_its_text_writes(tmp_path: Path, kind: Any) -> None:
     """In ids, hash buckets, dense columns, labels and features: the same bits as of a log of texts or of Float64."""
@@ -644,6 +648,7 @@ SHAPES = ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.000000", "%Y-%m-%d %H:%M:%S+00
           "%Y-%m-%dT%H:%M:%S.000000+0000", "%Y-%m-%d"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("unit", ["ms", "us", "ns", "pandas"])
 def test_times_are_the_texts_of_the_log_whatever_their_unit(tmp_path: Path, shape: str, unit: Any) -> None:
@@ -878,6 +883,7 @@ def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(
         stoker.prepare(plain, rows.with_columns(x=pl.lit("3,5")), out=tmp_path / "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "group", "kind"),
     [("hash:user:0.6,0.2", None, "int"), ("last_touch:user:0.6,0.2", None, "float"), ("random:0.6,0.2", "user", "int"),
@@ -921,6 +927,7 @@ def test_features_of_a_number_that_splits_the_rows_are_found_again(
             assert list(zip(batch.dense.tolist(), batch.ids.tolist(), strict=True)) == list(wanted.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "number"), [(("True", "False"), "1.0"), (("1", "0"), "1"), (("TRUE", "FALSE"), "1")])
 def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[str, str], number: str) -> None:
     """Although no list of the texts of these columns says how they are written; the values of the condition do."""
@@ -948,6 +955,7 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
             assert (one.dense == wanted.dense).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "texts", "typed"),
     [("== 'True'", ["True", "False"], [True, False]), ("!= '0'", ["1", "0"], [True, False]),

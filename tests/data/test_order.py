@@ -43,6 +43,7 @@ def test_pools_of_several_chunks_have_each_row_once() -> None:
     assert np.array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2**14 + 1, 2**16, 100_003, 2**18 + 1])
 def test_the_formula_is_a_permutation(size: int) -> None:
     whole = permutation("a", size)(0, size)

@@ -707,6 +707,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> No
     assert digests(out) == expected
 
 
+@pytest.mark.slow
 def test_parts_are_kept_when_a_run_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, and nothing is done twice."""
     raw = write(tmp_path / "log.tsv", criteo_lines(400))
@@ -726,6 +727,7 @@ def test_parts_are_kept_when_a_run_is_stopped(tmp_path: Path, monkeypatch: pytes
     assert (report.rows, digests(tmp_path / "out")) == (whole.rows, digests(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["table C3", "shard train/00000.safetensors", "dense"])
 def test_interrupted_after_the_parts_it_resumes_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

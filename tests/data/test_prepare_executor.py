@@ -121,6 +121,7 @@ class Twice(Pickled):
         return super().submit(work, *given, **named)
 
 
+@pytest.mark.slow
 def test_jobs_done_twice(tmp_path: Path) -> None:
     raw = write_log(tmp_path / "log.csv", 1500)
     run_prepare(SCHEMA, raw, out=tmp_path / "whole", block_bytes=4000)
@@ -159,6 +160,7 @@ def test_two_workers_make_the_same_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(found.name for found in tmp_path.iterdir()) == ["block.bad", "block.parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["gzip", "quoted", "parquet", "jsonl", "frame"])
 def test_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
@@ -195,6 +197,7 @@ def test_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str)
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["text", "parquet"])
 def test_kept_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
@@ -304,6 +307,7 @@ def test_a_worker_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert run_prepare(SCHEMA, raw, out=tmp_path / "out", executor=executor).reused > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["read", "fit", "write"])
 def test_a_stopped_run_goes_on(tmp_path: Path, stage: str) -> None:
     raw = write_log(tmp_path / "log.csv", 1500)

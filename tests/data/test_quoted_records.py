@@ -147,6 +147,7 @@ def lines_of(*lines: str) -> bytes:
 STRAY = "column b: quoted field without a closing quote"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 9, 40, 2**20])
 @pytest.mark.parametrize("how", ["", ".gz"])
 def test_a_stray_quote_costs_its_own_line(tmp_path: Path, size: int, how: str) -> None:

@@ -523,6 +523,7 @@ def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int,
     assert (process.returncode, out.strip(), err) == (0, "0", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, which this system lacks")
 def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     code = """

@@ -172,6 +172,7 @@ def test_columns_that_tell_the_label(tmp_path: Path, log: Path) -> None:
         stoker.prepare(ruled, log)
 
 
+@pytest.mark.slow
 def test_rows_without_labels_are_scored_and_keep_their_names(tmp_path: Path) -> None:
     rows = retail()
     known, new = rows[:-1000], rows[-1000:].drop("cancelled")
@@ -214,6 +215,7 @@ def test_impressions_of_a_second_week_are_scored_without_their_clicks(tmp_path: 
     assert len(scores.scores) == second.height
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["polars", "lazy", "pandas", "pyarrow", "stream"])
 def test_tables_give_the_shards_of_their_file(tmp_path: Path, form: str) -> None:
     rows = retail()

@@ -32,6 +32,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_preset_prepares_a_generated_log_twice_to_the_same_bytes(name: str, tmp_path: Path) -> None:
     files = generated(tmp_path, name, SIZES[name], drift=0.3, scale=0.01 if name in ("criteo", "avazu") else 1.0)

@@ -104,6 +104,7 @@ def test_online_retail_features_do_not_change_when_the_future_does(tmp_path: Pat
     assert_frame_equal(before, after)
 
 
+@pytest.mark.slow
 def test_online_retail_presets_differ_in_their_negatives() -> None:
     raw = {"invoices": pl.scan_parquet(RETAIL).head(60_000)}
     popular, uniform, first = (

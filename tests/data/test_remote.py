@@ -314,6 +314,7 @@ def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], caps
     assert (code, error.strip()) == (2, f"error: there is nothing at {address}/none.csv. Check the URL.")
 
 
+@pytest.mark.slow
 def test_s3_buckets_are_inputs_and_outputs(tmp_path: Path, s3: Any, cache: Path) -> None:
     local_days(tmp_path / "logs")
     s3.put(str(tmp_path / "logs"), "bucket/logs", recursive=True)

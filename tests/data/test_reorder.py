@@ -73,6 +73,7 @@ settings_of_order = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(150))
 @given(bags, settings_of_order)
 def test_new_ids_are_a_bijection_that_keeps_what_it_promises(ids: list[list[int]], how: Reordering) -> None:

@@ -43,6 +43,7 @@ def _digests(path: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +91,7 @@ def test_a_call_with_a_seed_alone_writes_what_it_wrote_before_universes(recipe: 
     assert digest[:16] == _BEFORE_UNIVERSES[recipe]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_universe_is_the_seed_by_default_and_another_seed_draws_other_rows(recipe: str, tmp_path: Path) -> None:
     for name, seeds in {"a": {"seed": 3}, "b": {"seed": 3, "universe": 3}, "c": {"seed": 4, "universe": 3}}.items():
@@ -111,6 +113,7 @@ def _parts(recipe: str, seed: int, universe: int | None, column: int) -> tuple[l
     return [line.split(b"\t" if recipe == "criteo" else b",")[column] for line in lines], chance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "column"), [("criteo", 23), ("avazu", 5)])
 def test_days_of_one_universe_give_a_value_the_same_frequency_and_probability(recipe: str, column: int) -> None:
     def profile(seed: int, universe: int | None) -> dict[bytes, tuple[float, float]]:
@@ -197,6 +200,7 @@ def _picks(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.array(items), np.array(clicked)
 
 
+@pytest.mark.slow
 def test_what_is_learnt_on_one_day_scores_the_next_day_of_its_universe_only(tmp_path: Path) -> None:
     from sklearn.metrics import roc_auc_score
 
@@ -227,6 +231,7 @@ def _metadata(folder: Path, **settings: int) -> dict[int, set[str]]:
     return {int(item): set(properties.split("|")) for item, properties in pairs}
 
 
+@pytest.mark.slow
 def test_metadata_of_hotels_belongs_to_the_universe(tmp_path: Path) -> None:
     first = _metadata(tmp_path / "a", seed=1, universe=7, workers=1)
     again = _metadata(tmp_path / "b", seed=2, universe=7, workers=3)
@@ -418,6 +423,7 @@ def test_drift_changes_who_is_popular_and_not_how_popular() -> None:
     assert len(early[0] & top_ids(moving, rows // 2)[0]) > len(early[0] & late[0])
 
 
+@pytest.mark.slow
 def test_the_planted_truth_is_what_scoring_with_the_true_logit_reaches(tmp_path: Path) -> None:
     from sklearn.metrics import log_loss, roc_auc_score
 

@@ -99,6 +99,7 @@ def read(data: Dataset, split: str) -> tuple[np.ndarray, list[list[int]], np.nda
     return dense, [row["ids"].tolist() for row in rows], np.array([float(row["labels"]) for row in rows])
 
 
+@pytest.mark.slow
 def test_every_value_is_that_of_the_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_log(tmp_path / "log.csv", 300)
     monkeypatch.setattr(execute, "PARTITION_ROWS", 100)
@@ -175,6 +176,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4, 6, 9, 12])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int

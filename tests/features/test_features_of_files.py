@@ -33,6 +33,7 @@ def log(draw: random.Random) -> list[naive.Row]:
     return [{name: draw.choice(some) for name, some in choices.items()} for _ in range(draw.randrange(20, 60))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "kind"), [(1, "csv"), (2, "parquet"), (3, "csv")])
 def test_every_way_of_cutting_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kind: str) -> None:
     draw = random.Random(seed)

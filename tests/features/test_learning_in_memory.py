@@ -53,6 +53,7 @@ elif EFFORT == 1:  # half of them, with each pair of a schema, threads and a lim
     CUTS = [cut for number, cut in enumerate(CUTS) if (number // 6 + number // 3 + number % 3) % 2 == 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "threads", "few"),
     [pytest.param(*cut, marks=pytest.mark.slow if number % 2 else ()) for number, cut in enumerate(CUTS)],
@@ -132,6 +133,7 @@ def test_a_run_goes_on_with_larger_or_smaller_partitions(
     assert added > 15
 
 
+@pytest.mark.slow
 def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks follow each other in the same memory."""
     write_log(tmp_path / "log.csv", 300)

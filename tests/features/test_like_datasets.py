@@ -51,6 +51,7 @@ def rows(split: stoker.dataset.split.Split) -> list[tuple[list[float], list[int]
     return found
 
 
+@pytest.mark.slow
 def test_all_rows_come_out_as_they_were(folder: Path, tmp_path: Path) -> None:
     data = stoker.Dataset(folder / "made")
     again = stoker.prepare(files=folder / "log.csv", like=folder / "made", out=tmp_path / "again")

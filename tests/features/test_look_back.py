@@ -76,6 +76,7 @@ FEATURES: tuple[Past, ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "rows_of_a_partition"), [(300, 1000), (300, 100), (100, 8)])
 def test_partitions_give_what_all_rows_at_once_do(tmp_path: Path, count: int, rows_of_a_partition: int) -> None:
     rows = log(count)
@@ -151,6 +152,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3, 7])
 def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int

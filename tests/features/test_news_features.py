@@ -44,6 +44,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, data, rows_of(recipes.get(request.param, "features"), files)
 
 
+@pytest.mark.slow
 def test_every_feature_is_that_of_the_loops(made: tuple[str, stoker.Dataset, pl.DataFrame]) -> None:
     name, data, frame = made
     group, popular, differ = NAMES[name]
@@ -112,6 +113,7 @@ def test_what_a_list_is(made: tuple[str, stoker.Dataset, pl.DataFrame]) -> None:
         assert lists["len"].max() > 5
 
 
+@pytest.mark.slow
 def test_a_run_ranks_what_was_shown(made: tuple[str, stoker.Dataset, pl.DataFrame], tmp_path: Path) -> None:
     _, data, _ = made
     # The plain back end: every column has another width, and so a kernel to compile.

@@ -79,6 +79,7 @@ def dense_of(data: stoker.Dataset, split: str) -> np.ndarray:
     return np.concatenate(batches)
 
 
+@pytest.mark.slow
 def test_every_feature_is_that_of_the_loops(folder: Path, tmp_path: Path) -> None:
     data = stoker.prepare(plain("features"), folder / "log.csv", out=tmp_path / "made")
     rows = by_loops(folder / "log.csv")
@@ -109,6 +110,7 @@ def test_every_feature_is_that_of_the_loops(folder: Path, tmp_path: Path) -> Non
             np.testing.assert_allclose(dense[::7, names.index(name)], means, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_metadata_becomes_binary_columns(folder: Path, tmp_path: Path) -> None:
     files = [folder / "log.csv", folder / "item_metadata.csv"]
     data = stoker.prepare(plain("metadata"), files, out=tmp_path / "made")
@@ -125,6 +127,7 @@ def test_metadata_becomes_binary_columns(folder: Path, tmp_path: Path) -> None:
     assert bags.schema.num_embeddings["properties"] == 8
 
 
+@pytest.mark.slow
 def test_generated_metadata_is_prepared_and_serves_the_next_day(tmp_path: Path) -> None:
     log, later, metadata = tmp_path / "train.csv", tmp_path / "day_2.csv", tmp_path / "item_metadata.csv"
     stoker.synthetic.write("trivago", 1_400, log, metadata=metadata)
@@ -144,6 +147,7 @@ def test_generated_metadata_is_prepared_and_serves_the_next_day(tmp_path: Path) 
     assert dense_of(new, "test")[:, binary].sum(axis=1).min() >= 2  # stars and a kind
 
 
+@pytest.mark.slow
 def test_new_sessions_are_prepared_like_the_old(folder: Path, tmp_path: Path) -> None:
     data = stoker.prepare("trivago", folder / "log.csv", out=tmp_path / "made", preset="features")
     again = stoker.prepare(files=folder / "log.csv", like=tmp_path / "made", out=tmp_path / "again", history="ignore")

@@ -158,6 +158,7 @@ def test_values_of_a_dataset_are_those_of_loops(tmp_path: Path) -> None:
         assert row["dense"].tolist()[2] == len(past)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "partition"), [(seed, (10**6, 16)[seed % 2]) for seed in range(scaled(32))])
 def test_new_rows_of_a_dataset_have_the_values_of_one_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, partition: int
@@ -185,6 +186,7 @@ def test_new_rows_of_a_dataset_have_the_values_of_one_log(
     assert "rank.parquet" not in states
 
 
+@pytest.mark.slow
 def test_the_state_is_the_same_for_any_partitions_and_is_covered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

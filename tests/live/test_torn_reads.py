@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from torn_reads import PLACEMENTS, make, read
 
 
+@pytest.mark.slow
 def test_no_read_is_torn_while_updates_are_published_and_rolled_back(tmp_path: Path) -> None:
     run = make(tmp_path / "made", 2000)
     for name in ("device", "cached"):

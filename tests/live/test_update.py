@@ -189,6 +189,7 @@ def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
     assert (found.number, found.rows) == (1, 600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [{"device_memory": "1KiB"}, {"device_memory": "1KiB", "host_memory": "1KiB"}])
 def test_any_placement_writes_the_same_files(place: Path, placement: dict[str, Any]) -> None:
     shutil.copytree(place, place.with_name("other"))
@@ -600,6 +601,7 @@ def test_lines_of_updates_that_were_taken_back_are_gone(place: Path) -> None:
     assert [(each["number"], each["logs"][0]["name"]) for each in lines] == [(1, "day_1.csv"), (2, "day_3.csv")]
 
 
+@pytest.mark.slow
 def test_compacting_changes_no_number(place: Path) -> None:
     shutil.copytree(place, place.with_name("other"))
     run, other = place / "run", place.with_name("other") / "run"
@@ -668,6 +670,7 @@ def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     assert stoker.rollback(run).name == "update_000002"
 
 
+@pytest.mark.slow
 def test_a_follower_has_the_model_of_the_run(place: Path) -> None:
     run = place / "run"
     follower = stoker.Follower(run)
@@ -989,6 +992,7 @@ def test_rows_of_an_update_may_go_while_they_are_read(place: Path, monkeypatch: 
     assert not follower.poll(), "the model that it has"
 
 
+@pytest.mark.slow
 def test_a_follower_polls_while_the_run_changes(place: Path) -> None:
     """Whatever it has between two polls is one whole version; a change in the middle of a poll is a named error."""
     run = place / "run"
@@ -1111,6 +1115,7 @@ def test_a_log_that_begins_with_another_of_the_same_update_is_refused(place: Pat
     assert (found.number, found.rows) == (2, 300)
 
 
+@pytest.mark.slow
 def test_a_tabular_model_keeps_its_columns_while_its_tables_grow(tmp_path: Path) -> None:
     """Its columns follow from the number of rows, which a new model of the same settings would count anew."""
 

@@ -122,6 +122,7 @@ def test_every_registered_model_is_tested() -> None:
     assert {kind for kind, _ in CASES.values()} == set(MODELS.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> None:
     model = build(case, spec).eval()
@@ -136,6 +137,7 @@ def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> No
     torch.testing.assert_close(scores, torch.sigmoid(logits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_batch_without_rows_or_sequences(case: Any, spec: FeatureSpec, rows: int) -> None:
     """It is scored and trains; without rows nothing changes, as with nn.EmbeddingBag and nn.Linear."""
@@ -160,6 +162,7 @@ def exported(name: str, spec: FeatureSpec, **settings: Any) -> tuple[RecModel, t
     return model.eval(), program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_exported_dense_parts_score_batches_of_any_size(name: str) -> None:
     spec = TWO_SEQUENCES if issubclass(CASES[name][0], SequenceModel) else DENSE
@@ -233,6 +236,7 @@ def test_every_input_matters(case: Any, spec: FeatureSpec) -> None:
             rows.weight.copy_(kept)
 
 
+@pytest.mark.slow
 def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec).eval()
     batch = random_batch(spec, 64)
@@ -250,6 +254,7 @@ def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpe
     assert model.loss(batch).item() < 0.5 * first
 
 
+@pytest.mark.slow
 def test_loss_without_labels_is_refused(case: Any, spec: FeatureSpec) -> None:
     batch = random_batch(spec, 2)
     with pytest.raises(ValueError, match="no labels"):
@@ -289,6 +294,7 @@ def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) 
     assert model.embeddings.tick == 0
 
 
+@pytest.mark.slow
 def test_dense_gradients_are_those_of_finite_differences(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     with pytest.warns(UserWarning, match="rows of EmbeddingTables remain"):
@@ -371,6 +377,7 @@ def test_config_rebuilds_the_same_model(case: Any, spec: FeatureSpec) -> None:
     assert torch.equal(again(batch), model(batch))
 
 
+@pytest.mark.slow
 def test_seed_decides_the_start(case: Any, spec: FeatureSpec) -> None:
     batch = random_batch(spec, 6)
     assert torch.equal(build(case, spec, seed=1)(batch), build(case, spec, seed=1)(batch))
@@ -380,6 +387,7 @@ def test_seed_decides_the_start(case: Any, spec: FeatureSpec) -> None:
     assert torch.equal(torch.get_rng_state(), state), "building a model must not draw from the global generator"
 
 
+@pytest.mark.slow
 def test_checkpoint_round_trip(case: Any, spec: FeatureSpec, tmp_path: Path) -> None:
     model = build(case, spec)
     batch = random_batch(spec, 16)

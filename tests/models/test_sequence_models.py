@@ -192,6 +192,7 @@ CASES: dict[str, tuple[type[SequenceModel], dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_equals_a_plain_transcription_step_by_step(case: str, spec: str) -> None:

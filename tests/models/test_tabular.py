@@ -81,6 +81,7 @@ def batch_of(rows: int, spec: FeatureSpec = SPEC, seed: int = 0) -> Batch:
     )
 
 
+@pytest.mark.slow
 def test_columns_follow_the_rule_of_fastai() -> None:
     # emb_sz_rule(n) = min(600, round(1.6 * n ** 0.56)), as its documentation tabulates.
     assert [fastai_columns(n) for n in (2, 10, 100, 1000, 10_000, 10**7)] == [2, 6, 21, 77, 278, 600]
@@ -132,6 +133,7 @@ def test_equals_a_plain_transcription(dense: int, dropped: dict[str, Any]) -> No
     assert not torch.equal(model(batch), model.train()(batch)), "evaluation must use the running moments"
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_seed_and_step() -> None:
     model = Tabular(SPEC, hidden=(64, 32), seed=1, **DROPPED)
     batch = batch_of(4000)
@@ -207,6 +209,7 @@ def whole(data: stoker.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
+@pytest.mark.slow
 def test_resumed_runs_are_the_same_to_the_bit(data: stoker.Dataset, whole: Path, tmp_path: Path) -> None:
     without_epochs = {name: value for name, value in RUN.items() if name != "epochs"}
     stoker.train(data, out=tmp_path / "a", **{**without_epochs, "steps": 20})  # in the middle of an epoch

@@ -72,6 +72,7 @@ def cases(draw):
     return OPTIMIZERS[number], dtype, WIDTHS[width], space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(40))
 @given(
     number=st.sampled_from(STEPPED), count=st.integers(0, 60), threads=st.sampled_from([1, 2, 3]),
@@ -185,6 +186,7 @@ def test_ids_outside_the_table_are_refused(bad, jagged, backend):
         backend.lookup(torch.zeros(16, 4), space, bags)
 
 
+@pytest.mark.slow
 def test_row_addresses_beyond_32_bits():
     """Rows times columns above 2**31: 64-bit addresses, on memory that is only touched where it is used."""
     import numpy as np
@@ -230,6 +232,7 @@ def test_kernels_are_kept_on_disk():
     assert second.stdout.strip().endswith("SAVED []")
 
 
+@pytest.mark.slow
 def test_without_torchs_openmp_the_team_gives_the_same(monkeypatch):
     """Where torch's OpenMP is not GNU's (macOS, Windows), kernels run on a team of Python threads."""
     from stoker.ops.codegen import native

@@ -21,6 +21,7 @@ from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp, normed_mlp
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(40))
 @given(
     batch=st.integers(0, 70),
@@ -141,6 +142,7 @@ def test_layer_chain_lets_nan_of_its_layers_through(of, products):
     assert mlp(torch.full((5, 4), 9.0), *parts, relu_last=False).isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [(), (8,), (16, 1, 4)])
 @pytest.mark.parametrize("columns", [0, 3])
 @pytest.mark.parametrize("own", [(True,), (False,), (True, False), (False, True)])

@@ -61,6 +61,7 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
         assert torch.equal(expected, got) if isinstance(expected, torch.Tensor) else expected == got
 
 
+@pytest.mark.slow
 def test_without_trust_l2_is_adams_weight_decay():
     """Both go through the moments, so both see the same gradients; only the order of two factors differs."""
     g = torch.Generator().manual_seed(1)

@@ -132,6 +132,7 @@ def test_exact_on_small_integers(shape: TTShape, seed: int, many: bool) -> None:
         assert torch.equal(torch.nan_to_num(mine.double(), 99), torch.nan_to_num(other, 99))
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(40))
 @given(
     rows=st.lists(st.one_of(st.integers(0, FAR.capacity - 1), st.integers(FAR.capacity - 9, FAR.capacity - 1)),
@@ -158,6 +159,7 @@ def test_ids_that_no_float_holds(rows: list[int]) -> None:
         assert digits == (row // 2**32, row // 2**11 % 2**21, row % 2**11)
 
 
+@pytest.mark.slow
 def test_rows_at_the_end_of_a_huge_table() -> None:
     """Row products where 2**53 rows are addressed: cores of 4 million values and no more."""
     shape = TTShape((2**21, 2**21, 2**13), (1, 1, 2), (1, 1))  # 2**55 rows
@@ -267,6 +269,7 @@ def test_no_rows_at_all() -> None:
     assert [tuple(slices.shape) for _, slices in found] == [(0, *size[1:]) for size in shape.core_shapes]
 
 
+@pytest.mark.slow
 def test_the_same_bits_again_and_with_another_number_of_threads() -> None:
     shape = TTShape((40, 30, 20), (2, 4, 4), (16, 24))
     generator = torch.Generator().manual_seed(0)

@@ -143,6 +143,7 @@ def test_rows_that_a_step_does_not_touch_stand_still(optimizer: RowOptimizer) ->
         assert not torch.equal(before[name][:2], tensor[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", NEW, ids=IDS)
 def test_kernels_equal_the_reference_from_the_first_step(optimizer: RowOptimizer, dtype: str) -> None:

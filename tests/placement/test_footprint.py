@@ -44,6 +44,7 @@ class Stream(list[Batch]):
         return self[step:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAVE_NUMBA, reason="counts what Numba's planner holds, and numba is not installed here")
 @pytest.mark.parametrize(("lookahead", "epoch_lookahead"), [(4, False), (48, False), (4, True)])
 @pytest.mark.parametrize("share", [0.05, 0.4])

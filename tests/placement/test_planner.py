@@ -376,6 +376,7 @@ def measured(batches: list[np.ndarray], sizes: list[int], slots: int, *, lookahe
     return 1 - misses / total, misses / (len(batches) - skip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.7, 1.05, 1.3])
 @pytest.mark.parametrize("sizes", [[40_000], [30_000, 200, 10_000]], ids=["one table", "three tables"])
 def test_hit_rates_come_true_within_two_points(alpha: float, sizes: list[int]):
@@ -466,6 +467,7 @@ def test_a_row_of_a_file_takes_the_time_of_where_it_is():
     assert replace(PROFILE, file_cold=None).disk_seconds(traffic, ROW, cold=0.2) == 0.0
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_once(tmp_path):
     first = measure_profile(dim=8, state={"sum": "scalar"}, directory=str(tmp_path), file=True)
     assert first.row_bytes == 36

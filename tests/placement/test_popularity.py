@@ -158,6 +158,7 @@ def test_the_truth_is_of_the_threshold(data: Dataset) -> None:
     assert true_hot_rows(data, stoker.profile(data, device_memory="1GiB")) == dict(data.schema.num_embeddings)
 
 
+@pytest.mark.slow
 def test_chunks_cover_the_sampled_log(data: Dataset) -> None:
     """The published interval speaks of the sampled counts, and holds them."""
     inside = total = 0
@@ -440,6 +441,7 @@ def test_tiny_datasets(tmp_path: Path, rows: int) -> None:
         assert found.access_share == 1.0
 
 
+@pytest.mark.slow
 def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stoker.profile(data, device_memory="1MiB", sample=None)
     with pytest.raises(ConfigError, match=r"\.png"):
@@ -449,6 +451,7 @@ def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(3.0, 4.0, 5.3, 7.5, 26.6), (0.02, 1.0, 900.0), (4.0, 4.5), (1e-4, 1e5)])
 def test_labels_of_the_picture_do_not_run_into_each_other(data: Dataset, sizes: tuple[float, ...]) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")

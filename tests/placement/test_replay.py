@@ -72,6 +72,7 @@ def test_the_fast_simulation_equals_the_plain_one(
     assert fast == replay_reference(counted(batches), slots, strategy, in_flight=in_flight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_on_a_longer_skewed_trace(name: str, in_flight: int) -> None:
@@ -153,6 +154,7 @@ def test_replay_says_what_the_tables_plan(
     assert (found.misses, found.written_back) == (fetched, evicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0, 6_000, 2**20])
 @pytest.mark.parametrize("hot", [0, 15])
 def test_an_adaptive_cache_fetches_what_replay_says(memory: int, hot: int) -> None:

@@ -50,6 +50,7 @@ def known(found: Any, wanted: Any) -> Any:
     return {name: found.get(name) for name in wanted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_each_altered_byte_is_an_error_or_changes_nothing(top: Path, name: str) -> None:
     file = top / name

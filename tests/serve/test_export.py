@@ -29,6 +29,7 @@ from tests.serve.test_scorer import SCHEMA, log, pieces, run
 __all__ = ["run"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["fp32", "bf16", "int8", "int4"])
 def test_an_export_scores_without_its_run(run: Path, tmp_path: Path, rows: str) -> None:
     made = stoker.export(run, tmp_path / rows, rows=rows)
@@ -62,6 +63,7 @@ def test_a_tensor_train_keeps_its_cores(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.slow
 def test_programs_are_those_of_the_dense_part(tmp_path: Path) -> None:
     make_daily_run(tmp_path / "run")
     stoker.export(tmp_path / "run", tmp_path / "out", pt2=True)
@@ -86,6 +88,7 @@ def test_an_onnx_model_is_that_of_the_dense_part(run: Path, tmp_path: Path) -> N
         torch.testing.assert_close(torch.from_numpy(session.run(None, given)[0]), wanted)
 
 
+@pytest.mark.slow
 def test_an_onnx_model_computes_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime has no products of bfloat16 on a CPU."""
     make_daily_run(tmp_path / "run", matmul="bf16")

@@ -185,6 +185,7 @@ def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
         retriever.topk(log(3).select("user", "age"), k=0)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_updated_while_it_is_opened(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items and window features must be those of the model, not of the update that is published meanwhile."""
     shutil.copytree(run, tmp_path / "run")

@@ -206,6 +206,7 @@ def test_a_vocabulary_without_values_knows_none(values: list[Any]) -> None:
     assert Ids.of(known).find(column).tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_texts_of_one_hash_are_told_apart() -> None:
     key = int(text_hashes(pl.Series(["ann"]), 0)[0])
     columns = {"key": pa.array([key, key, key], pa.uint64()), "id": [5, 6, 7], "text": ["annie", "bob", "ann"]}

@@ -593,6 +593,7 @@ def test_each_change_of_the_model_is_a_line_of_the_log_and_is_counted(tmp_path: 
     assert "stoker_changes_total 2.0" in text
 
 
+@pytest.mark.slow
 def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path) -> None:
     run = tmp_path / "run"
     days = make_daily_run(run, days=2)
@@ -626,6 +627,7 @@ def test_updates_and_roll_backs_are_followed_without_torn_scores(tmp_path: Path)
         assert all(scores == truth[number] for number, scores in seen)
 
 
+@pytest.mark.slow
 def test_scores_are_not_torn_while_a_model_is_followed_in_another_thread(tmp_path: Path) -> None:
     run = tmp_path / "run"
     days = make_daily_run(run, days=1)

@@ -180,6 +180,7 @@ def call(tables: EmbeddingTables, batch: Batch, weights: Tensor | None = None) -
     return tables(batch.ids, batch.offsets, batch.weights if weights is None else weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("where", PLACEMENTS)
@@ -201,6 +202,7 @@ def test_lookup_and_update_equal_the_definition(where, kind, staged, backend):
     tables.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_works_on_slices(optimizer, backend):
@@ -243,6 +245,7 @@ def trained(tables: EmbeddingTables, kind: str, steps: int = 4, *, stage: bool =
     return {name: value.clone() for name, value in tables.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["one-hot", "jagged", "weighted"])
 def test_back_ends_give_the_same_bits(optimizer, kind):

@@ -83,6 +83,7 @@ CLIPPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 def test_a_placed_run_equals_the_resident_one(block):
     for seed in range(block * 15, block * 15 + 15):
@@ -93,6 +94,7 @@ def test_a_placed_run_equals_the_resident_one(block):
         assert same(resident_run(case), placed_run(case)), f"seed {seed}: {case.strategy}"
 
 
+@pytest.mark.slow
 def test_the_cases_are_clipped():
     changed = 0
     for seed in range(1, 21):

@@ -82,6 +82,7 @@ NOTICED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_cases_notice_a_missing_wait(mutation):
     """The proof that the cases above can fail: each safeguard is removed in turn."""
@@ -320,6 +321,7 @@ def test_rows_behind_a_gpu_move_on_streams(home, monkeypatch, tmp_path):
     made["home"].close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moved", "bulk"), [(3, 900), (40, 500), (40, 3000), (300, 900)])
 def test_buffers_take_what_a_plan_counts_for_them(moved, bulk, monkeypatch):
     monkeypatch.setattr(cuda_link, "_BUFFER", 3000)

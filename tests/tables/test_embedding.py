@@ -156,6 +156,7 @@ def test_mixed_widths_poolings_and_types_in_feature_order(backend):
     assert torch.equal(tables.rows("user")[8], user[8])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     jagged=st.booleans(),
@@ -327,6 +328,7 @@ def through_pickle(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["deepcopy", "torch.save"])
 @pytest.mark.parametrize(
     "placement", [None, {"a": stoker.Cached(slots=8), "b": stoker.Device()}], ids=["device", "cached"]

@@ -77,6 +77,7 @@ def train(model: stoker.RecModel, batches: Iterator[stoker.Batch]) -> None:
         model.loss(batch).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("seed", [None, 5])

@@ -187,6 +187,7 @@ class Trial:
                     assert torch.equal(one[row], other[life]), (self.seed, name, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 def test_a_placement_and_a_stage_change_nothing(first: int, tmp_path: Path) -> None:
     for seed in range(first, scaled(PROGRAMS), 4):
@@ -607,6 +608,7 @@ def share_of(batch: Batch, ranks: Ranks | None) -> Batch:
     return whole if ranks is None else shares.share_of(whole, ranks, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_number_of_ranks_changes_nothing(count: int, divided: bool, tmp_path: Path) -> None:

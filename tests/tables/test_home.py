@@ -149,6 +149,7 @@ def kind(request):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 700])
 @pytest.mark.parametrize(("dim", "dtype", "state"), SHAPES)
 def test_rows_read_back_as_written_with_their_state(kind, count, dim, dtype, state):
@@ -160,6 +161,7 @@ def test_rows_read_back_as_written_with_their_state(kind, count, dim, dtype, sta
         assert home.row_bytes == dim * rows.weight.itemsize + sum(4 * t.numel() // count for t in rows.state.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "dtype", "state"), SHAPES)
 def test_rows_nobody_stored_are_those_a_resident_run_starts_from(kind, dim, dtype, state):
     tables = tables_of([300, 1, 57, 1000], dim, dtype)
@@ -251,6 +253,7 @@ def test_writes_convert_the_type_of_the_weights(kind):
         assert torch.equal(home.read(0, 3).weight, values.to(torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "state"), [("float32", BOTH), ("bfloat16", ADAM)])
 def test_every_bit_pattern_survives(kind, dtype, state):
     """Not-a-numbers keep their payload: a move is no arithmetic."""
@@ -406,6 +409,7 @@ def test_memory_that_cannot_be_had_is_a_config_error():
         MemoryHome(one_table(2**50, 4), ADAGRAD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_may_fetch_and_store_different_rows_at_once(kind):
     """Odd and even rows share pages of the file, and words of the bitmap."""
@@ -465,6 +469,7 @@ def histories(draw):
     return rows, dim, dtype, state, draw(st.lists(operation, max_size=8)), draw(st.integers(0, 2**31))
 
 
+@pytest.mark.slow
 @given(history=histories())
 @settings(max_examples=scaled(60), deadline=None)
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,6 +129,7 @@ def test_a_fetch_reads_what_it_looked_up_though_its_segment_is_cleaned_meanwhile
     home.close()
 
 
+@pytest.mark.slow
 def test_fetches_and_stores_of_other_rows_run_at_once():
     home = log_of(6000)
     home.store(np.arange(6000), numbered(home, np.arange(6000), 1))

@@ -44,6 +44,7 @@ def test_a_placed_run_equals_the_resident_one_or_bags_of_pytorch(block):
         assert not found, f"{found}\nRepeat it with: python tests/soak.py {seed} --show"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND)
 def test_programs_that_failed_once(seed):
     assert not check(seed)
@@ -132,6 +133,7 @@ TABLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [*STORAGE, *TABLES])
 def test_the_suite_notices_a_safeguard_that_is_missing(mutation):
     """The proof that the programs above can fail: each safeguard is removed in turn, from the placed run."""

@@ -98,6 +98,7 @@ def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, 
     assert torch.equal(tables.rows("t"), expected.rows("t"))
 
 
+@pytest.mark.slow
 def test_a_home_file_that_shrank_is_noticed(tmp_path):
     tables = build(Cached(slots=40, home="file", path=str(tmp_path)))
     train(tables, batches(20))
@@ -224,6 +225,7 @@ def test_an_interrupt_does_not_hang():
     assert not staging_threads()
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_refused_with_the_remedy_or_done_in_parts():
     big = Batch(dense=torch.zeros(50, 1), ids=torch.arange(50).view(-1, 1))
     with pytest.raises(TooFewSlots, match=r"50 distinct rows.*20 slots.*--device-memory"):

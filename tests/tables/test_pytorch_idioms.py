@@ -108,6 +108,7 @@ def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.slow
 def test_gradients_accumulated_over_micro_batches(where: str) -> None:
     tables, bags = made(where), Bags()
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
@@ -160,6 +161,7 @@ def test_two_lookups_in_one_step(where: str, how: str) -> None:
     assert tables.tick == 1
 
 
+@pytest.mark.slow
 def test_two_lookups_with_per_sample_weights_that_are_learned(where: str) -> None:
     tables, bags = made(where), Bags()
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
@@ -633,6 +635,7 @@ def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
     assert tables.tick == 1
 
 
+@pytest.mark.slow
 def test_compiled_clipping_by_another_norm_is_refused() -> None:
     tables, head = made(), nn.Linear(FEATURES * DIM, 1)
     tables.as_optimizer()
@@ -1181,6 +1184,7 @@ def test_an_optimizer_that_steps_twice_for_one_backward_is_no_trouble(idle: bool
     del other
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("adds", [False, True], ids=["cleared each time", "added up"])
 @pytest.mark.parametrize("first", ["forward", "clear"])
@@ -1391,6 +1395,7 @@ def test_rows_that_are_frozen_before_their_backward_stay(driven: bool, where: st
         same_rows(tables, bags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("placement", [None, stoker.Cached(slots=12), stoker.Cached(slots=40)])
 def test_one_frozen_table_of_several(placement: Any, mean: bool) -> None:
@@ -1687,6 +1692,7 @@ def test_max_pooling(where: str, longest: int) -> None:
     same_rows(tables, bags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding", [0, -1])
 def test_padding_idx(where: str, pooling: Any, padding: int) -> None:
@@ -1752,6 +1758,7 @@ class TwoTables(nn.Module):
         return self.head(torch.relu(self.tables(ids).flatten(1) * 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["device", "cached"])
 def test_compiled_whole_without_a_graph_break(placed: str) -> None:
     torch.manual_seed(0)
@@ -1808,6 +1815,7 @@ def test_compiled_with_bags_and_learned_weights() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_with_max_pooling_and_several_groups() -> None:
     """Of different widths, with padding."""
     configs = [
@@ -1840,6 +1848,7 @@ def test_compiled_lookups_that_are_equal_both_count(loss: Callable[[EmbeddingTab
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler writes C++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("driven", [False, True])
@@ -2012,6 +2021,7 @@ def test_what_stage_cannot_read_is_refused() -> None:
     ] == [(4, 2)]
 
 
+@pytest.mark.slow
 def test_batches_of_a_dataloader_with_workers(where: str) -> None:
     tables, plain = made(where), made()
     loader = torch.utils.data.DataLoader(torch.stack(batches(8, size=1)).flatten(0, 1), batch_size=2, num_workers=1)
@@ -2036,6 +2046,7 @@ def test_a_stream_that_fails_does_so_behind_the_batches_before_it(where: str, ba
     assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_stage", [False, True])
 def test_ids_changed_by_numpy_between_forward_and_backward(where: str, from_stage: bool) -> None:
     """No version tells. nn.EmbeddingBag updates the rows of the new ids."""
@@ -2134,6 +2145,7 @@ def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None
     assert torch.equal(out, torch.stack([torch.stack([rows[5], zero, rows[7]]), torch.stack([zero, rows[8], zero])]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("a0", "a1", "b0"), ("a0", "b0", "a1")], ids=["side by side", "interleaved"])
 @pytest.mark.parametrize("examples", [1, 3])
 @pytest.mark.parametrize("jagged", [False, True])
@@ -2186,6 +2198,7 @@ def test_the_smallest_id_is_refused_beside_a_table_with_padding() -> None:
         tables(torch.tensor([[0, torch.iinfo(torch.int64).min]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("placement", [None, stoker.Cached(slots=9)])
 def test_weights_of_other_types_with_several_groups(dtype: torch.dtype, placement: Any) -> None:

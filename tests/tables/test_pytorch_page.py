@@ -58,6 +58,7 @@ def test_each_line_of_the_page_names_tests_that_run(line: str, tests: dict[str, 
         assert not re.search("skip|xfail|gpu|slow", tests[name])
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     names: dict[str, Any] = {"__name__": "page"}
@@ -164,6 +165,7 @@ def test_optimizers_over_all_parameters_leave_rows_alone(model: Model, kind: Any
     assert torch.equal(model.head.weight, alone.head.weight)
 
 
+@pytest.mark.slow
 def test_gradients_that_nobody_uses_draw_a_warning() -> None:
     model = Model()
     model.tables.as_optimizer()

@@ -161,6 +161,7 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
     check(*script, make_residency)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(300), deadline=None)
 @given(scripts(), st.sampled_from([2, 4, 8]))
 def test_shards_of_either_kind_make_the_same_plans_and_keep_the_rules(script, shards):
@@ -289,6 +290,7 @@ def test_knowing_the_whole_future_is_optimal(fast):
         assert drive(make_residency([0, 100], 20, fast=fast), batches, 0) >= best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1, 5])
 def test_exact_hints_are_as_good_as_the_whole_future(fast, lookahead):
@@ -366,6 +368,7 @@ def test_memory_does_not_grow_with_the_table():
     assert residency.plan_now(np.arange(10**9 + 1, 10**9 + 99)).evict_rows.tolist() == [2 * 10**9 - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_windows_wider_than_the_slots_keep_the_order(seed, hints):

@@ -41,6 +41,7 @@ def tables_of(optimizer: LAMB, backend: str = "auto", placement: object = None) 
     return EmbeddingTables(tables, optimizer=optimizer, backend=backend, placement=placement)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_table_is_that_of_rows_that_were_replaced():
     """By a write, by a follower's scatter or by an average of copies."""
     ids, values = torch.tensor([[0, 1, 2]]), torch.full((3, 5), 7.0)
@@ -179,6 +180,7 @@ def test_batches_that_come_in_parts_are_among_the_cases():
     assert spilled > 10
 
 
+@pytest.mark.slow
 def test_back_ends_agree_to_the_bit():
     for seed in range(1000, 1040):
         case = replace(draw(seed), optimizer=LAMBS[seed // 4 % 4], backend="reference")
@@ -187,6 +189,7 @@ def test_back_ends_agree_to_the_bit():
             assert torch.equal(one.rows(table.name), other.rows(table.name)), f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True])
 def test_what_was_kept_is_what_a_fresh_look_finds(placed):
     for seed in range(30):

@@ -99,6 +99,7 @@ def test_a_step_from_sums_of_one_shard_is_an_update(seed, rule, place, backend, 
     assert updated.groups[0].tick == stepped.groups[0].tick == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1), optim.LAMB(lr=0.1)])
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_tensor_train_steps_from_sums_of_rows(rule, backend):
@@ -231,6 +232,7 @@ def wide(shards: int, backend: str) -> EmbeddingTables:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bags", ["single", "jagged", "weighted"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_tables_of_several_widths_step_together(bags, micro):
@@ -240,6 +242,7 @@ def test_tables_of_several_widths_step_together(bags, micro):
     check_same(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "train"])
 def test_shards_change_bits_of_popular_rows_and_ranks_do_not(kind):
     """The sums of three processes, joined, are those of one."""

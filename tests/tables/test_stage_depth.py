@@ -113,6 +113,7 @@ def watched(window: int | None, lookahead: int | None = None) -> tuple[int, list
     return storage.stats.fetched, ahead, int(most)
 
 
+@pytest.mark.slow
 def test_a_window_that_adapts_is_as_good_as_the_whole_future_and_no_longer_than_that_takes() -> None:
     misses, ahead, _ = watched(window=2**20)
     everything, short = watched(2**20, lookahead=1000)[0], watched(2**20, lookahead=1)[0]

@@ -86,6 +86,7 @@ def test_equals_an_embedding_on_padded_ids(backend, placement, user):
     tables.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [stoker.Adagrad, stoker.RowWiseAdagrad, stoker.AdamW, stoker.MomentumSGD, stoker.FTRL])
 def test_every_placement_gives_the_same_bits_staged_or_not(kind):
     def run(placement: object, staged: bool) -> list[torch.Tensor]:

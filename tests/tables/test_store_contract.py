@@ -120,6 +120,7 @@ def test_rows_at_a_url_are_those_of_a_resident_run(
     assert fs.find("bucket") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["memory", "file"])
 def test_the_command_trains_with_rows_at_a_url_and_resumes_without_them(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, place: str, memory: Any, monkeypatch: Any
@@ -141,6 +142,7 @@ def test_the_command_trains_with_rows_at_a_url_and_resumes_without_them(
     assert call("evaluate", run) == 0
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_cache_is_a_bound_down_to_the_smallest_that_works(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, memory: Any
 ) -> None:
@@ -166,6 +168,7 @@ def test_the_memory_of_a_cache_is_a_bound_down_to_the_smallest_that_works(
         assert home.num_frames == (parse_size(size) - home._frame_of.nbytes) // (home.block_rows * home.row_bytes + 11)
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_last_checkpoint_is_whole_and_resumes(
     data: stoker.Dataset, resident: dict[str, bytes], tmp_path: Path, memory: Any, monkeypatch: Any
 ) -> None:
@@ -242,6 +245,7 @@ def test_after_a_kill_in_a_put_a_run_resumes_to_the_same_checkpoints(
     assert not list(rows.iterdir())
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_missing_is_named_and_none_is_made(s3: Any) -> None:
     with pytest.raises(HomeError, match=r"rows at s3://elsewhere/a cannot be kept: there is no such bucket, container"):
         RemoteHome(initial_of(), {}, url="s3://elsewhere/a")

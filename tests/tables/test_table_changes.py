@@ -17,6 +17,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["device", "few slots", "hot"])
 def test_any_number_of_ranks_writes_the_same_segments(tmp_path: Path, place: str) -> None:
     def saved(folder: Path, group: Ranks | None) -> dict[str, bytes]:

@@ -163,6 +163,7 @@ def test_replicated_tables_of_any_number_of_ranks_are_those_of_one_process(
         assert each == digest(alone)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(60))
 @PROGRAMS
 def test_divided_tables_of_any_number_of_ranks_are_those_of_one_process(
@@ -303,6 +304,7 @@ def test_ranks_with_other_features_or_groups_of_tables_are_refused(what: str) ->
         assert "of rank 1 are not made like those of rank 0" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divided", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_learning_rate_that_one_rank_sets_is_refused(divided: bool, ranks: int) -> None:
@@ -446,6 +448,7 @@ ALONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:backward reached EmbeddingTables in eval mode")
 @pytest.mark.parametrize("how", ["divided", "replicated", "averaged"])
 @pytest.mark.parametrize("what", ALONE)
@@ -495,6 +498,7 @@ def test_a_stage_over_another_placement_is_refused_by_name(divided: bool) -> Non
         assert said in each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["divided", "replicated", "growing"])
 @pytest.mark.parametrize("other", [{"lookahead": 5}, {"in_flight": 3}])
 def test_a_rank_may_look_farther_ahead_than_the_others(kind: str, other: dict[str, Any]) -> None:
@@ -544,6 +548,7 @@ def test_a_stage_on_one_rank_alone_is_refused() -> None:
         assert "the number of open stages of tables t is 1 on rank 0, but 0 on rank 1; give all ranks the same" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 3, 4])
 @pytest.mark.parametrize("divided", [True, False])
 def test_widths_may_be_odd_and_a_batch_may_have_one_row(dim: int, divided: bool) -> None:
@@ -904,6 +909,7 @@ def _drawn(group: Ranks | None, number: int) -> dict[str, Any]:
     return dict(zip(("ids", "offsets", "weights"), found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divided", [True, False])
 @pytest.mark.parametrize(
     ("place", "ahead"),
@@ -1040,6 +1046,7 @@ def _clip_all(tables: EmbeddingTables) -> None:
     rows.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(9, 8), (8, 9), (8, 7), (12, 8), (1, 0)])
 def test_copies_of_ranks_that_do_not_step_equally_often_end(steps: tuple[int, int]) -> None:
     """Also if the copy of one rank has nothing to average."""
@@ -1102,6 +1109,7 @@ def test_rows_that_no_stage_brought_are_counted() -> None:
     assert [tuple(each) for each in on_threads(2, work)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_send_what_the_plan_says_and_have_equal_work(ranks: int) -> None:
     sizes, batch, steps, dim = (30_000, 4_000, 500, 40, 3), 1000, 8, 8

@@ -169,6 +169,7 @@ def textbook(
         update_rows(core.view(len(core), -1), state, slices, grad.reshape(len(core), -1)[slices], rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [SHAPE, TTShape((60, 3), (2, 3), (32,))], ids=["small slices", "slices in pieces"])

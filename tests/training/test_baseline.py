@@ -34,6 +34,7 @@ def columns(data: Dataset, name: str) -> tuple[sparse.csr_matrix, np.ndarray]:
     return sparse.vstack(rows).tocsr(), np.array(labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [None, {1: 3}])
 def test_the_logistic_regression_is_that_of_scikit_learn(tmp_path: Path, sequence: dict[int, int] | None) -> None:
     from sklearn.linear_model import LogisticRegression

@@ -66,6 +66,7 @@ def saved(tmp_path: Path) -> Path:
     return stoker.save(tmp_path / "a", model, dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", OPTIMIZERS)
 @pytest.mark.parametrize(
     "kind",

@@ -37,6 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_figures_and_settings(made: Path) -> None:
     found = stoker.compare(made / "runs" / "a", made / "runs" / "b")
     assert [run.name for run in found.runs] == ["a", "b"]

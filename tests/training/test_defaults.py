@@ -56,6 +56,7 @@ def test_small_logs_have_several_epochs_and_large_ones_one() -> None:
     assert epochs_for(10_000, validated=False) == 1
 
 
+@pytest.mark.slow
 def test_a_run_says_and_keeps_its_defaults(
     data: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

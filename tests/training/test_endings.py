@@ -68,6 +68,7 @@ def _create_and_die(out: Path, moment: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_run_whose_begin_was_killed_can_be_begun_again(tmp_path: Path) -> None:
     again = {"settings": {}, "dataset": "again"}
     for moment in range(40):

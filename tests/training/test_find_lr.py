@@ -46,6 +46,7 @@ def made(losses: list[float], **changes: Any) -> Finding:
     return Finding(factors=factors, losses=tuple(losses), smoothed=tuple(losses), **given)
 
 
+@pytest.mark.slow
 def test_passes_are_counted(data: stoker.Dataset, finding: Finding) -> None:
     assert finding.epochs == pytest.approx(len(finding.losses) * 128 / len(data.train))
     assert f"{finding.epochs:.0f} times" in finding.warnings[0]
@@ -64,6 +65,7 @@ def test_rates_rise_evenly_and_the_loss_falls_before_it_rises(finding: Finding) 
     assert found["minimum / 10"]["row_lr"] == pytest.approx(0.05 * finding.factors[finding.minimum] / 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row_lr", "dense_lr"), [(5e-4, 1e-5), (0.3, 5e-3), (1e4, 1e3)])
 def test_what_is_suggested_is_no_worse_than_the_settings(
     data: stoker.Dataset, tmp_path: Path, row_lr: float, dense_lr: float
@@ -156,6 +158,7 @@ def test_one_rate_may_stand_still(data: stoker.Dataset, which: Any, names: set[s
     assert set(found.rates(1.0)) == names
 
 
+@pytest.mark.slow
 def test_it_is_a_function_of_its_settings_wherever_rows_lie(data: stoker.Dataset, finding: Finding) -> None:
     placed = find_lr(data, lr_steps=150, low=0.01, high=300.0, trial_steps=20, device_memory=HALF, **SETTINGS)
     assert placed.losses == finding.losses

@@ -37,6 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
     return make_dataset(tmp_path_factory.mktemp("large") / "d", rows=1500, num_embeddings=ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("means", MEANS)
 def test_a_run_goes_on_to_the_bit_from_anywhere(data: stoker.Dataset, tmp_path: Path, means: str) -> None:
     given = {**RUN, **MEANS[means]}

@@ -13,6 +13,7 @@ from stoker.base.errors import ConfigError
 from stoker.training.notes import leak_hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "categorical"])
 def test_the_column_that_reveals_the_label_is_named(tmp_path: Path, kind: str) -> None:
     draw = np.random.default_rng(0)
@@ -48,6 +49,7 @@ def test_a_number_that_only_rows_of_one_label_have_is_named(tmp_path: Path) -> N
     assert "column 'skip_ms' alone has 1.0000" in leak_hint(data, {"auc": 0.995}, "test")
 
 
+@pytest.mark.slow
 def test_a_run_shows_the_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     label = np.random.default_rng(0).integers(2, size=2000)
     log = pl.DataFrame({"clicked": label, "paid": label * 5.0 - 2, "item": label * 0})

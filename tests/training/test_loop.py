@@ -48,6 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, sequence={1: 4})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "backend"),
     [("dlrm", "reference"), ("dlrm", "auto"), ("deepfm", "auto"), ("dcn", "auto"), ("rankmixer", "auto")],
@@ -132,6 +133,7 @@ def test_the_loop_equals_one_written_by_hand(data: Dataset, tmp_path: Path) -> N
     assert result.step == 60
 
 
+@pytest.mark.slow
 def test_same_seed_same_files_and_another_seed_others(data: Dataset, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         stoker.train(data, out=tmp_path / name, seed=seed, **SMALL)
@@ -154,6 +156,7 @@ def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path
     assert result.best_step == best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [None, 1000])
 def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path, save_every: int | None) -> None:
     result = stoker.train(

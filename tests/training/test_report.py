@@ -76,6 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "one & <two>"
     shutil.copytree(made / "run", run)

@@ -149,6 +149,7 @@ def test_the_loss_is_that_of_the_first_validation_rows(data: Dataset, resident: 
     assert swap["loss"] == stoker.evaluate(result.model, data.valid, rows=1)["log_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "placed"),  # the lowest rate, of the most swaps, with two of them, and all in a whole campaign
     [(rate, placed) for rate in (50, 1) for placed in PLACED if rate == 50 or EFFORT >= 1 or placed in PLACED[2:4]],
@@ -168,6 +169,7 @@ def test_placement_changes_no_number(
     assert any(line["stage_seconds"].get("fetch") for line in records(tmp_path / "run", "train"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize(
     "placed", [{}, {"device_memory": TENTH}, pytest.param({"device_memory": TENTH, **FILE}, marks=pytest.mark.slow)]
@@ -244,6 +246,7 @@ def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(data: Dataset, 
             assert checkpoint_files(out) == checkpoint_files(resident), when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [pytest.param("start", marks=pytest.mark.slow), 60])
 def test_verify_and_trace_replay_the_schedule(
     data: Dataset, tmp_path: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch, begin: str | int
@@ -301,6 +304,7 @@ def test_the_clock_counts_the_test_loss(data: Dataset, tmp_path: Path, monkeypat
     assert result.samples_per_second == pytest.approx(rows / (result.step + 10 * len(found)), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1, 50])
 def test_test_losses_read_at_most_a_row_for_each_fifty_trained(data: Dataset, tmp_path: Path, rate: float) -> None:
     stoker.train(data, out=tmp_path / "run", **{**SETTINGS, "schedule_rows": 20, "swap_rate": rate})
@@ -323,6 +327,7 @@ def test_rows_of_a_test_loss_by_default(data: Dataset) -> None:
     assert complete(config.replace(batch_order="shuffled"), data).schedule_rows is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1, 50])
 def test_the_schedule_prints_ten_lines_an_epoch_at_most(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rate: float

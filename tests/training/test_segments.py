@@ -114,6 +114,7 @@ def test_a_base_and_any_prefix_of_segments_are_the_whole_checkpoint(
     other.embeddings.close()
 
 
+@pytest.mark.slow
 def test_segments_are_those_of_any_placement(tmp_path: Path) -> None:
     found = {}
     for name, place in PLACEMENTS.items():
@@ -272,6 +273,7 @@ def chained(folder: Path) -> Training:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flip", "cut", "delete"])
 @pytest.mark.parametrize("name", ["base", "s1", "s2", "s3"])
 def test_torn_files_are_named(tmp_path: Path, name: str, how: str) -> None:

@@ -51,6 +51,7 @@ def test_the_sequences_of_one_history_are_shuffled_together(logs: dict[str, Data
     assert brings["items"] == brings["categories"] != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", LOGS)
 @pytest.mark.parametrize("model", SIZES)
 def test_trains_resumes_verifies_and_predicts(logs: dict[str, Dataset], tmp_path: Path, log: str, model: str) -> None:
@@ -70,6 +71,7 @@ def test_trains_resumes_verifies_and_predicts(logs: dict[str, Dataset], tmp_path
     assert stoker.evaluate(loaded, data.test) == stoker.evaluate(resumed, data.test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SIZES)
 def test_learns_from_the_steps(logs: dict[str, Dataset], tmp_path: Path, model: str) -> None:
     """Users of the generated log prefer items of their group: only the history says which, as no user is tested on."""

@@ -49,6 +49,7 @@ def examples(spec: stoker.FeatureSpec, start: int, stop: int) -> stoker.Batch:
     return stoker.Batch(dense=dense, ids=ids[mine[0] : mine[-1]], offsets=mine - mine[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_scores_of_any_batches_are_those_of_the_definition(name: str, threads: int) -> None:
@@ -166,6 +167,7 @@ def test_a_score_does_not_depend_on_the_place_of_a_row(monkeypatch: pytest.Monke
     torch.testing.assert_close(whole, torch.sigmoid(inner(*model.inputs(examples(_SPEC, 0, _ROWS)))).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [5, 10, 17])
 def test_rows_of_odd_widths_have_one_score(width: int) -> None:
     for model in (stoker.SASRec(_HISTORY, embedding_dim=width), stoker.DIN(_HISTORY, embedding_dim=width)):

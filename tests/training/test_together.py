@@ -61,6 +61,7 @@ def bits(tensors: Sequence[Tensor]) -> list[bytes]:
     return [each.numpy().tobytes() for each in tensors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", WIDE)
 def test_shards_at_once_have_the_bits_of_one_after_the_other(

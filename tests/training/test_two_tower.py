@@ -90,6 +90,7 @@ def taste_log(rows: int, seed: int) -> Batch:
     return Batch(dense=torch.zeros(rows, 0), ids=torch.tensor(np.stack([kinds, items], 1)), labels=torch.ones(rows))
 
 
+@pytest.mark.slow
 def test_without_the_correction_frequent_items_score_too_low() -> None:
     """The scores converge to log P(item | user), or without the correction to log P(item | user) / P(item)."""
     log = taste_log(8192, seed=0)
@@ -118,6 +119,7 @@ def test_without_the_correction_frequent_items_score_too_low() -> None:
     torch.testing.assert_close(scores[False], torch.tensor([[2, 3, 1], [2, 1, 3]]) / 6, atol=0.06, rtol=0)
 
 
+@pytest.mark.slow
 def test_training_learns_and_no_placement_changes_a_bit(data: Dataset, tmp_path: Path) -> None:
     """Also across a resume, which takes the counts up."""
     chosen = {**RUN, "metric": "recall_50"}

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +60,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return values
 
 
+@cache
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Return the types of all fields."""
+    return typing.get_type_hints(kind)
+
+
 def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Build] | None = None) -> Any:
     """Build one dataclass and the dataclasses in it from plain values; SchemaError names ``where``.
 
@@ -74,7 +80,7 @@ def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Bu
     for item in fields(cls):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise SchemaError(f"{where}: the key {item.name!r} is missing.")
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)  # type: ignore[arg-type]
     built = {key: _value(hints[key], value, where, key, (special or {}).get(key)) for key, value in values.items()}
     try:
         return cls(**built)

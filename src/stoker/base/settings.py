@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import (
     Any,
     ClassVar,
@@ -24,10 +24,9 @@ from typing import (
     Unpack,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
-from stoker.base.checks import near
+from stoker.base.checks import hints_of, near
 from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
@@ -139,12 +138,6 @@ def default_of(item: Field[Any]) -> Any:
 def options_of(item: Field[Any]) -> tuple[str, ...]:
     """Return the names of the option for a setting, such as ``--batch-size``."""
     return item.metadata["options"] or (f"--{item.name.replace('_', '-')}",)
-
-
-@cache
-def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of all settings."""
-    return get_type_hints(kind)
 
 
 def choices_of(kind: Any, name: str) -> tuple[str, ...]:

@@ -19,10 +19,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from stoker.base.checks import hints_of
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
 from stoker.base.picture import Grid
 from stoker.base.remote import with_urls
-from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
+from stoker.base.settings import Settings, choices_of, default_of, options_of
 from stoker.base.units import format_count, format_size
 from stoker.training.settings import PARTS
 

@@ -28,6 +28,7 @@ from stoker.base.progress import compiling
 
 # Without reference counts of arrays, kernels compile a fifth faster; a function called in a loop saves 10 ns an array.
 PLAIN: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+USED = ("base", "ops", "dataset", "optim")  # packages that kernels of any package may use
 TEMPORARY = "stoker-kernels-"  # and the number of the user: the directory of the last resort
 T = TypeVar("T")
 _lock = Lock()  # for numba's CACHE_DIR, which all threads share
@@ -75,13 +76,14 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 @cache
-def package_stamp() -> str:
-    """Return a text that changes with any module of this package, by its size and time.
+def package_stamp(package: str) -> str:
+    """Return a text that changes with any module that a kernel of this package may use, by its size and time.
 
     Numba checks only the file of a kernel, but kernels call functions of other modules, too.
     """
     root = Path(__file__).parents[2]
-    found = [(str(path.relative_to(root)), path.stat()) for path in sorted(root.rglob("*.py"))]
+    used = sorted(path for name in {*USED, package} for path in (root / name).rglob("*.py"))
+    found = [(str(path.relative_to(root)), path.stat()) for path in used]
     return sha256(repr([(name, of.st_size, of.st_mtime_ns) for name, of in found]).encode()).hexdigest()
 
 
@@ -109,11 +111,13 @@ class _KernelFiles(IndexDataCacheFile):
 
 
 def stamped(kernel: T) -> T:
-    """Make a kernel's cache on disk safe among processes, and valid only until a module of this package changes."""
+    """Make a kernel's cache on disk safe among processes, and valid only until a module that it uses changes."""
     kept = getattr(getattr(kernel, "_cache", None), "_cache_file", None)  # Numba has no public way
     if kept is not None:
         kept.__class__ = _KernelFiles
-        kept._source_stamp = (kept._source_stamp, package_stamp())
+        module = (getattr(kernel, "py_func", None) or kernel._pyfunc).__module__  # type: ignore[attr-defined]
+        package = module.split(".")[1] if module.startswith("stoker.") else ""  # another's: all modules
+        kept._source_stamp = (kept._source_stamp, package_stamp(package))
     return kernel
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stoker.base.checks import build_part, choice, fail, near
+from stoker.base.checks import build_part, choice, fail, hints_of, near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.units import listed
@@ -203,7 +203,7 @@ def feature_from_text(text: str) -> Derivation:
     if not words:
         raise SchemaError("a feature is empty. Give a kind and settings: mean_target by=city,item")
     choice(where, "kind", words[0], sorted(KINDS))
-    hints = typing.get_type_hints(KINDS[words[0]])
+    hints = hints_of(KINDS[words[0]])
     values: dict[str, Any] = {"kind": words[0]}
     for word in words[1:]:
         key, equals, value = word.partition("=")
