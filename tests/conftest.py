@@ -40,6 +40,7 @@ fill_fresh_memory()
 # Batches of tests are tiny: a second thread costs more than it brings, most of all where several processes share the
 # cores. Kernels are tested with all threads, and tests about threads set their own number.
 ALL_THREADS = torch.get_num_threads()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # each of its tests is slow
 KERNELS = Path(__file__).parent / "ops"
 
 
@@ -51,8 +52,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kinds: dict[str, list[pytest.Item]] = {"slow": [], "fast": [], "later": []}
     for item in items:
-        slow = item.get_closest_marker("slow")
-        kinds["fast" if slow is None else "slow" if in_turn(item.nodeid) else "later"].append(item)
+        slow = item.get_closest_marker("slow") or INTERPRETED
+        kinds["fast" if not slow else "slow" if in_turn(item.nodeid) else "later"].append(item)
     if kinds["later"]:
         config.hook.pytest_deselected(items=kinds["later"])
     items[:] = kinds["slow"] + kinds["fast"]  # so that no slow one runs alone at the end

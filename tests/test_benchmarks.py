@@ -154,6 +154,7 @@ def test_bars_known_to_be_short_are_those_whose_newest_result_is() -> None:
     assert not [name for name in reasons if newest.get(name, ("", "short"))[1] == "ok"], "delete what is ok"
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_programs_own(scripts: Path) -> None:
     """``ru_maxrss`` survives exec: a small child of a large parent would report the large parent's."""
     from benchmarks.peers.worker_tools import peak_memory

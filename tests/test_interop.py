@@ -135,6 +135,7 @@ class Foreign:
         return self._tensor.__dlpack_device__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [stoker.Device(), stoker.Cached(fraction=0.9)], ids=["device", "cached"])
 @pytest.mark.parametrize("wrap", [np.asarray, Foreign], ids=["numpy", "foreign"])
 def test_lookups_of_other_libraries_train_the_same_bits(wrap: Any, placement: Any) -> None:

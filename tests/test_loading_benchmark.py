@@ -25,6 +25,7 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Split:
     return data.train
 
 
+@pytest.mark.slow
 def test_times_follow_equal_batches(split: Split) -> None:
     found = loading.items(QUICK)
     assert found.value > 0  # not 1: tests compare no times

@@ -19,6 +19,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=2000)
 
 
+@pytest.mark.slow
 def test_a_person_sees_a_curve_and_rates(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, "find-lr", data.path, "--batch-size", 64, "--lr-steps", 40, "--high", 50, *QUICK)
     assert code == 0

@@ -70,6 +70,7 @@ def test_dataset_as_text(app: typer.Typer, dataset: Dataset) -> None:
     assert "verified" not in text
 
 
+@pytest.mark.slow
 def test_the_recipe_is_named_as_people_say_it(app: typer.Typer, tmp_path: Path) -> None:
     from stoker.prep.prepare import run_prepare
     from stoker.synthetic import write
@@ -170,6 +171,7 @@ def test_numbers_of_times_are_shown_as_dates(
     assert "1970" not in run(app, "inspect", tmp_path / "years"), "years are not times since 1970"
 
 
+@pytest.mark.slow
 def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: Path) -> None:
     import gzip
 

@@ -69,6 +69,7 @@ def test_parameters_are_shown_as_options(error: Any, shown: str | None) -> None:
     assert message_of(error, OPTIONS) == (str(error) if shown is None else shown)
 
 
+@pytest.mark.slow
 def test_settings_in_errors_are_options_of_the_command(data: Dataset, run: Path, tmp_path: Path, say: Any) -> None:
     new = ["train", data.path, "--out", tmp_path / "x", *SMALL]
     cases = {
@@ -135,6 +136,7 @@ def test_ctrl_c_while_a_command_is_read(say: Any, monkeypatch: pytest.MonkeyPatc
     assert say("evaluate", "runs/a") == (130, "", "interrupted")
 
 
+@pytest.mark.slow
 def test_what_is_next_fits_the_run(data: Dataset, run: Path, tmp_path: Path, say: Any) -> None:
     shutil.copytree(run, tmp_path / "run")
     _, out, err = say("train", "--resume", tmp_path / "run")
@@ -400,6 +402,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     assert ".tmp" not in err
 
 
+@pytest.mark.slow
 def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: Any) -> None:
     short = ["train", data.path, *SMALL, "--steps", 2]
     _, _, err = say(*short, "--out", tmp_path / "a", "--lookahead", 8, "--in-flight", 2, "--warmup", 10)

@@ -44,6 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "_SECONDS", 0.0)
 
 
+@pytest.mark.slow
 def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
     code, out, err = output(
         capsys, "plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB", "--json"
@@ -93,6 +94,7 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
     assert "3 tables on the device, with all rows" in out
 
 
+@pytest.mark.slow
 def test_a_table_over_the_host_memory_gets_a_ram_tier_and_trains_to_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_rank_is_planned(data: Dataset, capsys: pytest.CaptureFixture[str], qu
     assert "--allow-compression" in err
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_is_scored(
     run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

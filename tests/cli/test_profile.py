@@ -96,6 +96,7 @@ def test_an_estimate_is_shown_beside_the_truth(data: Dataset, capsys: pytest.Cap
     assert "by the counts of all rows; 99% intervals" in out
 
 
+@pytest.mark.slow
 def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     code, out, _ = output(capsys, "profile", data.path, "--device-memory", "200KiB", "--plot", tmp_path / "curve.png")

@@ -95,6 +95,7 @@ def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path)
     assert "If it was moved: stoker prepare --like DATASET bad.csv --out NEW" in said
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     manifest = Path("clicks-data/manifest.json").stat().st_mtime_ns
@@ -121,6 +122,7 @@ def test_a_taken_run_directory_is_refused_before_the_log_is_read(folder: Path) -
     assert "--out" in refused("train", "clicks.csv")
 
 
+@pytest.mark.slow
 def test_prepare_auto_in_python_and_on_the_command_line(folder: Path) -> None:
     done = call("prepare", "auto", "clicks.csv", "--out", "cli", "--min-count", "2")
     assert done.exit_code == 0, done.output

@@ -73,6 +73,7 @@ def test_mistakes_are_explained(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_the_source_is_not_scored_on_other_ids(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,7 @@ def log(rows: int = ROWS, *, seed: int = 0) -> pl.DataFrame:
     )
 
 
+@pytest.mark.slow
 def test_kept_columns_are_before_the_score(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prepare", "--like", place / "data", place / "log.csv", "--out", tmp_path / "d", "--keep", "user"]
     assert call(*command, "--keep", "city") == 0
@@ -91,6 +92,7 @@ def cells(line: str) -> list[str]:
     return line.replace("│", " ").split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_a_log_without_label_column_is_prepared_and_scored(
     place: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
@@ -313,6 +315,7 @@ def test_the_test_logs_of_public_data_have_no_label(tmp_path: Path) -> None:
         assert np.array_equal(new.shards[0].ids, same.shards[0].ids)
 
 
+@pytest.mark.slow
 def test_pairs_without_rating_are_scored(tmp_path: Path) -> None:
     from stoker.synthetic import write
 

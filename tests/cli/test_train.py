@@ -57,6 +57,7 @@ def test_a_script_reads_json_lines(data: Dataset, tmp_path: Path, capsys: pytest
     assert manifest["model"]["structure"] == "stacked"
 
 
+@pytest.mark.slow
 def test_resume_continues(data: Dataset, run: Path, tmp_path: Path) -> None:
     assert call("train", data.path, "--out", tmp_path / "b", *SMALL) == 0
     assert call("train", "--resume", tmp_path / "b", "--epochs", 2) == 0
@@ -144,6 +145,7 @@ def test_our_own_mistakes_say_so(
     assert "an error in Stoker" in err
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     script = (
         "import sys\n"

@@ -31,6 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_verify_says_identical_and_what_it_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = output(capsys, "verify", run, "--steps", 4)
     assert (code, err.strip()) == (0, "")

@@ -286,6 +286,7 @@ def stopping(step: str, error: type[BaseException]) -> Any:
     return stop
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_was_kept_and_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, out = write(tmp_path / "log.tsv", criteo_lines(300)), tmp_path / "made" / "out"
     run_prepare("criteo", raw, out=tmp_path / "whole", block_bytes=10_000)

@@ -86,6 +86,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bags", [False, True])
 def test_a_part_with_many_values_and_with_few(bags: bool, tmp_path: Path) -> None:
     """Every id is that of its row's value, of columns whose codes take 8, 16 and 32 bits."""

@@ -49,6 +49,7 @@ written = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(1500), deadline=None)
 @given(written)
 def test_floats_are_those_of_python(text: str) -> None:
@@ -65,6 +66,7 @@ def test_floats_are_those_of_python(text: str) -> None:
         assert found == f"column a: {text[:40]!r} is not a number"
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(600), deadline=None)
 @given(
     st.one_of(st.integers(-(2**64), 2**64).map(str), st.integers(-9, 9).map("{:+d}".format),

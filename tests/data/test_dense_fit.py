@@ -96,6 +96,7 @@ VALUES = st.one_of(
 
 
 # What fails is shown as it was drawn: shrinking lists of floats takes minutes.
+@pytest.mark.slow
 @settings(max_examples=scaled(60), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), rows=st.integers(1, 25), threads=st.sampled_from([1, 3]))
 def test_the_same_fit_however_rows_are_cut(data: st.DataObject, rows: int, threads: int) -> None:

@@ -168,6 +168,7 @@ def test_a_label_without_the_name_of_one_is_doubted_with_its_rivals(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "settings"),
     [
@@ -349,6 +350,7 @@ def frames(path: Path) -> list[Path]:
     return sorted(path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_same_columns(tmp_path: Path) -> None:
     for file in frames(tmp_path):
         found = draft_log(file)
@@ -421,6 +423,7 @@ def test_quoted_fields_may_have_line_breaks(tmp_path: Path) -> None:
     assert draft_log(tmp_path / "log.csv", rows=50).rows < 50  # the last record is cut, and not counted as bad
 
 
+@pytest.mark.slow
 def test_a_messy_log_prepares_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, out = messy(tmp_path / "messy log.csv"), tmp_path / "schema.toml"
     trains(tmp_path, [log])

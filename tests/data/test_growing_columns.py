@@ -112,6 +112,7 @@ def test_a_run_grows_resumes_and_scores_the_same_under_any_placement(data: stoke
     assert stoker.verify(tmp_path / "a", steps=3, begin="start").identical
 
 
+@pytest.mark.slow
 def test_an_update_gives_rows_to_new_values_and_followers_have_them(data: stoker.Dataset, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stoker.train(data, out=run, epochs=1, **SMALL)

@@ -117,6 +117,7 @@ def test_held_rows_do_not_need_their_files(tmp_path: Path) -> None:
         assert_equal(tensors(batch), other)
 
 
+@pytest.mark.slow
 def test_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = dataset(tmp_path / "d", "sequences")
     settings = {**SMALL, "display": "plain"}

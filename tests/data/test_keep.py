@@ -197,6 +197,7 @@ FEATURED = Schema(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_rows_that_features_multiply_keep_raw_columns_and_outputs(tmp_path: Path, kind: str) -> None:
     raw = log(400)
@@ -311,6 +312,7 @@ def model_of(data: stoker.Dataset) -> Any:
     return stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), backend="reference")
 
 
+@pytest.mark.slow
 def test_scores_carry_the_columns_of_their_rows(tmp_path: Path) -> None:
     raw = log()
     path = write(raw, tmp_path, 0, "parquet")
@@ -391,6 +393,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         stoker.Dataset(data.path)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(log(), tmp_path, 0, "csv")
     run_prepare(SCHEMA, path, out=tmp_path / "a", block_bytes=2**12)

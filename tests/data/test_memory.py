@@ -301,6 +301,7 @@ def test_rows_like_it(tmp_path: Path) -> None:
     assert digests(tmp_path / "saved") == digests(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_forked_process_leaves_it_where_it_is(tmp_path: Path) -> None:
     held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
     place = held.path

@@ -85,6 +85,7 @@ def iso(draw: st.DrawFn, years: tuple[int, int] = (1, 9999)) -> str:
     return text + draw(st.sampled_from(zones))
 
 
+@pytest.mark.slow
 @given(st.lists(iso(), min_size=1, max_size=20))
 @settings(max_examples=scaled(300), deadline=None)
 def test_every_form_of_iso_8601_is_read_as_python_reads_it(texts: list[str]) -> None:
@@ -98,6 +99,7 @@ def calendar(text: str) -> str:
     return f"{datetime.strptime(text[:8], '%Y-%j').date()}{text[8:]}"
 
 
+@pytest.mark.slow
 @given(iso(), st.data())
 @settings(max_examples=scaled(500), deadline=None)
 def test_what_python_refuses_is_refused(text: str, data: st.DataObject) -> None:
@@ -247,6 +249,7 @@ def test_an_interrupted_run_goes_on_by_the_same_rule(tmp_path: Path) -> None:
     assert digests(tmp_path / "out") == digests(tmp_path / "once")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("block_bytes", [20, 2**24])
 def test_us_dates_without_a_format_stop_with_what_to_write(tmp_path: Path, threads: int, block_bytes: int) -> None:

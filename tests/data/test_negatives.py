@@ -97,6 +97,7 @@ def test_uniform_draws_do_not_depend_on_frequency(tmp_path: Path) -> None:
     assert counts.max() < 2 * counts.median()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_blocks_threads_and_formats(tmp_path: Path) -> None:
     values = {**SCHEMA, **HISTORY}
     for name, given in {"one": {"threads": 1}, "two": {"threads": 4, "block_bytes": 5000}}.items():
@@ -112,6 +113,7 @@ def test_the_same_bytes_for_any_blocks_threads_and_formats(tmp_path: Path) -> No
     assert (different.path / "train/00000.safetensors").read_bytes() != shards[0]["00000.safetensors"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path: Path) -> None:
     whole = prepared(tmp_path / "whole", SCHEMA, block_bytes=5000)
 
@@ -213,6 +215,7 @@ def test_new_rows_to_evaluate_get_rows_of_label_0_too(tmp_path: Path, history: b
         stoker.prepare(Schema.from_dict(SCHEMA), plays, out=tmp_path / "z", negatives=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [0, EACH])
 def test_a_run_of_positive_rows_is_updated(tmp_path: Path, each: int) -> None:
     data = prepared(tmp_path / "data", replaced(per_positive=each))

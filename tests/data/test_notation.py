@@ -73,6 +73,7 @@ def test_ids_of_any_type_are_those_of_the_log(tmp_path: Path, dotted: bool) -> N
     assert encoded(data, pd.DataFrame(floats)) == encoded(data, pd.DataFrame(texts)) != wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_files_like_a_dataset_follow_its_notation(tmp_path: Path, suffix: str) -> None:
     data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
@@ -572,6 +573,7 @@ def test_a_narrow_float_does_not_depend_on_the_others() -> None:
         assert found.to_list() == [123456790.0, 1e11, -3e38, *others]
 
 
+@pytest.mark.slow
 def test_a_dataset_of_float32_keeps_its_ids_and_finds_texts(tmp_path: Path) -> None:
     """0.1.0 read 0.1 of a Float32 column as 0.10000000149: in ids, hash buckets, features and the rule of the label."""
     narrow = floating().with_columns(pl.col(pl.Float64).cast(pl.Float32), pl.col("sizes").cast(pl.List(pl.Float32)))
@@ -710,6 +712,7 @@ def test_a_log_of_times_has_the_same_ids_in_any_unit(tmp_path: Path) -> None:
         assert [encoder.encode(rows.select(pl.col("when").cast(pl.Datetime(unit)))).ids.tolist()] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES[:2])
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: str, suffix: str) -> None:
@@ -729,6 +732,7 @@ def test_a_log_of_times_and_of_texts_has_one_id_for_each(tmp_path: Path, shape: 
         stoker.prepare(schema, [tmp_path / f"other.{suffix}", files[0]], out=tmp_path / "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: bool) -> None:
     """A day is the time at which it begins; times with a zone and times without are refused together."""
@@ -981,6 +985,7 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         assert batch.labels.tolist() == [1.0, 0.0] * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["== '2.10'", "!= '2.1'"])
 def test_a_rule_with_a_fraction_compares_texts_and_refuses_its_number_in_other_digits(
     tmp_path: Path, rule: str

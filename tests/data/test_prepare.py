@@ -62,6 +62,7 @@ def prepared(tmp_path: Path, schema: Schema, lines: list[str], **options: Any) -
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 def test_criteo_split_is_exact_and_vocabulary_from_training_rows_only(tmp_path: Path) -> None:
     lines = criteo_lines(1003)
     data = stoker.prepare("criteo", write(tmp_path / "train.txt", lines), out=tmp_path / "out")
@@ -145,6 +146,7 @@ def test_bytes_depend_neither_on_threads_nor_on_blocks(tmp_path: Path, preset: s
     assert not (tmp_path / "out0" / ".work").exists()
 
 
+@pytest.mark.slow
 def test_bad_lines_are_set_aside_with_their_numbers(tmp_path: Path) -> None:
     lines = criteo_lines(200)
     cells = lines[7].split("\t")
@@ -182,6 +184,7 @@ def test_bad_lines_are_set_aside_with_their_numbers(tmp_path: Path) -> None:
     stoker.prepare("criteo", raw, out=tmp_path / "share", max_bad="3.5%")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_truncated_file_keeps_the_rows_before(tmp_path: Path, kind: str) -> None:
     zstandard = pytest.importorskip("zstandard", reason="the test itself writes .zst files with it")
@@ -207,6 +210,7 @@ def test_truncated_file_keeps_the_rows_before(tmp_path: Path, kind: str) -> None
     assert [label for part in found for label in part] == labels
 
 
+@pytest.mark.slow
 def test_a_file_that_breaks_off_exceeds_any_share_of_bad_lines(tmp_path: Path) -> None:
     """How much is lost is not known: one bad line in many would pass for next to nothing."""
     packed = gzip.compress(("\n".join(criteo_lines(3000)) + "\n").encode())
@@ -258,6 +262,7 @@ def test_files_of_a_pattern_are_read_in_the_order_of_their_numbers(
     assert order(["day_1.csv", "day_2.csv", "day_10.csv"])[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["movielens", "trivago", "criteo"])
 def test_progress_never_falls_within_a_stage(tmp_path: Path, recipe: str) -> None:
     seen: dict[str, list[StageProgress]] = {}
@@ -436,6 +441,7 @@ def test_recipes_of_stoker_are_known_again_and_code_of_others_is_not(tmp_path: P
         run_prepare(own, tmp_path / "own.parquet", out=tmp_path / "own")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [SourceFormat(), SourceFormat(kind="csv", separator="\t")])
 def test_tables_in_memory_are_read_by_the_schema_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceFormat
@@ -608,6 +614,7 @@ def test_datetime_timestamps(tmp_path: Path) -> None:
     assert "'yesterday' is not a date and time" in quarantine(out)[0]["reason"]
 
 
+@pytest.mark.slow
 def test_file_split_halves_and_subsampling(tmp_path: Path) -> None:
     files = [write(tmp_path / f"day_{day}", criteo_lines(401, seed=day)) for day in (1, 2, 23)]
     schema = criteo("mlperf").schema()

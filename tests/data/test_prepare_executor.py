@@ -222,6 +222,7 @@ def test_kept_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
             assert kept.read()["label"].to_pylist() == labels
 
 
+@pytest.mark.slow
 def test_rows_like_those_of_a_dataset_and_reordered_ones(tmp_path: Path) -> None:
     raw = write_log(tmp_path / "log.csv", 4000, items=4000)
     with Pickled() as executor:

@@ -99,6 +99,7 @@ def a_schema(draw: st.DrawFn) -> Schema:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     schema=a_schema(),

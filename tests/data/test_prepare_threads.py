@@ -20,6 +20,7 @@ SCHEMA = Schema(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["read", "fit", "write"])
 def test_none_works_on_after_an_error(tmp_path: Path, stage: str) -> None:
     """The directory is free for the next run, and nothing of the last must write to it."""

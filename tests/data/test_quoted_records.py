@@ -73,6 +73,7 @@ tables = st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=12)
 checked = settings(max_examples=scaled(200), deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @checked
 @given(
     table=tables, how=PACKED, size=SIZES, threads=st.sampled_from([1, 3]), quoting=st.sampled_from([0, 1]),
@@ -219,6 +220,7 @@ def test_a_stray_quote_in_the_header_costs_no_row(tmp_path: Path) -> None:
     assert read_table(path, {"a": "int", "b": "string"}).rows() == [(1, "2\n"), (4, "5")]
 
 
+@pytest.mark.slow
 def test_a_log_of_reviews_prepares_whole(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     reviews = ["good", 'a "fine"\nfilm, twice', "bad\r\n\r\n", "so, so"]

@@ -171,6 +171,7 @@ def test_the_rest_of_an_epoch_is_what_the_stream_goes_on_with(
         assert all(batch.dense.shape[1] == 0 and batch.labels is None for batch in found)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(150))
 @given(
     key=KEYS,

@@ -68,6 +68,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "retail.csv"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["%m/%d/%Y %H:%M", "%d.%m.%Y %H:%M:%S"])
 def test_dates_mean_what_the_format_says(tmp_path: Path, log: Path, pattern: str) -> None:
     plain = stoker.prepare(schema(), log, out=tmp_path / "iso")
@@ -148,6 +149,7 @@ def test_titles_of_real_books_keep_their_quotes_and_line_breaks(tmp_path: Path) 
     assert any("\n" in title for title in titles)
 
 
+@pytest.mark.slow
 def test_another_encoding_stops_with_its_remedy(tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = log.read_text(encoding="utf-8").replace("United Kingdom", "Großbritannien")
     (tmp_path / "latin.csv").write_bytes(text.encode("latin-1"))
@@ -228,6 +230,7 @@ def test_tables_give_the_shards_of_their_file(tmp_path: Path, form: str) -> None
     assert hashes(table) == hashes(stoker.prepare(schema(), tmp_path / "rows.parquet"))
 
 
+@pytest.mark.slow
 def test_logs_datasets_and_runs_at_urls(log: Path) -> None:
     fsspec = pytest.importorskip("fsspec", reason="URLs are read by fsspec")
     memory = fsspec.filesystem("memory")
@@ -278,6 +281,7 @@ def test_a_draft_of_real_ratings(tmp_path: Path) -> None:
     assert {"user_id", "isbn"} == {column.raw for column in found.features}
 
 
+@pytest.mark.slow
 def test_a_recipe_schema_is_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = real("criteo_tb/day_0_head.tsv.gz")
     assert run("schema", "criteo") == 0
@@ -290,6 +294,7 @@ def test_a_recipe_schema_is_a_start(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert hashes(recipe) == hashes(data)
 
 
+@pytest.mark.slow
 def test_patterns_of_columns_splits_and_histories(tmp_path: Path) -> None:
     (file,) = real("globo/clicks.parquet")
     clicks = pl.read_parquet(file)[:60_000].with_columns(mobile=(pl.col("click_deviceGroup") != 1).cast(pl.Int8))
@@ -331,6 +336,7 @@ def batch_lists(data: stoker.Dataset, batch: Any, name: str) -> set[tuple[int, .
     return {tuple(batch.ids[start:end].tolist()) for start, end in bags}
 
 
+@pytest.mark.slow
 def test_new_days_go_on_from_the_state_of_window_features(tmp_path: Path) -> None:
     rows = retail(20)
     featured = {

@@ -384,6 +384,7 @@ def values_of(data: Path, table: str) -> dict[int, Any]:
     return {0: "unknown", **{row + 1: value for row, (value, _) in enumerate(vocabulary(data, table))}}
 
 
+@pytest.mark.slow
 def test_every_value_keeps_its_examples_and_its_count(tmp_path: Path) -> None:
     log().write_parquet(tmp_path / "log.parquet")
     run_prepare(LOG, tmp_path / "log.parquet", out=tmp_path / "plain")

@@ -297,6 +297,7 @@ def test_metadata_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert kept.read_text().startswith("item_id,properties\n1,")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_logs_hold_the_same_text(suffix: str, tmp_path: Path) -> None:
     synthetic.write("criteo", 500, tmp_path / "log.tsv")
@@ -317,6 +318,7 @@ def _small_criteo() -> Callable[[int, int], RenderedBlock]:
     return source_of("criteo", Options(rows=50_000, drift=0.7, scale=0.01)).files[""][1]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(start=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4))
 def test_rows_do_not_depend_on_the_pieces_they_are_made_in(start: int, sizes: list[int]) -> None:
@@ -485,6 +487,7 @@ def test_the_truth_meter_agrees_with_scikit_learn_on_known_labels() -> None:
     assert meter.examples == 5_000
 
 
+@pytest.mark.slow
 def test_spoiled_lines_are_as_many_as_reported_and_of_every_kind(tmp_path: Path) -> None:
     truth = synthetic.write("criteo", 20_000, tmp_path / "log.tsv", bad="2%")
     kinds = {"columns": 0, "label": 0, "number": 0, "hex": 0, "utf8": 0}
@@ -509,6 +512,7 @@ def test_spoiled_lines_are_as_many_as_reported_and_of_every_kind(tmp_path: Path)
     assert min(kinds.values()) > 40
 
 
+@pytest.mark.slow
 def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) -> None:
     values = draw.scatter32(12_345, np.arange(200_000))
     assert len(np.unique(values)) == 200_000
@@ -578,6 +582,7 @@ def test_settings_out_of_range(tmp_path: Path, recipe: str, setting: str, value:
             synthetic.dataset(tmp_path / "set", **arguments)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     for recipe, out in (("criteo", tmp_path / "log.tsv"), ("movielens", tmp_path / "movielens")):
         synthetic.write(recipe, 50, out, scale=0.001)

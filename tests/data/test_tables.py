@@ -93,6 +93,7 @@ class Capsule:
         return arrow().__arrow_c_stream__(requested_schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table",
     [

@@ -122,6 +122,7 @@ def test_pairs_and_keep(rows: list[naive.Row], most: int, least: int) -> None:
 
 
 # What fails is shown as it was drawn: shrinking it runs the lazy paths for minutes.
+@pytest.mark.slow
 @settings(max_examples=scaled(50), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     ROWS, ROWS, st.sampled_from([2, 3, 5, 300]), st.sampled_from([0.0, 1.0, 20.0]),

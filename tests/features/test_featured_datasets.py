@@ -153,6 +153,7 @@ def test_every_value_is_that_of_the_loops(tmp_path: Path, monkeypatch: pytest.Mo
     assert set(hours) == {row["when"] // 3600 % 24 for row in train}
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_threads_and_file_format(tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", 250)
     frame = pl.read_csv(tmp_path / "log.csv", schema_overrides={"list": pl.String, "picked": pl.String})
@@ -204,6 +205,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_keys_that_were_damaged_while_a_run_stood_still_are_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +236,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_new_rows_are_prepared_as_the_held_out_ones_were(prepared: Path, tmp_path: Path) -> None:
     before = hash_tree(prepared / "made")
     given = {"files": prepared / "log.csv", "like": prepared / "made", "out": tmp_path / "again"}
@@ -414,6 +417,7 @@ def test_a_schema_keeps_its_features_in_files(prepared: Path) -> None:
     assert again.hash() == SCHEMA.hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fold_by", [None, "item"])
 def test_target_encodings_of_grouped_rows_are_folded_by_the_group(tmp_path: Path, fold_by: str | None) -> None:
     """Lists of five with one click each: where a list is in several folds, its encoding tells which row was clicked."""

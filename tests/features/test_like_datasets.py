@@ -64,6 +64,7 @@ def test_all_rows_come_out_as_they_were(folder: Path, tmp_path: Path) -> None:
     assert rows(third.test) == rows(again.test)
 
 
+@pytest.mark.slow
 def test_like_a_reordered_dataset(folder: Path, tmp_path: Path) -> None:
     ordered = stoker.reorder(folder / "made", out=tmp_path / "ordered", tables=["word", "hex"])
     again = stoker.prepare(files=folder / "log.csv", like=tmp_path / "ordered", out=tmp_path / "again")

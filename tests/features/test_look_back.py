@@ -100,6 +100,7 @@ def test_partitions_give_what_all_rows_at_once_do(tmp_path: Path, count: int, ro
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(60), deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(1, 9))
 def test_rows_come_back_in_order(sizes: list[int], rows: int, keys: int) -> None:

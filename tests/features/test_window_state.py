@@ -210,6 +210,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = lines_of(120, 6)
     old, new = write(tmp_path / "old.csv", lines[:70]), write(tmp_path / "new.csv", lines[70:])
@@ -306,6 +307,7 @@ def without_state(folder: Path) -> None:
     write_manifest(folder, manifest)
 
 
+@pytest.mark.slow
 def test_state_goes_with_reordered_and_copied_datasets(tmp_path: Path) -> None:
     lines = lines_of(120, 10)
     old, new = write(tmp_path / "old.csv", lines[:60]), write(tmp_path / "new.csv", lines[60:])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pytest
 from days import RUN
 
 import stoker
@@ -20,6 +21,7 @@ def log(number: int, rows: int = 300) -> pl.DataFrame:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ids_of_each_update_are_counted_and_shown(tmp_path: Path) -> None:
     columns = [{"name": "item", "oov": "grow", "grow": {"rows": 40, "admit": 2, "ttl": 6}}, {"name": "shop"}]
     schema = stoker.Schema.from_dict({

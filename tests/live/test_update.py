@@ -79,6 +79,7 @@ def without_manifest(checkpoint: Path) -> dict[str, bytes]:
     return {name: value for name, value in contents(checkpoint).items() if name != "manifest.json"}
 
 
+@pytest.mark.slow
 def test_an_update_scores_first_then_trains(place: Path) -> None:
     run = place / "run"
     old = stoker.load(run).model
@@ -130,6 +131,7 @@ def test_it_is_a_pass_over_the_rows_in_their_order(place: Path, monkeypatch: pyt
         assert torch.equal(model.embeddings.rows(table.name), found.embeddings.rows(table.name))
 
 
+@pytest.mark.slow
 def test_window_features_go_on_from_day_to_day(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):
@@ -149,6 +151,7 @@ def test_window_features_go_on_from_day_to_day(place: Path) -> None:
     assert np.corrcoef(ours, theirs)[0, 1] > 0.99999
 
 
+@pytest.mark.slow
 def test_the_window_state_of_another_day_or_dataset_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, words = place / "run", "has the state of window features of other rows"
     stoker.prepare(files=logs(place, 1), like=place / "data", out=place / "other")
@@ -345,6 +348,7 @@ def test_logs_of_one_row_are_no_beginnings_of_others(place: Path) -> None:
         stoker.update(run, place / "0h.csv")
 
 
+@pytest.mark.slow
 def test_files_about_users_and_items_go_with_each_update(tmp_path: Path) -> None:
     stoker.synthetic.write("movielens", 900, tmp_path / "log")
     about = [tmp_path / "log/users.dat", tmp_path / "log/movies.dat"]
@@ -414,6 +418,7 @@ def test_rows_to_predict_go_on_from_the_last_update(place: Path) -> None:
     assert metrics.compute()["auc"] == pytest.approx(result.before["auc"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_new_ids_get_rows_that_are_copies_of_row_0(place: Path) -> None:
     run = place / "run"
     old = stoker.load(run).model
@@ -446,6 +451,7 @@ def test_new_ids_get_rows_that_are_copies_of_row_0(place: Path) -> None:
     assert torch.equal(follower.model.embeddings.rows("item"), known)
 
 
+@pytest.mark.slow
 def test_an_updated_run_scores_its_own_dataset(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place / "run"
     for number in (1, 2):
@@ -512,6 +518,7 @@ def test_training_does_not_resume_an_updated_run(place: Path) -> None:
     stoker.train(resume=place / "run", epochs=2, display="quiet")
 
 
+@pytest.mark.slow
 def test_rollback_and_the_same_day_again(place: Path) -> None:
     run = place / "run"
     for number in (1, 2):
@@ -544,6 +551,7 @@ def test_a_roll_back_goes_to_a_whole_model_of_the_past_alone(place: Path) -> Non
     assert find_checkpoint(run).name == "update_000002"
 
 
+@pytest.mark.slow
 def test_an_update_that_was_exchanged_is_named(place: Path) -> None:
     """Both were written after one model, so the chain of either is whole; ``head.json`` says which one counts."""
     run, segment, others = place / "run", place / "run/checkpoints/update_000001", place / "others"
@@ -591,6 +599,7 @@ def test_a_head_that_is_replaced_while_it_is_followed_is_read_again(
     assert [each["logs"][0]["name"] for each in lines] == ["day_2.csv"], "it was replaced"
 
 
+@pytest.mark.slow
 def test_lines_of_updates_that_were_taken_back_are_gone(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):
@@ -625,6 +634,7 @@ def test_compacting_changes_no_number(place: Path) -> None:
     assert (run / "updates.jsonl").read_bytes() == (other / "updates.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["update_000001", "000001"])
 def test_updates_that_a_full_disk_keeps_are_deleted_by_the_next_compaction(
     place: Path, what: str, monkeypatch: pytest.MonkeyPatch
@@ -656,6 +666,7 @@ def test_updates_that_a_full_disk_keeps_are_deleted_by_the_next_compaction(
     assert torch.equal(stoker.load(run).model.embeddings.rows("user"), before)
 
 
+@pytest.mark.slow
 def test_compacting_some_updates_leaves_the_later_ones(place: Path) -> None:
     run = place / "run"
     for number in (1, 2, 3):
@@ -937,6 +948,7 @@ def test_a_follower_takes_back_an_update_whose_name_another_one_got(place: Path)
     assert digest(follower.model) == digest(stoker.load(run).model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "back"), [("dense_part", False), ("load", False), ("load", True)])
 def test_files_that_are_replaced_while_they_are_read_are_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, what: str, back: bool
@@ -1034,6 +1046,7 @@ def test_a_follower_polls_while_the_run_changes(place: Path) -> None:
     assert digest(follower.model) == digest(stoker.load(run).model)
 
 
+@pytest.mark.slow
 def test_logs_that_do_not_fit_are_refused_by_name_and_the_run_is_as_before(place: Path) -> None:
     run, good = place / "run", day(1)
     stoker.update(run, logs(place, 1))

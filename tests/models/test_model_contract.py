@@ -180,6 +180,7 @@ def test_exported_dense_parts_score_batches_of_any_size(name: str) -> None:
             torch.testing.assert_close(score(*inputs), model.dense_part(*inputs), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_exported_programs_are_kept_in_files(tmp_path: Path) -> None:
     model, program = exported("dlrm", NO_DENSE, matmul="bf16")
     torch.export.save(program, tmp_path / "dense.pt2")
@@ -202,6 +203,7 @@ def test_one_example_is_enough_to_export_and_none_is_refused() -> None:
         model.export_dense(Batch(dense=torch.zeros(0, 3), ids=torch.zeros(0, 3, dtype=torch.int64)))
 
 
+@pytest.mark.slow
 def test_each_example_is_scored_by_itself(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     batch = random_batch(spec, 9)
@@ -264,6 +266,7 @@ def test_loss_without_labels_is_refused(case: Any, spec: FeatureSpec) -> None:
             build(case, spec).loss(replace(batch, labels=torch.zeros(shape)))
 
 
+@pytest.mark.slow
 def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     batch = random_batch(spec, 3)
@@ -353,6 +356,7 @@ def plain_inputs(model: RecModel, batch: Batch, rows: dict[str, torch.Tensor]) -
     return [batch.dense, pooled(model.pooled), steps, mask]
 
 
+@pytest.mark.slow
 def test_row_gradient_is_the_derivative_of_the_loss(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec, optimizer=SGD(lr=1.0))
     batch = random_batch(spec, 5)
@@ -368,6 +372,7 @@ def test_row_gradient_is_the_derivative_of_the_loss(case: Any, spec: FeatureSpec
         torch.testing.assert_close(rows, leaves[name].detach() - leaves[name].grad)
 
 
+@pytest.mark.slow
 def test_config_rebuilds_the_same_model(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec, seed=11, pooling="sum")
     config = json.loads(json.dumps(model.config()))
@@ -403,6 +408,7 @@ def test_checkpoint_round_trip(case: Any, spec: FeatureSpec, tmp_path: Path) -> 
         assert torch.equal(again.embeddings.rows(name), rows), "row-optimizer state was not kept"
 
 
+@pytest.mark.slow
 def test_bfloat16_dense_part_is_near(case: Any, spec: FeatureSpec) -> None:
     batch = random_batch(spec, 32)
     exact = build(case, spec)(batch)
@@ -414,6 +420,7 @@ def test_bfloat16_dense_part_is_near(case: Any, spec: FeatureSpec) -> None:
     assert all(parameter.grad is not None for parameter in half.dense_parameters())
 
 
+@pytest.mark.slow
 def test_bfloat16_tables(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec, dtype="bfloat16")
     batch = random_batch(spec, 32)

@@ -174,6 +174,7 @@ def test_one_row_many_times_and_hash_collisions():
     assert torch.equal(weight, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [-1, 7, 2**31 + 5])
 @pytest.mark.parametrize("jagged", [False, True])
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])

@@ -195,6 +195,7 @@ def test_every_distinct_prefix_is_one_node(shape: TTShape, seed: int, many: bool
             assert int(level.children.sum()) == len(prefixes)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(shape=shapes(), seed=st.integers(0, 2**20), many=st.booleans(), most=st.integers(0, 3),
        chunk=st.integers(1, 4))  # fmt: skip
@@ -498,6 +499,7 @@ def unfolding_rows(weight: Tensor, shape: TTShape) -> Tensor:
     return padded
 
 
+@pytest.mark.slow
 def test_the_error_falls_as_the_rank_rises() -> None:
     weight = torch.randn(200, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     errors = []

@@ -62,10 +62,9 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 if not INTERPRETED:
 
-    @pytest.mark.slow
-    @pytest.mark.timeout(1200)  # a hundred tests in one
+    @pytest.mark.timeout(1200)  # a hundred tests in one, if it is the turn of all
     def test_interpreter() -> None:
-        """All the tests below, and those of copies of rows and of a whole step, on CPU tensors."""
+        """The tests below, and those of copies of rows and of a whole step, on CPU tensors."""
         options = ["-x", "-p", "no:cacheprovider"]
         others = [str(Path(__file__).with_name(name)) for name in ("test_triton_row_copy.py", "test_gpu_step.py")]
         done = process("-m", "pytest", *options, __file__, *others, TRITON_INTERPRET="1")

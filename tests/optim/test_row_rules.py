@@ -155,6 +155,7 @@ def test_kernels_equal_the_reference_from_the_first_step(optimizer: RowOptimizer
     assert not torch.equal(found[0], tables(optimizer, dtype=dtype).rows("t"))
 
 
+@pytest.mark.slow
 def test_bfloat16_rows_follow_float32_rows() -> None:
     """Rounding is unbiased: over many rows the mean of the difference vanishes."""
     for optimizer in (AdamW(lr=0.01), MomentumSGD(lr=0.02), FTRL(lr=0.1)):

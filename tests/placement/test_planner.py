@@ -308,6 +308,7 @@ def test_tables_of_several_widths_divide_the_memory():
     embeddings.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(60), deadline=None)
 @given(
     rows=st.lists(st.integers(1, 30_000), min_size=1, max_size=6),

@@ -53,6 +53,7 @@ traces = st.lists(
 ).filter(any)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(400), deadline=None)
 @given(
     batches=traces,
@@ -326,6 +327,7 @@ def test_an_id_outside_its_table_is_named(tmp_path: Path) -> None:
         stoker.replay(data.path, slots=90)
 
 
+@pytest.mark.slow
 def test_the_three_ways_to_say_how_many_slots(data: Dataset) -> None:
     def slots(**settings: Any) -> int:
         return stoker.replay(data, batch_size=4, strategies=["lru"], **settings).slots

@@ -54,6 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_best_items_are_those_with_the_best_scores(run: Path) -> None:
     retriever, scorer = stoker.Retriever(run), stoker.Scorer(run)
     assert sorted(retriever.columns) == ["age", "user"]
@@ -169,6 +170,7 @@ def test_a_graph_finds_nearly_all_of_them(run: Path) -> None:
     assert (np.diff(near.scores, axis=1) <= 0).all()
 
 
+@pytest.mark.slow
 def test_what_has_no_vectors_is_refused(run: Path, tmp_path: Path) -> None:
     make_daily_run(tmp_path / "dlrm")
     with pytest.raises(stoker.ConfigError, match="model 'dlrm' has no vectors of items"):

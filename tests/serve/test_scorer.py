@@ -83,6 +83,7 @@ def truth(run: Path) -> tuple[stoker.Scorer, pl.DataFrame, Any]:
     return stoker.Scorer(run), rows.drop("bought"), predicted(run, rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(40), deadline=None)
 @given(cuts=st.lists(st.integers(0, 700), max_size=6), kind=st.sampled_from(["polars", "pandas", "arrow", "json"]))
 def test_scores_are_those_of_predict(
@@ -105,6 +106,7 @@ def test_scores_are_those_of_predict(
     assert np.concatenate(found).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 def test_texts_that_mean_missing_and_decimal_commas_are_those_of_the_log(tmp_path: Path) -> None:
     source = {"separator": ";", "decimal": ",", "null_values": ["NA", "-1", "1e3"]}
     schema = Schema.from_dict({
@@ -164,6 +166,7 @@ def test_rows_that_do_not_fit_are_refused_by_name(truth: tuple[stoker.Scorer, pl
     assert len(scorer.score(some.head(0))) == 0
 
 
+@pytest.mark.slow
 def test_window_features_go_on_from_the_state_in_each_request(tmp_path: Path) -> None:
     schema = Schema.from_dict({
         "name": "seen", "label": "bought", "timestamp": {"column": "at", "type": "int"},

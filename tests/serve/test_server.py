@@ -403,6 +403,7 @@ def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others
     assert client.topk({"user": 1}, iter(rows.to_dicts()), 1) == best  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_best_of_objects_have_the_scores_of_a_table(tmp_path: Path) -> None:
     """Decimals, times with a zone and missing numbers mean in JSON what they mean in Arrow."""
     random, n = np.random.default_rng(0), 200
@@ -497,6 +498,7 @@ def test_slow_clients_are_sent_away_and_others_do_not_notice(small: Server) -> N
         assert slower.recv(1000) == b""
 
 
+@pytest.mark.slow
 def test_a_busy_client_is_not_taken_for_an_idle_one(shop: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the connections may come between two of its requests."""
     monkeypatch.setattr("stoker.serve.server._SWEEP", 0.01)
@@ -540,6 +542,7 @@ def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
         assert set(found) == {200, 503}
 
 
+@pytest.mark.slow
 def test_an_error_of_the_system_does_not_end_following(tmp_path: Path) -> None:
     [day] = make_daily_run(tmp_path / "run")[:1]
     scorer = stoker.Scorer(tmp_path / "run", follow=True)
@@ -689,6 +692,7 @@ def wait_for(client: stoker.Client, rows: Any, number: int) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
     options = {"model": "two-tower", "model_options": {"item": ("item",)}, "loss": "in-batch"}
     [day] = make_daily_run(tmp_path / "run", days=1, **options)

@@ -256,6 +256,7 @@ def test_back_ends_give_the_same_bits(optimizer, kind):
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [16, 32])
 def test_back_ends_give_the_same_bits_in_pieces(rank):
     """Slices as wide as kernels are compiled for."""
@@ -274,6 +275,7 @@ def test_back_ends_give_the_same_bits_in_pieces(rank):
         assert torch.equal(value, found[1][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACEMENTS)
 @pytest.mark.parametrize("kind", ["one-hot", "jagged"])
 def test_other_tables_are_to_the_bit_what_they_are_alone(where, kind):

@@ -64,6 +64,7 @@ def test_a_popular_row_may_move_further():
     torch.testing.assert_close(tables.rows("t"), torch.tensor([[-0.3, -0.4], [-1.5, 0.0], [-0.3, 0.0]]))
 
 
+@pytest.mark.slow
 def test_all_occurrences_of_a_row_count_however_many_are_summed_at_a_time():
     table = TableConfig(name="t", num_embeddings=2, embedding_dim=4)
     found = []

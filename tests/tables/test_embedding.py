@@ -129,6 +129,7 @@ def test_per_sample_weights_get_their_gradient(backend):
     torch.testing.assert_close(tables.rows("t"), bag.weight.detach() - 0.1 * bag.weight.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mixed_widths_poolings_and_types_in_feature_order(backend):
     torch.manual_seed(0)

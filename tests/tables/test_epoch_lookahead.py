@@ -132,6 +132,7 @@ def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:
     assert tables.groups[0].storage.stats.fetched == best.misses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(scaled(40)))
 def test_wrong_hints_change_no_number(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)

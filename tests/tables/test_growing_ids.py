@@ -151,6 +151,7 @@ def run(seed: int) -> None:
     stream.check_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 def test_rows_are_those_of_a_dictionary(first: int) -> None:
     for seed in range(first, scaled(STREAMS), 4):

@@ -195,6 +195,7 @@ def test_another_seed_or_name_gives_other_rows():
     assert not torch.equal(rows, Initial.of(other, seed=1).rows(everything))
 
 
+@pytest.mark.slow
 def test_rows_go_to_their_places_and_leave_the_others_alone(kind):
     with home_of(kind, one_table(5000, 16), BOTH) as home:
         everything = random_rows(home, 5000, 1)
@@ -213,6 +214,7 @@ def test_rows_go_to_their_places_and_leave_the_others_alone(kind):
             assert equal(target, wanted)
 
 
+@pytest.mark.slow
 def test_stored_rows_come_from_their_places(kind):
     initial = one_table(5000, 16)
     with home_of(kind, initial, BOTH) as home:

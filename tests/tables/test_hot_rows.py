@@ -92,6 +92,7 @@ def test_a_hot_row_has_one_copy() -> None:
     tables.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [None, Cached(slots=40), HostPipelined(slots=70), HotCold(hot={"b": 9}, slots=50)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_saved_go_on_under_another_placement(other: Any, dtype: str) -> None:

@@ -41,6 +41,7 @@ def staging_threads():
     return [thread for thread in threading.enumerate() if thread.name == "stoker-stage"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_in_the_stream_reaches_the_user(background):
     def broken():
@@ -75,6 +76,7 @@ def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background
     assert not staging_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "stored"), [(2**20, 0), (7, 1)])
 def test_rows_that_could_not_be_written_back_are_written_by_the_next_try(chunk, stored, monkeypatch):
     """Also the rows of later chunks."""

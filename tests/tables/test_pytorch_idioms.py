@@ -362,6 +362,7 @@ def test_a_state_without_optimizer_state_gives_its_weights() -> None:
         tables.load_state_dict(bags.state_dict())
 
 
+@pytest.mark.slow
 def test_a_state_of_some_tables_leaves_the_others() -> None:
     tables = [stoker.TableConfig(name=name, num_embeddings=4, embedding_dim=2) for name in "ab"]
     one, other = (stoker.EmbeddingTables(tables, optimizer=stoker.Adagrad(lr=0.1), seed=seed) for seed in (0, 1))
@@ -1092,6 +1093,7 @@ def test_an_optimizer_that_steps_for_one_backward_is_no_trouble(loop: str, stepp
     made_loop.step()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("loop", STEPS_OF_SEVERAL)
@@ -1414,6 +1416,7 @@ def test_one_frozen_table_of_several(placement: Any, mean: bool) -> None:
     assert torch.equal(frozen.rows("b"), free.rows("b"))
 
 
+@pytest.mark.slow
 def test_steps_are_counted_for_frozen_groups_too() -> None:
     """Files keep one number of steps, and tables that are thawed go on from it."""
     configs = [
@@ -1624,6 +1627,7 @@ def test_a_closure_of_the_rows_has_gradients() -> None:
     same_rows(tables, bags)
 
 
+@pytest.mark.slow
 def test_rows_whose_gradient_is_zero_step_as_by_themselves() -> None:
     """A momentum moves them, whoever drives the steps."""
     alone, driven = (made(optimizer=stoker.MomentumSGD(lr=0.5, momentum=0.5)) for _ in range(2))
@@ -1674,6 +1678,7 @@ def test_two_activation_checkpoints_are_one_step(reentrant: bool) -> None:
     assert tables.tick == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [1, 5])
 def test_max_pooling(where: str, longest: int) -> None:
     if where == "few slots":
@@ -1774,6 +1779,7 @@ def test_compiled_whole_without_a_graph_break(placed: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler imports modules of torch that warn
 def test_compiled_steps_of_optimizers_log_nothing_of_the_rows() -> None:
     """The compiler calls what steps or checks the rows as it is, and does not try to compile it."""
@@ -1800,6 +1806,7 @@ def test_compiled_steps_of_optimizers_log_nothing_of_the_rows() -> None:
     assert [each for each in said if "will be ignored" not in each] == []  # torch's profiler says so of any optimizer
 
 
+@pytest.mark.slow
 def test_compiled_with_bags_and_learned_weights() -> None:
     plain, tables = made(), made()
     compiled = torch.compile(
@@ -1833,6 +1840,7 @@ def test_compiled_with_max_pooling_and_several_groups() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [
     lambda tables, ids: (tables(ids) + tables(ids)).sum(),
     lambda tables, ids: tables(ids).square().sum() + tables(ids.clone()).square().sum(),
@@ -2068,6 +2076,7 @@ def test_ids_changed_by_numpy_between_forward_and_backward(where: str, from_stag
     assert torch.equal(plain.rows("t"), bag.weight.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["accumulate", "optimizer", "accumulate with an optimizer"])
 def test_buffers_that_are_filled_again_between_micro_batches(where: str, how: str) -> None:
     """With other ids, offsets and weights, before rows step."""
@@ -2119,6 +2128,7 @@ class _Buffered(torch.autograd.Function):
         return ctx.buffer, None, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one backward", "accumulate", "as_optimizer"])
 def test_a_gradient_in_a_buffer_of_numpy_is_kept(where: str, how: str) -> None:
     tables, still = made(where), made()
@@ -2211,6 +2221,7 @@ def test_weights_of_other_types_with_several_groups(dtype: torch.dtype, placemen
         assert torch.equal(tables(ids, offsets, weights.to(dtype)), tables(ids, offsets, weights))
 
 
+@pytest.mark.slow
 def test_compiled_saliency_in_eval_mode_is_no_clipping() -> None:
     tables = made()
     compiled = torch.compile(lambda ids: tables(ids) * 2, fullgraph=True, backend="aot_eager")

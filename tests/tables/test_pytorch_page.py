@@ -408,6 +408,7 @@ def test_a_bag_without_optimizer_is_parameters() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_bag_with_optimizer_says_what_to_do_instead() -> None:
     module, scaler = bag(stoker.SGD(lr=0.1)), torch.amp.GradScaler("cpu")
     with pytest.raises(stoker.ConfigError, match=r"GradScaler is in use.*Make the bag without optimizer") as error:

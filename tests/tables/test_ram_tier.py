@@ -255,6 +255,7 @@ def test_a_frame_that_an_interrupt_left_behind_does_not_take_the_block_from_its_
     home.close()
 
 
+@pytest.mark.slow
 def test_threads_may_move_different_rows_of_one_block_at_once():
     home = tier_of(90, frames=5, block=9)
     failed = []

@@ -155,6 +155,7 @@ class Model:
             assert said == self.next_use(row)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(300), deadline=None)
 @given(scripts())
 def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
@@ -280,6 +281,7 @@ def drive(
     return misses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, True])
 def test_knowing_the_whole_future_is_optimal(fast):
     random = np.random.default_rng(1)

@@ -161,6 +161,7 @@ def float_sums(rows, table=None, tables=1):
     return [int(float(total) * 2**80) for total in totals]
 
 
+@pytest.mark.slow
 def test_the_cases_notice_sums_that_know_an_order(monkeypatch):
     for module in (layers, lamb):
         monkeypatch.setattr(module, "squares", float_sums)

@@ -151,6 +151,7 @@ def test_in_memory_a_window_stops_growing_where_planning_costs_more_than_it_save
         assert staged.ahead._most == most
 
 
+@pytest.mark.slow
 def test_a_window_keeps_to_its_memory() -> None:
     batch = int(known_bytes(EACH, EACH))
     _, _, most = watched(window=3 * batch)

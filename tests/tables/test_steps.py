@@ -131,6 +131,7 @@ def test_the_newest_id_is_the_last_step(lengths, extra, pooled):
     assert bags == expected
 
 
+@pytest.mark.slow
 def test_one_id_a_bag_and_per_sample_weights():
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2, features=("a", "b"))],

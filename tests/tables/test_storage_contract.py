@@ -134,6 +134,7 @@ def test_written_values_are_copied(make):
     assert torch.equal(storage.read(0, 3).weight, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_worked_on_under_a_lease_read_back_wherever_they_lie(make, dtype):
     """Weight and state that a kernel left in a row are what the next reader finds, after any number of moves."""
@@ -164,6 +165,7 @@ def test_rows_worked_on_under_a_lease_read_back_wherever_they_lie(make, dtype):
     storage.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathered_rows_are_the_current_ones_wherever_they_lie_and_none_moves(make, dtype):
     count = 40

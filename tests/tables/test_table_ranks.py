@@ -658,6 +658,7 @@ def test_integers_of_any_size_are_summed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
     def work(group: Ranks) -> tuple[int, int]:
         tables = EmbeddingTables(

@@ -237,6 +237,7 @@ def test_a_kill_while_writing_never_leaves_half_a_checkpoint(
     assert not list(run.checkpoints.glob("*.tmp*"))
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_bounded_memory(tmp_path: Path) -> None:
     import tracemalloc
 

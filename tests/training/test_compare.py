@@ -186,6 +186,7 @@ def test_curves_in_characters() -> None:
     assert "0.5000" in text_plot({"one": [(1.0, 0.5)]}, {"one": "a"})
 
 
+@pytest.mark.slow
 def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(made / "runs" / name, tmp_path / name)
@@ -210,6 +211,7 @@ def test_data_beneath_the_working_directory_is_named_from_there(made: Path, monk
     assert text.startswith("other (e) against a (d): ")
 
 
+@pytest.mark.slow
 def test_the_command(made: Path, tmp_path: Path) -> None:
     runs = [str(made / "runs" / name) for name in ("a", "b", "other")]
     shown = CliRunner().invoke(app, ["compare", *runs], env={"COLUMNS": "140"})

@@ -155,6 +155,7 @@ def test_without_validation_rows_there_is_one_epoch(data: stoker.Dataset, tmp_pa
     assert [config.batch_size, config.epochs, config.patience] == [128, 1, None]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_own(data: stoker.Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "run", epochs=1, display="quiet", **MODEL)
     again = stoker.train(

@@ -98,6 +98,7 @@ def test_only_what_is_surely_better_is_suggested() -> None:
     assert found.suggestions == {"minimum / 10": {"row_lr": 1.5, "dense_lr": pytest.approx(0.3)}}
 
 
+@pytest.mark.slow
 def test_without_validation_rows_trials_are_judged_by_the_batches_behind_them(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=2000, num_embeddings=ROWS)
     empty = {name: {"rows": 0, "positives": 0, "shards": []} for name in ("valid", "test")}
@@ -152,6 +153,7 @@ def test_rows_and_dense_part_have_schedules_of_their_own(data: stoker.Dataset) -
         assert replica.model.embeddings.optimizer.schedule == (rows or stoker.Constant())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "names"), [("rows", {"row_lr"}), ("dense", {"dense_lr"})])
 def test_one_rate_may_stand_still(data: stoker.Dataset, which: Any, names: set[str]) -> None:
     found = find_lr(data, lr_steps=20, which=which, low=0.1, high=50, **SETTINGS)
@@ -172,6 +174,7 @@ def test_generators_and_files_are_left_alone(data: stoker.Dataset, tmp_path: Pat
     assert sorted(data.path.rglob("*")) == there
 
 
+@pytest.mark.slow
 def test_it_ends_where_the_loss_leaves_all_bounds(data: stoker.Dataset) -> None:
     found = find_lr(data, lr_steps=60, high=1e9, row_optimizer="sgd", dense_optimizer="sgd", **SETTINGS)
     assert found.diverged

@@ -44,6 +44,7 @@ def columns(rows: list[tuple[float, int, int]]) -> tuple[torch.Tensor, torch.Ten
     return logits, torch.tensor([float(row[1]) for row in rows]), torch.from_numpy(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softmax", "bpr"])
 @settings(deadline=None, max_examples=40)
 @given(rows=st.lists(_ROW, min_size=1, max_size=14))
@@ -118,6 +119,7 @@ def test_streams(tmp_path: Path) -> None:
         data.train.batches(4, whole_groups=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["softmax", "bpr"])
 def test_placed_runs_equal_resident_ones(tmp_path: Path, loss: str) -> None:
     data = make_dataset(tmp_path / "data", rows=600, group_rows=4)

@@ -109,6 +109,7 @@ def test_loss_in_the_records_is_the_mean_over_the_steps(data: Dataset, tmp_path:
     assert lines == [(3, pytest.approx(sum(single[:3]) / 3)), (7, pytest.approx(sum(single[3:7]) / 4))]
 
 
+@pytest.mark.slow
 def test_the_loop_equals_one_written_by_hand(data: Dataset, tmp_path: Path) -> None:
     settings = {**SMALL, "dense_optimizer": "sgd", "dense_clip_norm": 0.5, "row_optimizer": "sgd"}
     result = stoker.train(data, out=tmp_path / "run", steps=60, metric="log_loss", patience=None, **settings)
@@ -142,6 +143,7 @@ def test_same_seed_same_files_and_another_seed_others(data: Dataset, tmp_path: P
     assert a != c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [None, 25])  # the best one is saved whenever it comes
 def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path: Path, save_every: int | None) -> None:
     # A learning rate so large that an early evaluation is the best one.

@@ -97,6 +97,7 @@ def test_the_page_is_made_from_the_run_alone(made: Path, tmp_path: Path) -> None
         assert again[name] == analysis[name]
 
 
+@pytest.mark.slow
 def test_rows_are_placed_as_in_the_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 100 GiB that trained in 4 GiB must not be loaded whole."""
     seen = list[set[str]]()
@@ -130,6 +131,7 @@ def test_a_run_faster_than_the_measured_limit_has_a_reason(made: Path, tmp_path:
         assert f"of the limit of CPU (products and reads of rows alone), {words}" in said
 
 
+@pytest.mark.slow
 def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=1000, num_embeddings=(20, 10))
     stoker.train(data, out=tmp_path / "run", **SMALL)
@@ -155,6 +157,7 @@ def test_a_run_that_is_not_finished_has_a_page(made: Path, tmp_path: Path) -> No
     assert "the run has no checkpoint yet" in said
 
 
+@pytest.mark.slow
 def test_columns_that_tell_the_label_save_log_loss_and_others_do_not(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 20, (2000, 2), generator=generator)

@@ -103,6 +103,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     monkeypatch.setattr(loop, "swap_loss", lambda *given, **named: next(left, losses[-1]))
 
 
+@pytest.mark.slow
 def test_cold_and_hot_batches_follow_the_schedule(
     data: Dataset, batches: dict[str, int], tmp_path: Path, trained: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,7 @@ def test_cold_and_hot_batches_follow_the_schedule(
     assert result.step == 2 * (cold + hot)
 
 
+@pytest.mark.slow
 def test_an_epoch_trains_on_every_row_once_and_in_another_order(
     data: Dataset, tmp_path: Path, trained: list[Any]
 ) -> None:
@@ -133,6 +135,7 @@ def test_an_epoch_trains_on_every_row_once_and_in_another_order(
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.slow
 def test_records_say_what_was_decided(resident: Path, batches: dict[str, int]) -> None:
     found = decisions(resident)
     assert [line["swap"] for line in found] == list(range(1, len(found) + 1))
@@ -211,6 +214,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_bit(
     assert checkpoint_files(out, result.step) == checkpoint_files(resident, result.step)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_decides_at_its_old_end(data: Dataset, resident: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stoker.train(data, out=out, **{**SETTINGS, "epochs": 1})
@@ -280,6 +284,7 @@ def test_verify_and_trace_replay_the_schedule(
     assert next(stage for stage in traced.stages if stage.name == "swap").count > 0
 
 
+@pytest.mark.slow
 def test_the_clock_counts_the_test_loss(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
@@ -349,6 +354,7 @@ def test_the_schedule_prints_ten_lines_an_epoch_at_most(
     assert len(swaps) - 10 <= len(lines) + left_out <= len(swaps), "a line tells how many there were since the last"
 
 
+@pytest.mark.slow
 def test_a_classified_dataset_may_be_shuffled(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "run", **{**SETTINGS, "epochs": 1}, batch_order="shuffled")
     assert not decisions(tmp_path / "run")
@@ -356,6 +362,7 @@ def test_a_classified_dataset_may_be_shuffled(data: Dataset, tmp_path: Path) -> 
     assert result.step == 2 * len(data.train) / 32
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_settings_it_was_given(data: Dataset, tmp_path: Path) -> None:
     given = {name: value for name, value in SETTINGS.items() if name != "display"}
     config = TrainConfig.from_dict(given)
@@ -395,6 +402,7 @@ def test_what_the_schedule_needs(plain: Dataset, data: Dataset, tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot", [0, 1000])
 def test_rows_of_one_kind_only_never_swap(plain: Dataset, tmp_path: Path, hot: int) -> None:
     limits = {table: min(hot, size) for table, size in plain.schema.num_embeddings.items()}

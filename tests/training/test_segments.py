@@ -80,6 +80,7 @@ def whole_files(path: Path) -> dict[str, Any]:
     return found | {"manifest.json": manifest}
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(24), deadline=None)
 @given(data=st.data())
 def test_a_base_and_any_prefix_of_segments_are_the_whole_checkpoint(

@@ -43,6 +43,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
     return found
 
 
+@pytest.mark.slow
 def test_the_sequences_of_one_history_are_shuffled_together(logs: dict[str, Dataset]) -> None:
     data = logs["taobao"]
     found = analyse(MODELS["din"](data.schema, seed=1), data, stoker.TrainConfig(), rows=300, seconds=600)

@@ -102,6 +102,7 @@ def test_settings_out_of_range(settings: dict[str, int], words: str) -> None:
         TrainConfig(**settings)
 
 
+@pytest.mark.slow
 def test_rows_may_keep_numbers_of_their_own(data: stoker.Dataset, tmp_path: Path) -> None:
     sizes = data.schema.num_embeddings
     large = max(sizes, key=sizes.__getitem__)
