@@ -275,6 +275,6 @@ def limits(device: torch.device, seconds: float = 0.1) -> dict[str, Any]:
 
     return {
         "name": torch.cuda.get_device_name(device) if cuda else f"{cpu_model()}, {cpu_count()} cores",
-        "operations": rate(lambda: timed(lambda: one @ one), 2.0 * 1024**3, seconds),
-        "row_bytes": rate(lambda: timed(lambda: table[index]), 64.0 * len(index), seconds),
+        "operations": rate("products", lambda: timed(lambda: one @ one), 2.0 * 1024**3, seconds),
+        "row_bytes": rate("reads of rows", lambda: timed(lambda: table[index]), 64.0 * len(index), seconds),
     }
