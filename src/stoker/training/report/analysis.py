@@ -148,7 +148,7 @@ def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]
         ids = torch.cat([batch.bags(f)[0] for f in mine])
         found.append({
             "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
-            "bytes": stored(model, table),
+            "bytes": stored(model, table), "compressed": table.name in model.tensor_train,
             "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
             "unknown": None if table.name in grown else share(held, mine),
             "unknown_train": share([*counts.keys() & {"train"}], mine),
