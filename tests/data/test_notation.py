@@ -973,6 +973,19 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         assert batch.labels.tolist() == [1.0, 0.0] * 30
 
 
+@pytest.mark.parametrize("text", ["007", "+1", ".5", "00.5", "0.000001", "click"])
+def test_a_rule_with_a_text_that_no_number_is_written_as_is_refused(text: str) -> None:
+    """Else all rows of a table would have label 0, while those of a file with texts meet it."""
+    schema = stoker.Schema.from_dict(
+        {"label": {"column": "label", "rule": f"== '{text}'"}, "categorical": [{"name": "user"}]}
+    )
+    rows = pl.DataFrame({"label": [text, "x"] * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    assert stoker.prepare(schema, rows, split="random:1,0").train.positives == 30
+    for typed in ([7, 1], [0.5, 1e-6], [True, False]):
+        with pytest.raises(stoker.DataError, match=r"which is written as no such value\. To compare numbers"):
+            stoker.prepare(schema, rows.with_columns(label=pl.Series(typed * 30)), split="random:1,0")
+
+
 @pytest.mark.parametrize("rule", ["== '2.10'", "!= '2.1'"])
 def test_a_rule_with_a_fraction_compares_texts_and_refuses_its_number_in_other_digits(
     tmp_path: Path, rule: str

@@ -105,16 +105,19 @@ def notation_of_values(values: Collection[str]) -> str:
     return words or notation_of(pl.Series([*values], dtype=pl.String))
 
 
-def notation_of_operand(text: str) -> tuple[str, str]:
-    """Return how values are written that a rule compares with a text, and that text so.
+def notation_of_operand(text: str) -> tuple[str, str, bool]:
+    """Return how values are written that a rule compares with a text, that text so, and whether a number can meet it.
 
     A whole number or a truth value is met by its value. A text with a fraction may be a version: typed values have its
-    digits, and texts are as they are.
+    digits, and texts are as they are. No number is ``007`` or ``+1``.
     """
-    if re.fullmatch(r"-?\d+\.\d*[1-9]\d*", text):
-        return f"{TYPED}1.{len(text.partition('.')[2]) * '0'}", text
     value = str(written(pl.Series([text]), VALUE)[0])
-    return (VALUE, value) if re.fullmatch(r"-?\d+", value) else (notation_of_values([text]), text)
+    if re.fullmatch(r"-?(0|[1-9]\d*)", value):
+        return VALUE, value, True
+    fraction = re.fullmatch(r"-?\d+\.(\d*[1-9]\d*)", text)
+    notation = notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}"
+    number = text_of_floats(pl.Series([text]).cast(pl.Float64, strict=False))
+    return notation, text, written(number, notation.removeprefix(TYPED))[0] == text
 
 
 def _digits_of(decimals: pl.Series) -> str:
