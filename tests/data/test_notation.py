@@ -492,21 +492,26 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
         )
 
 
-def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> None:
-    """Also in crosses."""
+@pytest.mark.parametrize("known", [False, True])
+def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path, known: bool) -> None:
+    """Also in crosses, and beside a vocabulary, which has the texts as they are written."""
     texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "-0.0", "7"] * 8
-    values = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}],
-              "derive": ["cross columns=price,kind buckets=9973"]}  # fmt: skip
+    values: dict[str, Any] = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}]}
+    values["categorical"] += [{"name": "known", "source": "price"}] * known
+    values["derive"] = ["cross columns=price,kind buckets=9973"] * (not known)
     rows = pl.DataFrame({"label": [0, 1, 1, 0, 0, 1, 0, 1] * 8, "price": texts, "kind": ["a", "b"] * 32})
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    wanted = [batch.ids.tolist() for batch in data.train.batches(64)]
+    hashed = 2 - known  # columns
+    wanted = [batch.ids[:, :hashed].tolist() for batch in data.train.batches(64)]
     short = ["5", "2.5", "120", "-0.25", "1.2.30", "v2.50", "0", "7"] * 8
     numbers = rows.with_columns(price=pl.Series(short)).filter(~pl.col("price").str.contains(r"v|\.2\."))
     again = stoker.prepare(None, rows.with_columns(price=pl.Series(short)), out=tmp_path / "again", like=data)
-    assert [batch.ids.tolist() for batch in again.test.batches(64)] == wanted
+    assert [batch.ids[:, :hashed].tolist() for batch in again.test.batches(64)] == wanted
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.with_columns(price=pl.Series(short)), unknown=True)
+    assert [asked.ids[:, :hashed].tolist()] == wanted
     found = [
-        [batch.ids.tolist() for batch in stoker.prepare(None, typed, out=tmp_path / "typed", like=data,
-                                                        overwrite=True).test.batches(64)]
+        [batch.ids[:, :hashed].tolist() for batch in stoker.prepare(None, typed, out=tmp_path / "typed", like=data,
+                                                                    overwrite=True).test.batches(64)]
         for typed in (numbers, *(numbers.cast({"price": kind}) for kind in (pl.Decimal(12, 4), pl.Float64, pl.Float32)))
     ]  # fmt: skip
     assert found[1:] == found[:1] * 3
@@ -1030,21 +1035,24 @@ def test_a_condition_on_a_column_that_is_read_as_numbers_compares_numbers(
     tmp_path: Path, column: dict[str, Any]
 ) -> None:
     """The column is 5.0 then, and 5 was met by no row."""
-    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "stars": [5, 3, 4] * 20})
+    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "stars": [5, 3, 4] * 20,
+                         "text": ["5", "four", "4.0"] * 20})  # fmt: skip
     rows.write_csv(tmp_path / "log.csv")
     values: dict[str, Any] = {
         "label": "label",
         "categorical": [{"name": "user"}],
-        "derive": ["match column=stars values=5,3.0"],
-    }
+        "derive": ["equal left=stars right=text name=same", "constrain column=stars values=5 lower=true name=lower",
+                   "match column=stars values=5,3.0 name=met"],
+    }  # fmt: skip
     values["categorical"] += column.get("categorical", [])
     schema = stoker.Schema.from_dict({**column, **values})
     for log in (rows, rows.cast({"stars": pl.Float64}), tmp_path / "log.csv"):
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
-        assert batch.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
         asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label"))
-        assert asked.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
+        for one in (batch, asked):
+            assert one.dense[:, -2:].tolist() == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]] * 20
+            assert one.ids[:, -1].tolist() == [1, 0, 0] * 20
 
 
 def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) -> None:

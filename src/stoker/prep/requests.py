@@ -320,7 +320,7 @@ class RowEncoder:
         lengths = column.list.len().to_numpy().astype(np.int64) if isinstance(column.dtype, pl.List) else None
         if lengths is not None:
             column = column.explode(empty_as_null=False)
-        given, column = column, keys_of(column, feature)
+        given, column = column, keys_of(column, feature, self.fitted.schema)
         if feature.hash_buckets is not None or feature.oov == "grow":
             absent, hashes = nulls(column), hashes_of(column)
             if feature.hash_buckets is not None:
@@ -331,7 +331,7 @@ class RowEncoder:
         ids = known.find(column)
         if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
             again = written(given, self.fitted.schema.notation_of(feature.raw))
-            ids = ids if again is given else known.find(keys_of(again, feature))
+            ids = ids if again is given else known.find(keys_of(again, feature, self.fitted.schema))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
             place = odd.argmax()
             row = place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right")
