@@ -72,9 +72,9 @@ def notation_by_column(
             if not fits and (notation or texts.dtype == pl.String):
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
-    if as_typed:
-        return {"": AS_TYPED, **known}
-    return {**schema.notation_of_unlisted(), **dict.fromkeys(found, MIXED), **known}
+    known |= {column: f"{PLAIN}|" for column, notation in known.items() if notation == PLAIN}  # known, so no dates
+    rest = {"": AS_TYPED} if as_typed else {**schema.notation_of_unlisted(), **dict.fromkeys(found, MIXED)}
+    return {**rest, **known}
 
 
 class Like:

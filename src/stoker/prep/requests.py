@@ -346,7 +346,8 @@ class RowEncoder:
 
 def _as_given(item: Field, exact: Collection[str]) -> Field:
     """Return a field whose texts stay as they are given, if it is looked up in a vocabulary only."""
-    return item if item.column in exact or item.notation not in (*NUMBERS, PLAIN) else replace(item, notation="")
+    given = item.column not in exact and item.notation.rstrip("|") in (*NUMBERS, PLAIN)
+    return replace(item, notation="") if given else item
 
 
 def as_frame(table: Any) -> pl.DataFrame:
