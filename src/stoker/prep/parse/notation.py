@@ -165,7 +165,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
-        bases = {WHOLE if each == PLAIN else each.partition("|")[0] for each in notations}
+        bases = {WHOLE if each.startswith(PLAIN) else each.partition("|")[0] for each in notations}
         less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (
             dict.fromkeys((LOWER, CAPITAL, UPPER), WHOLE) if WHOLE in bases else {}
         )
@@ -243,7 +243,7 @@ def written(texts: pl.Series, notation: str) -> pl.Series:
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
     notation, _, way = notation.partition("|")
-    way = PYTHON if notation in (PLAIN, VALUE, _VERSIONS) and has_match(texts, CANDIDATE) else way
+    way = PYTHON if not way and notation in (PLAIN, VALUE, _VERSIONS) and has_match(texts, CANDIDATE) else way
     texts = in_way(texts, way) if way else texts
     rare, changes = _changes_to(notation)
     if not changes or not has_match(texts, rare):
