@@ -235,10 +235,8 @@ class RowEncoder:
     def from_objects(self, rows: Sequence[Mapping[str, Any]], filled: Mapping[str, Any] = {}) -> Batch:
         """Encode objects of JSON, whose numbers are still texts (:func:`~stoker.prep.parse.json_lines.parsed`).
 
-        ``filled``: values of columns that objects need not have.
-
         Raises:
-            DataError: as for :meth:`encode`.
+            DataError: as for :meth:`encode`, which says what ``filled`` is.
         """
         self.check_objects(rows, filled)
         rows = [{**filled, **row} for row in rows] if filled else rows

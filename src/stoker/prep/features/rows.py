@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_Texts = TypeVar("_Texts", pl.Expr, pl.Series)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,8 @@ class _Condition(Derivation):
             except re.error as error:
                 fail(self.where, "pattern", f"{self.pattern!r} is not a regular expression ({error})")
 
-    def text(self, column: Any) -> Any:
-        """Return the texts of an expression or of a series that the condition compares."""
+    def text(self, column: _Texts) -> _Texts:
+        """Return the texts that the condition compares."""
         return column.cast(pl.String).str.to_lowercase() if getattr(self, "lower", False) else column.cast(pl.String)
 
     def met_by(self, column: pl.Expr) -> pl.Expr:

@@ -150,9 +150,7 @@ def careful_value(kind: str, text: str) -> float | int | None:
         return value if np.isfinite(value := float(text)) else None
     if kind == "int" and _INT.fullmatch(text):
         return number if -(2**63) <= (number := int(text)) < 2**63 else None
-    if kind == "hex" and _HEX.fullmatch(text):
-        return int(text, 16)
-    return None
+    return int(text, 16) if kind == "hex" and _HEX.fullmatch(text) else None
 
 
 def cut_text(line: bytes) -> str:

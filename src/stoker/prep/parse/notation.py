@@ -73,7 +73,6 @@ _MOMENT = (
 _MOST_DIGITS = 9  # of a fraction
 #: A number with a decimal comma, perhaps with points between groups of three digits.
 DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
-
 #: A number with commas between groups of three digits.
 THOUSANDS = r"^\s*[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?\s*$"
 
