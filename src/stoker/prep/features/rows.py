@@ -11,7 +11,7 @@ from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
-_Texts = TypeVar("_Texts", pl.Expr, pl.Series)
+_Texts = TypeVar("_Texts", "pl.Expr", "pl.Series")
 
 
 @dataclass(frozen=True, kw_only=True)
