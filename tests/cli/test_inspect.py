@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from stoker import Schema
+from stoker.base import progress
 from stoker.base.errors import DataError, StokerError
 from stoker.base.files import seal
 from stoker.cli import app as application
@@ -266,7 +267,9 @@ def test_a_run_lists_its_checkpoints(app: typer.Typer, dataset: Dataset, tmp_pat
 
 
 @pytest.mark.slow
-def test_doctor(app: typer.Typer) -> None:
+def test_doctor(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
     found = json.loads(run(app, "doctor", "--json"))
     assert found["ok"]
     assert found["system"]["cores"] >= 1
@@ -280,6 +283,9 @@ def test_doctor(app: typer.Typer) -> None:
     for part in ("can train models with", "of rows in memory", "samples/s at batch 2,048", "% of a step"):
         assert part in found["verdict"]
     text = run(app, "doctor")
+    shown = [line for line in text.splitlines() if "measuring" in line]
+    assert any("measuring steps: 0 of 1 (0%)" in line for line in shown), shown
+    text = "\n".join(line for line in text.splitlines() if line not in shown)
     assert max(map(len, text.splitlines())) <= 100
     assert "\na DLRM with 26 tables of dim 16 trains on " in text
     text = run(app, "doctor", "--no-measure")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from calling import SIZES, SMALL, call, output
 
+from stoker.base import progress
 from stoker.dataset.dataset import Dataset
 from stoker.placement import placement as placement_module
 from stoker.placement.profile import Profile
@@ -45,11 +46,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
-    code, out, err = output(
-        capsys, "plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB", "--json"
-    )
-    assert code == 0, err
+def test_a_script_reads_one_object(
+    data: Dataset, capsys: pytest.CaptureFixture[str], quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB")
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(step_time, "_SECONDS", 0.01)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "measuring steps" in output(capsys, *asked)[2], "a person sees what takes so long"
+    code, out, err = output(capsys, *asked, "--json")
+    assert (code, err) == (0, "")
     found = json.loads(out)
     groups = {group["strategy"]: group for group in found["groups"]}
     assert groups["device"]["tables"] == ["C2", "C3"]

@@ -84,6 +84,11 @@ def test_a_watch_says_what_it_waits_for(
     assert code == 130
     assert f"waiting for new rows of {incoming}, checked every 3.5 s; Ctrl-C ends this" in err.replace("\n", "")
     assert "update 1: trained on 300 rows" in out
-    code, _, err = output(capsys, "update", tmp_path / "run", "--watch", incoming, "--poll", "-1")
-    assert code == 2
-    assert "--poll is -1; it must be a number of seconds above 0" in err
+    for asked, words in (
+        (["--watch", incoming, "--poll", "-1"], "--poll is -1; it must be a number of seconds above 0"),
+        (["--watch", incoming, "--rate", "-1"], "--rate"),
+        (["--watch", tmp_path / "nowhere"], "nowhere is not a directory"),
+        (["--stream", "kafka://nowhere"], "error: "),
+    ):
+        code, _, err = output(capsys, "update", tmp_path / "run", *asked)
+        assert (code, words in err.replace("\n", " "), "waiting for" in err) == (2, True, False), err

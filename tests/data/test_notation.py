@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import date, datetime
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -408,18 +408,22 @@ def test_prices_of_one_log_have_its_ids_in_any_form(tmp_path: Path, texts: list[
             assert RowEncoder(FittedSchema.of(Like(data.path))).encode(asked).ids.tolist() == known.ids.tolist(), name
 
 
-def test_a_log_of_numbers_has_no_versions_after_an_update_either(tmp_path: Path) -> None:
-    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2.5, 5.25] * 30})
+@pytest.mark.parametrize(("other", "written_so"), [(5.25, "5.25"), (1e-7, "1e-7")])
+def test_a_log_of_numbers_has_no_versions_after_an_update_either(
+    tmp_path: Path, other: float, written_so: str
+) -> None:  # fmt: skip
+    rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2.5, other] * 30})
     schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}]})
     data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
     text = pl.DataFrame({"label": [0, 1] * 30, "flag": ["2.50", "7.50"] * 30})
     more = stoker.prepare(None, text, out=tmp_path / "more", like=data, grow=True)
-    assert Like(more.path).vocabulary("flag")["value"].to_list() == ["2.5", "5.25", "7.5"]
+    known = Like(more.path).vocabulary("flag")["value"].to_list()
+    assert known == [*sorted(["2.5", written_so]), "7.5"]
     [batch] = stoker.prepare(None, text, out=tmp_path / "new", like=more.path).test.batches(60)
-    assert set(batch.ids.flatten().tolist()) == {1, 3}
+    assert set(batch.ids.flatten().tolist()) == {known.index("2.5") + 1, 3}
 
 
-@pytest.mark.parametrize("items", [[136, 7, 9], [2.5, 7.0, 9.0]])
+@pytest.mark.parametrize("items", [[136, 7, 9], [2.5, 7.0, 9.0], [1e-7, 2.5, 7.0]])
 def test_a_log_of_numbers_has_no_versions_beside_window_features_either(tmp_path: Path, items: list[Any]) -> None:
     """Their state has whole numbers, and tells nothing that the ids do not."""
     rows = pl.DataFrame({"label": [0, 1] * 30, "item": items * 20, "at": range(60)})
@@ -430,8 +434,8 @@ def test_a_log_of_numbers_has_no_versions_beside_window_features_either(tmp_path
     encoder = RowEncoder(FittedSchema.of(Like(data.path)))
     known = encoder.encode(asked)
     assert known.ids.flatten().tolist() == [1, 2, 3]
-    texts = pl.Series([f"{each:.2f}" for each in items])
-    for new in (asked.with_columns(item=texts), asked.with_columns(item=texts.cast(pl.Decimal(8, 2)))):
+    texts = pl.Series([f"{each:.8f}" for each in items])
+    for new in (asked.with_columns(item=texts), asked.with_columns(item=texts.cast(pl.Decimal(18, 8)))):
         rows = new.with_columns(label=pl.lit(1))
         [batch] = stoker.prepare(None, rows, out=tmp_path / "new", like=data, overwrite=True).test.batches(3)
         for found in (batch, encoder.encode(new)):
@@ -459,11 +463,12 @@ def test_a_request_with_times_for_ids_is_refused_as_a_log_is(tmp_path: Path) -> 
     rows = pl.DataFrame({"label": [0, 1] * 30, "flag": [2, 5] * 30})
     schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "flag"}]})
     data = stoker.prepare(schema, rows, out=tmp_path / "data", split="random:1,0")
-    times = pl.DataFrame({"label": [0, 1], "flag": [datetime(2024, 1, 1), datetime(2024, 1, 2)]})
-    with pytest.raises(stoker.DataError, match="which texts write in many ways"):
-        stoker.prepare(None, times, out=tmp_path / "new", like=data)
-    with pytest.raises(stoker.DataError, match="which texts write in many ways"):
-        RowEncoder(FittedSchema.of(Like(data.path))).encode(times.drop("label"))
+    days = pl.DataFrame({"label": [0, 1], "flag": [date(2024, 1, 1), date(2024, 1, 2)]})
+    for times in (days, days.cast({"flag": pl.Datetime("us")})):
+        with pytest.raises(stoker.DataError, match="which texts write in many ways"):
+            stoker.prepare(None, times, out=tmp_path / "new", like=data)
+        with pytest.raises(stoker.DataError, match="which texts write in many ways"):
+            RowEncoder(FittedSchema.of(Like(data.path))).encode(times.drop("label"))
 
 
 def test_versions_are_not_decimals(tmp_path: Path) -> None:
@@ -496,21 +501,26 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
         )
 
 
-def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path) -> None:
-    """Also in crosses."""
+@pytest.mark.parametrize("known", [False, True])
+def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path, known: bool) -> None:
+    """Also in crosses, and beside a vocabulary, which has the texts as they are written."""
     texts = ["5.00", "2.50", "120.0", "-0.250", "1.2.30", "v2.50", "-0.0", "7"] * 8
-    values = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}],
-              "derive": ["cross columns=price,kind buckets=9973"]}  # fmt: skip
+    values: dict[str, Any] = {"label": "label", "categorical": [{"name": "price", "hash_buckets": 9_973}]}
+    values["categorical"] += [{"name": "known", "source": "price"}] * known
+    values["derive"] = ["cross columns=price,kind buckets=9973"] * (not known)
     rows = pl.DataFrame({"label": [0, 1, 1, 0, 0, 1, 0, 1] * 8, "price": texts, "kind": ["a", "b"] * 32})
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    wanted = [batch.ids.tolist() for batch in data.train.batches(64)]
+    hashed = 2 - known  # columns
+    wanted = [batch.ids[:, :hashed].tolist() for batch in data.train.batches(64)]
     short = ["5", "2.5", "120", "-0.25", "1.2.30", "v2.50", "0", "7"] * 8
     numbers = rows.with_columns(price=pl.Series(short)).filter(~pl.col("price").str.contains(r"v|\.2\."))
     again = stoker.prepare(None, rows.with_columns(price=pl.Series(short)), out=tmp_path / "again", like=data)
-    assert [batch.ids.tolist() for batch in again.test.batches(64)] == wanted
+    assert [batch.ids[:, :hashed].tolist() for batch in again.test.batches(64)] == wanted
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.with_columns(price=pl.Series(short)), unknown=True)
+    assert [asked.ids[:, :hashed].tolist()] == wanted
     found = [
-        [batch.ids.tolist() for batch in stoker.prepare(None, typed, out=tmp_path / "typed", like=data,
-                                                        overwrite=True).test.batches(64)]
+        [batch.ids[:, :hashed].tolist() for batch in stoker.prepare(None, typed, out=tmp_path / "typed", like=data,
+                                                                    overwrite=True).test.batches(64)]
         for typed in (numbers, *(numbers.cast({"price": kind}) for kind in (pl.Decimal(12, 4), pl.Float64, pl.Float32)))
     ]  # fmt: skip
     assert found[1:] == found[:1] * 3
@@ -985,6 +995,19 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         assert batch.labels.tolist() == [1.0, 0.0] * 30
 
 
+@pytest.mark.parametrize("text", ["007", "+1", ".5", "00.5", "0.000001", "click"])
+def test_a_rule_with_a_text_that_no_number_is_written_as_is_refused(text: str) -> None:
+    """Else all rows of a table would have label 0, while those of a file with texts meet it."""
+    schema = stoker.Schema.from_dict(
+        {"label": {"column": "label", "rule": f"== '{text}'"}, "categorical": [{"name": "user"}]}
+    )
+    rows = pl.DataFrame({"label": [text, "x"] * 30, "user": [f"u{row % 7}" for row in range(60)]})
+    assert stoker.prepare(schema, rows, split="random:1,0").train.positives == 30
+    for typed in ([7, 1], [0.5, 1e-6], [True, False]):
+        with pytest.raises(stoker.DataError, match=r"which is written as no such value\. To compare numbers"):
+            stoker.prepare(schema, rows.with_columns(label=pl.Series(typed * 30)), split="random:1,0")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["== '2.10'", "!= '2.1'"])
 def test_a_rule_with_a_fraction_compares_texts_and_refuses_its_number_in_other_digits(
@@ -1030,21 +1053,24 @@ def test_a_condition_on_a_column_that_is_read_as_numbers_compares_numbers(
     tmp_path: Path, column: dict[str, Any]
 ) -> None:
     """The column is 5.0 then, and 5 was met by no row."""
-    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "stars": [5, 3, 4] * 20})
+    rows = pl.DataFrame({"label": [0, 1] * 30, "user": [f"u{row % 7}" for row in range(60)], "stars": [5, 3, 4] * 20,
+                         "text": ["5", "four", "4.0"] * 20})  # fmt: skip
     rows.write_csv(tmp_path / "log.csv")
     values: dict[str, Any] = {
         "label": "label",
         "categorical": [{"name": "user"}],
-        "derive": ["match column=stars values=5,3.0"],
-    }
+        "derive": ["equal left=stars right=text name=same", "constrain column=stars values=5 lower=true name=lower",
+                   "match column=stars values=5,3.0 name=met"],
+    }  # fmt: skip
     values["categorical"] += column.get("categorical", [])
     schema = stoker.Schema.from_dict({**column, **values})
     for log in (rows, rows.cast({"stars": pl.Float64}), tmp_path / "log.csv"):
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
-        assert batch.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
         asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(rows.drop("label"))
-        assert asked.dense[:, -1].tolist() == [1.0, 1.0, 0.0] * 20
+        for one in (batch, asked):
+            assert one.dense[:, -2:].tolist() == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]] * 20
+            assert one.ids[:, -1].tolist() == [1, 0, 0] * 20
 
 
 def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) -> None:
@@ -1096,7 +1122,7 @@ def test_a_table_that_says_nothing_leaves_the_notation_of_the_others(tmp_path: P
     values = {"label": "label", "timestamp": {"column": "when"}, "categorical": [{"name": "price"}],
               "derive": ["previous by=user order=when column=price"]}  # fmt: skip
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    assert Like(data.path).schema.notation_of("price") == "plain value"
+    assert Like(data.path).schema.notation_of("price") == "plain value|"
     rows.with_columns(pl.col("when") + 60).write_csv(tmp_path / "new.csv")
     [batch] = stoker.prepare(None, tmp_path / "new.csv", out=tmp_path / "new", like=data).test.batches(60)
     assert (batch.ids > 0).all()

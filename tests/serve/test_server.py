@@ -372,7 +372,7 @@ def test_other_paths_and_methods_are_refused(small: Server) -> None:
     arrow = {"Content-Type": "application/vnd.apache.arrow.stream"}
     assert ask(small, "/score", b"no arrow", **arrow)[0] == 400
     client = stoker.Client(f"http://127.0.0.1:{small.port}")
-    with pytest.raises(stoker.DataError, match="k is '0'"):
+    with pytest.raises(stoker.DataError, match="k is 0, and it must be"):
         client.topk({"user": 1}, [{"item": 2}], 0)
     with pytest.raises(stoker.StokerError, match="gives no answer"):
         stoker.Client("http://127.0.0.1:9").topk({}, [{}], 1)
@@ -723,7 +723,12 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
         for body, status, cause in (
             ({"users": [{"user": 1}]}, 400, "expected an object with users, k"),
             ({"users": [], "k": 1}, 400, "users is not a list of one or more objects"),
-            ({"users": [{"user": 1}], "k": "9" * 999}, 400, "a whole number above 0"),
+            ({"users": [{"user": 1}], "k": int("9" * 999)}, 400, "k is 99999999999999999999, and it must be a whole"),
+            ({"users": [{"user": 1}], "k": "3"}, 400, 'k is "3", and it must be a whole number above 0'),
+            ({"users": [{"user": 1}], "k": 3.0}, 400, "k is 3.0, and"),
+            ({"users": [{"user": 1}], "k": True}, 400, "k is true, and"),
+            ({"users": [{"user": 1, "k": "x"}], "k": 3}, 422, "does not know: 'k'"),
+            ({"users": [{}], "k": 1}, 422, "the rows lack 'user'. They have: no columns; they need: user."),
             ({"users": [{"user": 1}] * 5, "k": 1}, 413, "4 users and 131,072 items are allowed"),
             ({"users": [{"age": 1}], "k": 1}, 422, "the rows lack 'user'"),
             ({"users": [{"user": "x"}], "k": 1}, 422, "'x' is not a whole"),
@@ -741,7 +746,7 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
         server._searching -= server.settings.max_waiting
         text = ask(server, "/metrics")[1]
         assert f"stoker_items {len(retriever)}.0" in text
-        assert 'stoker_requests_total{path="/retrieve",status="422"} 2.0' in text
+        assert 'stoker_requests_total{path="/retrieve",status="422"} 4.0' in text
     with served(retriever.scorer) as server:
         assert ask(server, "/retrieve", {"users": [{"user": 1}], "k": 1})[0] == 404
 

@@ -149,7 +149,16 @@ def test_baselines_made_after_the_run_are_shown(tmp_path: Path) -> None:
 def test_a_run_that_is_not_finished_has_a_page(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "run", run)
+    best = RunDirectory(run).read("report.json")["best_step"]
+    of = f"figures of step {best}; tables, calibration and slices of step {best}"
+    shown = read(RunDirectory(run))["valid"]
+    assert of in " ".join(page_of(run).words)
     (run / "report.json").unlink()
+    with (run / "metrics.jsonl").open("a") as file:  # an evaluation after the best one
+        file.write(json.dumps({**read(RunDirectory(run))["valid_curve"][-1], "step": 999, "auc": 0.1}) + "\n")
+    assert read(RunDirectory(run))["valid_curve"][-1]["auc"] == 0.1
+    assert read(RunDirectory(run))["valid"]["auc"] == shown["auc"], "of the best checkpoint"
+    assert of in " ".join(page_of(run).words)
     (run / "metrics.jsonl").write_text("")
     shutil.rmtree(run / "checkpoints")
     said = " ".join(page_of(run).words)
@@ -374,7 +383,12 @@ def curve(*values: float) -> list[dict[str, float]]:
         ({"test": {"normalized_entropy": 1.25}}, {}, "Do not use these scores", "20.0% of the log loss"),
         ({"valid": {"rows": 500, "positives": 42}}, {}, "Hold out more rows for validation", "figures that tell"),
         ({"losses": [{"stall_share": 0.2}, {"stall_share": 0.4}]}, {}, "more fast memory", "at most 30%"),
-        ({}, {"columns": [{"name": "C1", "table": "C1", "loss": 0, "error": 0.001}]}, "Leave out C1", "100 B, 100%"),
+        ({}, {"columns": [{"name": "C1", "table": "C1", "loss": 0, "error": 0.001}]}, "schema, or tensor", "100 B"),
+        (
+            {}, {"columns": [{"name": "C1", "table": "C1", "loss": 0, "error": 0.001}],
+                 "tables": [{"name": "C1", "bytes": 100, "unknown": 0.0, "compressed": True}]},
+            "Leave out C1, or make them smaller (min_count in the schema)", "100 B, 100%",
+        ),
         ({}, {"tables": [{"name": "C1", "bytes": 100, "unknown": 0.3}]}, "Train more often", "new ids"),
         ({}, {"cache": {"rates": {"belady": 0.8, "pinned": 0.6}}}, "Look further ahead", "50% of the fetched"),
         ({}, {"calibration": [{"score": 0.5, "label": 0.3, "rows": 1000}]}, "as probabilities", "bids and thresholds"),

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+from stoker.base.progress import Counted
 
 if TYPE_CHECKING:
     import torch
@@ -270,12 +271,12 @@ def _libc(name: str) -> Any:
         return None
 
 
-def rate(work: Any, amount: float, seconds: float = 0.4) -> float:
-    """Return the best rate of ``work``, which does ``amount``, within some seconds."""
-    work()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+def rate(what: str, work: Any, amount: float, seconds: float = 0.4) -> float:
+    """Return the best rate of ``work``, which does ``amount``, within some seconds; ``what`` is shown as progress."""
+    with Counted(f"measuring {what}", 1, ""):
         work()
-        best = min(best, time.perf_counter() - start)
+        best, end = float("inf"), time.perf_counter() + seconds
+        while (start := time.perf_counter()) < end:
+            work()
+            best = min(best, time.perf_counter() - start)
     return amount / best

@@ -13,6 +13,7 @@ import typer
 
 from stoker.base.errors import CheckpointError, DataError, errors_as
 from stoker.base.files import unseal
+from stoker.base.progress import Bars
 from stoker.base.remote import local_run
 from stoker.base.units import EPOCHS, epoch_unit, format_size, plural
 from stoker.cli.options import Json, alternatives, say, show_rows, show_table
@@ -41,8 +42,7 @@ def inspect(
         from stoker.dataset.dataset import Dataset
         from stoker.dataset.summary import describe_dataset
 
-        dataset = Dataset(path)
-        found = describe_dataset(dataset)
+        found = describe_dataset(dataset := Dataset(path))
         if verify:
             found["verified_files"] = dataset.verify()
     else:
@@ -67,11 +67,9 @@ def doctor(
     """
     from stoker.cli.machine import examine
 
-    found = examine(measure=measure)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        _show_machine(found)
+    with Bars(quiet=as_json):
+        found = examine(measure=measure)
+    print(json.dumps(found, indent=1)) if as_json else _show_machine(found)
     if not found["ok"]:
         raise typer.Exit(1)
 

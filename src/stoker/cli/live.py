@@ -63,9 +63,8 @@ def update(
 
     more: Any = {"poll": poll, "data": data, "progress": lambda *stage: bars(*stage), **settings}
     results = read_topic(run, stream, **more) if stream else watch_folder(run, watch or "", **more)
-    if stream or (watch is not None and watch.is_dir()):
-        source = (stream or str(watch)).partition("?")[0]  # what follows may have a password
-        say(f"waiting for new rows of {source}, checked every {poll:g} s; Ctrl-C ends this", error=True)
+    source = (stream or str(watch)).partition("?")[0]  # what follows may have a password
+    say(f"waiting for new rows of {source}, checked every {poll:g} s; Ctrl-C ends this", error=True)
     while True:
         with Bars(quiet=as_json) as bars:
             found = next(results)

@@ -190,8 +190,8 @@ def _bandwidth() -> dict[str, Any]:
     out = torch.empty(len(index), 16)
     return {
         "buffer": format_size(table.nbytes),
-        "copy": machine.rate(lambda: copy.copy_(table), 2 * table.nbytes),
-        "gather_64_byte_rows": machine.rate(lambda: torch.index_select(table, 0, index, out=out), out.nbytes),
+        "copy": machine.rate("copies", lambda: copy.copy_(table), 2 * table.nbytes),
+        "gather_64_byte_rows": machine.rate("reads", lambda: torch.index_select(table, 0, index, out=out), out.nbytes),
     }
 
 
@@ -224,7 +224,7 @@ def _trial(device: str) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    steps, own = machine.rate(step, 1, seconds=0.8), machine.rate(rows, 1)
+    steps, own = machine.rate("steps", step, 1, 0.8), machine.rate("rows of a step", rows, 1)
     # Counts as in click logs, of 500 batches.
     weights = torch.arange(1, _TRIAL_ROWS + 1, dtype=torch.float64) ** -1.05
     counts = (weights * (500 * _TRIAL_BATCH / weights.sum())).long().clamp_(min=1)

@@ -84,13 +84,14 @@ def plan(
         check_settings(config, data, size)
         if allow_compression:
             raise ConfigError("--ranks does not go with --allow-compression. Plan tensor trains with --tt-rank.")
-    placement = place_run(config, data, config.make_row_optimizer(Constant()), size)
-    assert placement is not None
     part = config.replace(batch_size=max(1, config.batch_size // size), shards=max(1, config.shards // size))
-    step = measure_step(part if size > 1 else config, data, placement)
-    proposal = _proposal(config, data) if allow_compression else None
+    with Bars(quiet=as_json):
+        placement = place_run(config, data, config.make_row_optimizer(Constant()), size)
+        assert placement is not None
+        step = measure_step(part if size > 1 else config, data, placement)
+        proposal = _proposal(config, data) if allow_compression else None
+        record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
     sent = expect_sent(placement, size, config.shards, step.parameters) if size > 1 else None
-    record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
     if sent:
         record |= {"ranks": size, "shards": config.shards, "sent_bytes": {**asdict(sent), "total": sent.total}}
     if allow_compression:
@@ -124,8 +125,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Place
     from stoker.training.placing import place_run
     from stoker.training.step_time import measure_step
 
-    tables = config.tables(data.schema)
-    optimizer = config.make_row_optimizer(Constant())
+    tables, optimizer = config.tables(data.schema), config.make_row_optimizer(Constant())
     rank = config.tt_rank or _TT_RANK
     budget = parse_size(config.device_memory or 2**62)
     own = {name: TensorTrain(own=numbers) for name, numbers in config.tt_own.items()}
@@ -133,7 +133,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Place
     if rows is None:
         return None
     settings = {"tt_rank": rank, "tt_rows": rows}
-    proposed = config.replace(tt_rank=rank, tt_rows=rows)
+    proposed = config.replace(**settings)
     placement = place_run(proposed, data, optimizer)
     assert placement is not None
     return settings, placement, measure_step(proposed, data, placement)
@@ -149,14 +149,11 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
     say(title)
     say(placement.summary())
     show_grids(placement.grids())
-    if placement.choice:
-        say(placement.choice)
-    if placement.note:
-        say(placement.note)
+    for text in filter(None, (placement.choice, placement.note)):
+        say(text)
     if not placement.resident:
-        fast, beside = (
-            sum(getattr(group, name) for group in placement.groups) for name in ("slot_bytes", "beside_bytes")
-        )
+        fast = sum(group.slot_bytes for group in placement.groups)
+        beside = sum(group.beside_bytes for group in placement.groups)
         say(f"rows in fast memory: {format_size(fast)}; bookkeeping: {format_size(beside)} of main memory")
     each = step.parts(placement)
     parts = ", ".join(f"{format_duration(seconds)} {name}" for name, seconds in each.items() if seconds)

@@ -53,10 +53,7 @@ def stream(run: str | Path, url: str, *, poll: float = POLL, **settings: Any) ->
         DependencyError: confluent-kafka is not installed.
     """
     topic = _Topic(run, url)
-    try:
-        yield from watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings)
-    finally:
-        topic.consumer.close()
+    return topic.closing(watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings))
 
 
 class _Topic:
@@ -87,12 +84,20 @@ class _Topic:
         file = settings.pop("config", None)
         with errors_as(ConfigError, f"{file} cannot be read", "Check config= of the URL."):
             lines = [] if file is None else Path(file).read_text(encoding="utf-8").splitlines()
-        settings |= dict(_setting(line) for line in lines if line.strip() and not line.startswith("#"))
+        given = [line.partition("=") for line in lines if line.strip() and not line.startswith("#")]
+        settings |= {name.strip(): value.strip() for name, _, value in given}
         own = {"bootstrap.servers": parts.netloc, "group.id": "stoker", "enable.auto.commit": False,
                "auto.offset.reset": "error"}  # fmt: skip
         with self._errors(ConfigError):
             self.consumer = self._kafka.Consumer({**settings, **own})
         self._assigned = False
+
+    def closing(self, results: Iterator[UpdateResult]) -> Iterator[UpdateResult]:
+        """Yield the results; close the topic after the last."""
+        try:
+            yield from results
+        finally:
+            self.consumer.close()
 
     def _errors(self, kind: type[StokerError] = DataError) -> AbstractContextManager[None]:
         return errors_as(kind, f"topic {self.name} cannot be read", "", (self._kafka.KafkaException,))
@@ -104,9 +109,8 @@ class _Topic:
             return
         with self._errors():
             self._assign()
-        end, count = time.monotonic() + seconds, 0
+        end, count, ends = time.monotonic() + seconds, 0, dict(self._next)
         found: dict[int, list[tuple[int, bytes]]] = {}
-        ends = dict(self._next)
         while count < _MOST and (left := end - time.monotonic()) > 0:
             for message in self.consumer.consume(min(1000, _MOST - count), left):
                 if message.error() is not None:
@@ -164,8 +168,3 @@ def _read_next(path: Path) -> dict[int, int]:
         with path.open("rb") as file:
             head = file.read(2**16)[10:]
         return {int(key): int(value) for key, value in json.loads(head[: head.index(b"\0")]).items()}
-
-
-def _setting(line: str) -> tuple[str, str]:
-    name, _, value = line.partition("=")
-    return name.strip(), value.strip()

@@ -80,8 +80,7 @@ class UpdateResult(Shown):
         """Return the rows, and the AUC of the model before on them."""
         if not self.rows:
             return f"nothing new, {self.run} is at update {self.number}"
-        auc = self.before.get("auc")
-        known = "" if auc is None else f", AUC {auc:.4f} before they were trained on"
+        known = "" if (auc := self.before.get("auc")) is None else f", AUC {auc:.4f} before they were trained on"
         return f"update {self.number}: {plural(self.rows, 'row')}{known}, {format_size(self.bytes)} written"
 
     def grids(self) -> tuple[Grid, ...]:
@@ -137,10 +136,9 @@ def update(*given: Any, **settings: Any) -> UpdateResult:
     """
     asked = UpdateArguments(*given, **settings)
     machine = {name: settings[name] for name in MACHINE if name in settings}
-    show = asked.progress or quiet
     with files_of(asked.logs) as inputs, opened(asked.run) as journal:
         files = expand(inputs.files)[0]
-        show("reading logs", 0, 1)
+        (asked.progress or quiet)("reading logs", 0, 1)
         fresh, notes = journal.unused(files, inputs.names, _trained_on(journal, asked))
         if not fresh:
             return _result(journal, journal.checkpoint, notes, new=False)
@@ -305,15 +303,8 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
             read = [each["rows"] if each["bytes"] == log.bytes else None
                     for log, each in zip(order.logs, data.manifest["sources"], strict=True)]  # fmt: skip
             logs = [log.to_dict() | {"rows": count} for log, count in zip(order.logs, read, strict=True)]
-            note = {
-                **order.to_dict(),
-                "logs": logs,
-                "rows": len(rows),
-                "data_hash": rows.data_hash,
-                "before": before,
-                "first": first,
-                "loss_sum": 0.0,
-            }
+            note = {**order.to_dict(), "logs": logs, "rows": len(rows), "data_hash": rows.data_hash, "before": before,
+                    "first": first, "loss_sum": 0.0}  # fmt: skip
         else:
             note = dict(begun["extra"]["update"])
         losses = _Losses(note["loss_sum"])

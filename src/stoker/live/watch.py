@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from stoker.base.errors import ConfigError, DataError, StokerError
 from stoker.base.units import listed
 from stoker.live.journal import opened
 from stoker.live.settings import POLL
-from stoker.live.update import UpdateResult, update
+from stoker.live.update import UpdateArguments, UpdateResult, update
 from stoker.prep.parse.sources import count_rows, number_order, source_kind
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
@@ -44,7 +44,7 @@ def watch(
         settings: as for :func:`stoker.update`.
 
     Raises:
-        ConfigError: ``poll`` is not a number of seconds above 0.
+        ConfigError: ``poll`` is not a number of seconds above 0, or a setting is wrong; at once.
         DataError: the directory does not exist; or as :func:`stoker.update`, for a log that cannot be used.
     """
     folder = Path(folder)
@@ -52,6 +52,13 @@ def watch(
         raise ConfigError(f"poll is {poll:g}; it must be a number of seconds above 0.", settings=("poll",))
     if not folder.is_dir():
         raise DataError(f"{folder} is not a directory. Name the one to which new logs are written.")
+    UpdateArguments(run, (), **settings)
+    return _results(run, folder, poll, sleep, settings)
+
+
+def _results(
+    run: str | Path, folder: Path, poll: float, sleep: Callable[[float], None], settings: Mapping[str, Any]
+) -> Iterator[UpdateResult]:
     done: dict[Path, tuple[int, int]] = {}
     before: dict[Path, tuple[int, int]] = {}
     while True:

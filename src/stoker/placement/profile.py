@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from stoker.base.device import available_memory
+from stoker.base.progress import Counted
 from stoker.ops import Bags
 from stoker.ops.space import HAVE_NUMBA, make_space
 from stoker.placement.expected import ZIPF, Traffic
@@ -98,16 +99,17 @@ def _measure(
     writes: Literal["append", "in-place"] | None,
 ) -> Profile:  # fmt: skip
     row_bytes = bytes_of_row(dim, dtype, dict(state))
-    room = (available_memory() or 2 * 2**30) // 8
-    quick = HAVE_NUMBA
+    room, quick = (available_memory() or 2 * 2**30) // 8, HAVE_NUMBA
     size = min(room, _HOME if quick else _PLAIN_HOME)
-    with closing(_storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))) as storage:
+    made = _storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))
+    with Counted("measuring moves", 1, ""), closing(made) as storage:
         _fill(storage, storage.num_rows)
         planning, fetch, store = _moving(storage, 2**15 if quick else 2**10)
     cold = warm = written = None
     if file:
         behind = Cached(slots=1, home="file", path=directory, writes=writes)
-        with closing(_storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, behind)) as storage:
+        made = _storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, behind)
+        with Counted("measuring a file", 1, ""), closing(made) as storage:
             rows = storage.num_rows if quick else min(storage.num_rows, 2**14)
             _fill(storage, rows)
             cold, warm, written = _reading(storage, rows)
@@ -219,16 +221,14 @@ def _reading(storage: SlottedRows, rows: int) -> tuple[float, float, float]:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(home._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    target = home.empty(_FILE_ROWS)
+    target, seconds = home.empty(_FILE_ROWS), 0.0
     parts: list[np.ndarray] = []
-    seconds = 0.0
     while seconds < _COLD_SECONDS and len(parts) < 64:
         parts.append(random.integers(0, rows, _FILE_ROWS))
         seconds += _timed(home.fetch, parts[-1], target)
-    cold = len(parts) * _FILE_ROWS / seconds
     warm = _FILE_ROWS / min(_timed(home.fetch, part, target) for part in parts)
     written = _FILE_ROWS / min(_timed(home.store, np.unique(part), target) for part in parts)
-    return cold, warm, written
+    return len(parts) * _FILE_ROWS / seconds, warm, written
 
 
 def _timed(move: Callable[..., Any], rows: np.ndarray, side: Rows) -> float:

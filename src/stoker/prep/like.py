@@ -68,13 +68,13 @@ def notation_by_column(
             texts = table.get_column(name).unique()
             notation, before = notation_of(texts), agreed(found.get(name, set()))
             notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
-            fits = before and (before == PLAIN or not notation) and written(texts, before).equals(texts)  # 2.5 beside 3
-            if not fits and (notation or texts.dtype == pl.String):
+            fits = before and (before.startswith(PLAIN) or not notation) and written(texts, before).equals(texts)
+            if not fits and (notation or texts.dtype == pl.String):  # 3 beside 2.5 fits
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}
-    if as_typed:
-        return {"": AS_TYPED, **known}
-    return {**schema.notation_of_unlisted(), **dict.fromkeys(found, MIXED), **known}
+    known |= {column: f"{PLAIN}|" for column, notation in known.items() if notation == PLAIN}  # known, so no dates
+    rest = {"": AS_TYPED} if as_typed else {**schema.notation_of_unlisted(), **dict.fromkeys(found, MIXED)}
+    return {**rest, **known}
 
 
 class Like:

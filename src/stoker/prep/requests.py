@@ -228,42 +228,46 @@ class RowEncoder:
         """Whether rows of several requests may be encoded together: no feature of a row reads others."""
         return not self._window
 
-    def check_objects(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raise :class:`DataError` if a column is unknown or in none of the objects."""
-        self._check_names(list(dict.fromkeys(chain.from_iterable(rows))), False)
+    def check_objects(self, rows: Sequence[Mapping[str, Any]], filled: Collection[str] = ()) -> None:
+        """Raise :class:`DataError` if a column is unknown, or in none of the objects and not ``filled``."""
+        self._check_names(list(dict.fromkeys(chain.from_iterable(rows))), filled)
 
-    def from_objects(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+    def from_objects(self, rows: Sequence[Mapping[str, Any]], filled: Mapping[str, Any] = {}) -> Batch:
         """Encode objects of JSON, whose numbers are still texts (:func:`~stoker.prep.parse.json_lines.parsed`).
 
         Raises:
-            DataError: as for :meth:`encode`.
+            DataError: as for :meth:`encode`, which says what ``filled`` is.
         """
-        self.check_objects(rows)
+        self.check_objects(rows, filled)
+        rows = [{**filled, **row} for row in rows] if filled else rows
         return self._encode(frame_block(json_frame(rows, self.fields), self.fields, nulls=self._nulls))
 
-    def encode(self, table: Any, *, unknown: bool = False) -> Batch:
+    def encode(self, table: Any, *, unknown: bool = False, filled: Mapping[str, Any] = {}) -> Batch:
         """Encode a table: Polars, pandas, Arrow, or anything with ``__arrow_c_stream__``.
 
         Args:
             table: with the raw columns, in any order.
             unknown: leave out columns that the schema does not have, instead of refusing them.
+            filled: values of columns that the table need not have.
 
         Raises:
             DataError: a column is missing or unknown, or a value does not fit; the message names the row.
         """
         frame = as_frame(table)
-        self._check_names(frame.columns, unknown)
+        self._check_names(frame.columns, filled, unknown=unknown)
+        if more := [pl.lit(value).alias(name) for name, value in filled.items() if name not in frame.columns]:
+            frame = frame.with_columns(more)
         kinds = " ".join(str(kind) for name, kind in frame.schema.items() if name != self._time)
         as_log = any(kind in kinds for kind in ("Decimal", "Date", "Duration"))
         fields = self._written_fields if as_log else self.fields
         return self._encode(frame_block(frame, fields, typed=True, nulls=self._nulls))
 
-    def _check_names(self, names: Sequence[str], unknown: bool) -> None:
-        missing = [name for name in self.columns if name not in names]
-        if missing:
+    def _check_names(self, names: Sequence[str], filled: Collection[str], *, unknown: bool = False) -> None:
+        needed = [name for name in self.columns if name not in filled]
+        if missing := [name for name in needed if name not in names]:
             raise DataError(
-                f"the rows lack {listed([repr(name) for name in missing])}. They have: {listed(names)}. "
-                "Add the column, or rename the one that is meant."
+                f"the rows lack {listed([repr(name) for name in missing])}. They have: {listed(names) or 'no columns'}"
+                f"; they need: {listed(needed)}. Add the column, or rename the one that is meant."
             )
         known = {*self.columns, *self.others}
         strange = [name for name in names if name not in known]
@@ -284,9 +288,8 @@ class RowEncoder:
             block = frame_block(self._with_features(frame), self._needed, typed=True)
         _refuse(block)
         raw = [block.columns[item].to_numpy() for item in self._layout.dense]
-        dense = dense_values(self._layout.columns, raw, self.fitted.dense)
-        if not raw:
-            dense = np.zeros((block.rows, 0), np.float32)
+        fits = self.fitted.dense
+        dense = dense_values(self._layout.columns, raw, fits) if raw else np.zeros((block.rows, 0), np.float32)
         return _batch(dense, [self._ids(column, block.columns[item]) for column, item in self._items()])
 
     def _items(self) -> list[tuple[CategoricalColumn, Field]]:
@@ -312,11 +315,10 @@ class RowEncoder:
 
     def _ids(self, feature: CategoricalColumn, column: pl.Series) -> tuple[Array, Array | None]:
         """Return the ids of a feature, and how many each row has if it is a sequence."""
-        lengths = None
-        if isinstance(column.dtype, pl.List):
-            lengths = column.list.len().to_numpy().astype(np.int64)
+        lengths = column.list.len().to_numpy().astype(np.int64) if isinstance(column.dtype, pl.List) else None
+        if lengths is not None:
             column = column.explode(empty_as_null=False)
-        given, column = column, keys_of(column, feature)
+        given, column = column, keys_of(column, feature, self.fitted.schema)
         if feature.hash_buckets is not None or feature.oov == "grow":
             absent, hashes = nulls(column), hashes_of(column)
             if feature.hash_buckets is not None:
@@ -327,11 +329,10 @@ class RowEncoder:
         ids = known.find(column)
         if column.dtype == pl.String and not ids.all():  # only then look at how texts are written: it takes time
             again = written(given, self.fitted.schema.notation_of(feature.raw))
-            ids = ids if again is given else known.find(keys_of(again, feature))
+            ids = ids if again is given else known.find(keys_of(again, feature, self.fitted.schema))
         if feature.oov in ("drop", "error") and (odd := (ids == 0) & ~nulls(column)).any():
-            row = int(odd.argmax())
-            if lengths is not None:
-                row = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
+            place = odd.argmax()
+            row = place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right")
             raise DataError(
                 f"row {row}: column {feature.name} has a value that training did not have, and its oov "
                 f"policy is {feature.oov!r}. Leave the row out."
@@ -343,7 +344,8 @@ class RowEncoder:
 
 def _as_given(item: Field, exact: Collection[str]) -> Field:
     """Return a field whose texts stay as they are given, if it is looked up in a vocabulary only."""
-    return item if item.column in exact or item.notation not in (*NUMBERS, PLAIN) else replace(item, notation="")
+    given = item.column not in exact and item.notation.rstrip("|") in (*NUMBERS, PLAIN)
+    return replace(item, notation="") if given else item
 
 
 def as_frame(table: Any) -> pl.DataFrame:

@@ -660,9 +660,7 @@ def _feature(value: Any, where: str) -> Derivation:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if item is not None or key == "quote"}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # For each word: rule of the schema, whether it needs a column, and the numbers that may follow: shares or one setting.

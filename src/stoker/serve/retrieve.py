@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 import torch
 
@@ -21,7 +20,7 @@ from stoker.base.picture import Shown
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel, TwoTower
-from stoker.prep.requests import RowEncoder, as_frame, map_table
+from stoker.prep.requests import RowEncoder, map_table
 from stoker.serve.items import ITEMS, Items
 from stoker.serve.scorer import Scorer, filled
 from stoker.training.files.checkpoint import chain, reading
@@ -183,11 +182,9 @@ class Retriever:
             items, vectors, index = self.items, self.vectors, self._index
             absent = {name: value for name, value in filled(encoder).items() if name in self._of_item}
             if isinstance(users, list):
-                batch = encoder.from_objects([{**absent, **user} for user in users])
+                batch = encoder.from_objects(users, absent)
             else:
-                frame = as_frame(users)
-                more = [pl.lit(value).alias(name) for name, value in absent.items() if name not in frame.columns]
-                batch = encoder.encode(frame.with_columns(more))
+                batch = encoder.encode(users, filled=absent)
             with scoring(model):
                 inputs = model.inputs(batch.to(model.device))
                 asked: VectorArray = model._logits(model.users, inputs).cpu().numpy()

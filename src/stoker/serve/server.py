@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import socket
 import time
 import traceback
@@ -147,9 +149,8 @@ class Server:
             await runner.cleanup()
             self._waiting.put(None)
             await asyncio.to_thread(worker.join)
-            self._searcher.shutdown()
-            self._reader.shutdown()
-            self._follower.shutdown()
+            for pool in (self._searcher, self._reader, self._follower):
+                pool.shutdown()
 
     # Requests.
 
@@ -158,12 +159,10 @@ class Server:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Turn errors into answers with their cause."""
-        headers = {}
         try:
             response = await handler(request)
         except RequestError as error:
-            if error.retry is not None:
-                headers["Retry-After"] = str(error.retry)
+            headers = {} if error.retry is None else {"Retry-After": str(error.retry)}
             response = web.json_response({"error": str(error)}, status=error.status, headers=headers)
         except web.HTTPException as error:
             response = web.json_response({"error": error.text or error.reason}, status=error.status)
@@ -194,12 +193,15 @@ class Server:
     async def _json(self, request: web.Request, keys: Sequence[str]) -> dict[str, Any]:
         """Return the object in a body, which has some keys and no others."""
         try:
-            found = await self._read(parsed, await self._body(request))
+            body = await self._body(request)
+            found = await self._read(parsed, body)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict) or set(found) != set(keys):
             have = f"an object with {sorted(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
             raise RequestError(400, f"the body is {have}; expected an object with {', '.join(keys)}.")
+        if "k" in keys and re.search(rb'"k"\s*:\s*"', body):  # parsed() makes texts of numbers
+            found["k"] = json.dumps(json.loads(body, parse_int=lambda text: int(text[:20]))["k"])
         return found
 
     async def _score(self, request: web.Request) -> web.Response:
@@ -400,9 +402,9 @@ def _numbers(scores: ScoreArray) -> ScoreArray:
 
 
 def _count(found: Any) -> int:
-    text = str(found)
+    text = found if isinstance(found, str) else json.dumps(found)
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or not 0 < int(text) <= 2**31:
-        raise RequestError(400, f"k is {text[:20]!r}, and it is a whole number above 0.")
+        raise RequestError(400, f"k is {text[:20]}, and it must be a whole number above 0.")
     return int(text)
 
 

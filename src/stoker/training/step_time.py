@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stoker.base.device import device_memory, peak_memory, resolve_device
 from stoker.base.errors import ConfigError, StokerError
+from stoker.base.progress import Counted
 from stoker.base.units import format_count, format_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -115,12 +116,14 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         begin = time.perf_counter()
     # The first reads also check shards and compile kernels, once.
     read = float(np.median(reads[_UNTIMED:] or reads))
-    started = time.perf_counter()
-    for number, batch in enumerate(itertools.cycle(batches)):
-        for each in trained:  # in turns, so that other load on the machine slows both
-            each.step(batch)
-        if number >= _UNTIMED and time.perf_counter() - started > _SECONDS * len(trained):
-            break
+    started, most = time.perf_counter(), _SECONDS * len(trained)
+    with Counted("measuring steps", int(1000 * most), "ms") as counted:
+        for number, batch in enumerate(itertools.cycle(batches)):
+            for each in trained:  # in turns, so that other load on the machine slows both
+                each.step(batch)
+            counted.add(int(1000 * sum(each.seconds[-1] for each in trained)))
+            if number >= _UNTIMED and time.perf_counter() - started > most:
+                break
     seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
     parameters = sum(each.numel() for each in trained[0].model.dense_parameters())
     for each in trained:

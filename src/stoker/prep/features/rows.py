@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_Texts = TypeVar("_Texts", "pl.Expr", "pl.Series")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +37,20 @@ class _Condition(Derivation):
             except re.error as error:
                 fail(self.where, "pattern", f"{self.pattern!r} is not a regular expression ({error})")
 
+    def text(self, column: _Texts) -> _Texts:
+        """Return the texts that the condition compares."""
+        return column.cast(pl.String).str.to_lowercase() if getattr(self, "lower", False) else column.cast(pl.String)
+
     def met_by(self, column: pl.Expr) -> pl.Expr:
         """Return an expression: whether a column meets the condition; null where it is missing."""
         if self.pattern is not None:
-            return column.cast(pl.String).str.contains(self.pattern)
+            return self.text(column).str.contains(self.pattern)
         values = pl.Series(self.values)
 
         def met(series: pl.Series) -> pl.Series:
             if series.dtype.is_float():  # a column that the schema reads as numbers, where 5 is 5.0
                 return series.fill_nan(None).is_in(values.cast(pl.Float64, strict=False).drop_nulls().implode())
-            return series.cast(pl.String).is_in(values.implode())
+            return self.text(series).is_in(values.implode())
 
         return column.map_batches(met, return_dtype=pl.Boolean, is_elementwise=True)
 
@@ -76,11 +81,9 @@ class Constrain(_Condition, RowLocal):
         positive(self.where, "max_length", self.max_length)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        given, text = pl.col(self.column), pl.col(self.column).cast(pl.String)
-        if self.lower:
-            given = text = text.str.to_lowercase()
+        text = self.text(pl.col(self.column))
         if self.values or self.pattern is not None:
-            text = pl.when(self.met_by(given)).then(text)
+            text = pl.when(self.met_by(pl.col(self.column))).then(text)
         if self.max_length is not None:
             text = text.str.head(self.max_length)
         return [text.alias(self.name)]
@@ -105,7 +108,7 @@ class Mask(_Condition, RowLocal):
 
 @dataclass(frozen=True, kw_only=True)
 class Equal(RowLocal):
-    """1 if the texts of two columns are equal, else 0; a missing text gives 0."""
+    """1 if the texts of two columns are equal, or the numbers if one column has numbers; a missing one gives 0."""
 
     kind: ClassVar[str] = "equal"
     reads = "left right"
@@ -114,8 +117,13 @@ class Equal(RowLocal):
     right: str
 
     def expressions(self) -> Sequence[pl.Expr]:
-        same = groups.text_of(self.left) == groups.text_of(self.right)
-        return [same.fill_null(False).cast(pl.Int8).alias(self.name)]
+        def same(pair: Sequence[pl.Series]) -> pl.Series:
+            kind = pl.Float64() if any(each.dtype.is_float() for each in pair) else pl.String()  # 5.0 is the text 5
+            left, right = (each.fill_nan(None) if each.dtype.is_float() else each for each in pair)
+            return left.cast(kind, strict=False) == right.cast(kind, strict=False)
+
+        found = pl.map_batches([self.left, self.right], same, return_dtype=pl.Boolean, is_elementwise=True)
+        return [found.fill_null(False).cast(pl.Int8).alias(self.name)]
 
 
 @dataclass(frozen=True, kw_only=True)

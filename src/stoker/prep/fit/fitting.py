@@ -95,8 +95,8 @@ class _TableStep:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
             if first.type in ("string", "float"):
-                plain = self.like is not None and self.like.notations.get(self.table) == PLAIN
-                record["notation"] = PLAIN if plain else notation_of(found.frame["value"])
+                before = "" if self.like is None else self.like.notations.get(self.table, "")
+                record["notation"] = before if before.startswith(PLAIN) else notation_of(found.frame["value"])
             if first.type == "string" and self.like is None:
                 record["twins"] = twins_of(found.frame["value"], record["notation"])
         known: Array = found.ids.astype(np.int32)

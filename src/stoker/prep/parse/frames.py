@@ -29,6 +29,7 @@ from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
+    LETTERS,
     MIXED,
     PLAIN,
     SINGLE,
@@ -72,6 +73,7 @@ class Field:
     decimal: str = "."  # of texts that are read as float
     ids: bool = False  # floats are ids, so one that may have lost digits makes the line bad
     notation: str = field(default="", compare=False)  # how values are written (stoker.prep.parse.notation)
+    unmet: str = field(default="", compare=False)  # what the rule of the label compares, and no number is written as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +147,10 @@ def careful_value(kind: str, text: str) -> float | int | None:
     """Return the value of a text that Polars rejects or may misread; None if it is not of that type."""
     text = text.strip(_SPACE)
     if kind == "float" and _FLOAT.fullmatch(text):
-        value = float(text)
-        return value if np.isfinite(value) else None
+        return value if np.isfinite(value := float(text)) else None
     if kind == "int" and _INT.fullmatch(text):
-        number = int(text)
-        return number if -(2**63) <= number < 2**63 else None
-    if kind == "hex" and _HEX.fullmatch(text):
-        return int(text, 16)
-    return None
+        return number if -(2**63) <= (number := int(text)) < 2**63 else None
+    return int(text, 16) if kind == "hex" and _HEX.fullmatch(text) else None
 
 
 def cut_text(line: bytes) -> str:
@@ -319,11 +317,8 @@ def _from_floats(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Se
 def _note_lost_digits(item: Field, series: pl.Series, lost: pl.Series, wrong: dict[int, str]) -> None:
     """Note the floats that may have lost digits of an id in ``wrong``."""
     for row in lost.fill_null(False).arg_true().to_list():
-        wrong.setdefault(
-            row,
-            f"column {item.column}: the float {series[row]:.17g} may have lost digits of an id: "
-            "write texts or whole numbers",
-        )
+        text = f"{series[row]:.17g} may have lost digits of an id: write texts or whole numbers"
+        wrong.setdefault(row, f"column {item.column}: the float {text}")
 
 
 def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -331,6 +326,11 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
     notation = item.notation.removeprefix(TYPED)
+    if item.unmet and series.count() and (series.dtype != pl.Boolean or notation != LETTERS):
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.unmet!r}, "
+            "which is written as no such value. To compare numbers, write a number without quotes."
+        )
     if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):
         return written(text_of_decimals(series), notation)
     if not series.dtype.is_float():
@@ -356,11 +356,9 @@ def _moments_as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> 
         )
     texts = written(text_of_moments(series), item.notation)
     if is_moment(item.notation):
+        why = f"cannot be written like the texts of the dataset ({item.notation}): convert it to text as in the log"
         for row in (~fits_moment(texts, item.notation)).fill_null(False).arg_true().to_list():
-            wrong.setdefault(
-                row, f"column {item.column}: {texts[row]!r} cannot be written like the texts of the dataset "
-                f"({item.notation}): convert it to text as in the log",
-            )  # fmt: skip
+            wrong.setdefault(row, f"column {item.column}: {texts[row]!r} {why}")
     return texts
 
 

@@ -17,7 +17,7 @@ from stoker.prep.fit.dense import compact, ordered_floats, ordered_int
 from stoker.prep.parse.dictionaries import hashes_of, number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
-from stoker.prep.parse.notation import AS_TYPED, TYPED, VALUE, notation_of_operand, with_point, written
+from stoker.prep.parse.notation import AS_TYPED, PLAIN, TYPED, VALUE, notation_of_operand, with_point, written
 from stoker.prep.schema import RULE_KEYS, CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import Arrays
 
@@ -50,20 +50,17 @@ class Layout:
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
         rule = schema.label.parsed()
         operand = 0.0 if rule is None else rule[1]
-        needed, notation = schema.label.required, schema.notation_of(schema.label.column)
+        needed, notation, met = schema.label.required, schema.notation_of(schema.label.column), True
         if isinstance(operand, str) and notation != AS_TYPED:  # so that True of a table meets its text, and 2.5 2.50
-            notation, operand = notation_of_operand(operand)
+            notation, operand, met = notation_of_operand(operand)
         self._operand = operand
         self.label = Field(
             column=schema.label.column, kind="string" if isinstance(operand, str) else "float", required=needed,
-            optional=not needed, decimal=schema.source.decimal, notation=notation,
+            optional=not needed, decimal=schema.source.decimal, notation=notation, unmet="" if met else str(operand),
         )  # fmt: skip
-        self.dense = [
-            Field(
-                column=column.raw, kind="float", decimal=schema.source.decimal, notation=schema.notation_of(column.raw)
-            )
-            for column in self.columns
-        ]  # fmt: skip
+        decimal = schema.source.decimal
+        self.dense = [Field(column=column.raw, kind="float", decimal=decimal, notation=schema.notation_of(column.raw))
+                      for column in self.columns]  # fmt: skip
         self.feature_fields = [*map(self._ids_field, self.features)]
         self.time: Field | None = None
         if schema.timestamp is not None:
@@ -80,13 +77,8 @@ class Layout:
             self.group = Field(column=schema.group, kind="string", required=not schema.feature, notation=notation)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
         self.kept = [] if keys_only else [self._kept_field(name) for name in schema.keep]
-        everything = [
-            *[self.label] * bool(schema.label.column),
-            *self.dense,
-            *self.feature_fields,
-            *optional,
-            *self.kept,
-        ]
+        label = [self.label] * bool(schema.label.column)
+        everything = [*label, *self.dense, *self.feature_fields, *optional, *self.kept]
         self.fields: list[Field] = list(dict.fromkeys(everything))
 
     def _ids_field(self, column: CategoricalColumn) -> Field:
@@ -186,16 +178,15 @@ class Layout:
     def _encode(self, index: int, column: pl.Series, out: dict[str, Array]) -> tuple[Array, int]:
         """Return the codes of a feature, uint32, and the greatest possible code; put its dictionary into ``out``."""
         feature = self.features[index]
-        column = keys_of(column, feature)
+        column = keys_of(column, feature, self.schema)
         if feature.hash_buckets is not None:
             return bucket_ids(hashes_of(column), column.is_null().to_numpy(), feature), feature.hash_buckets
         if column.dtype == pl.String:
             codes, out[f"bytes.{index}"], ends = number_texts(column)
             out[f"ends.{index}"] = ends
             return codes, len(ends) - 1
-        codes, distinct = number_ints(column)
-        out[f"values.{index}"] = distinct
-        return codes, len(distinct)
+        codes, out[f"values.{index}"] = number_ints(column)
+        return codes, len(out[f"values.{index}"])
 
     def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
         if self.split is None:
@@ -247,10 +238,12 @@ def time_value(number: int, kind: str) -> int | float | str:
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
 
-def keys_of(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
+def keys_of(column: pl.Series, feature: CategoricalColumn, schema: Schema) -> pl.Series:
     """Return texts, and numbers as int64 of the same bits, after fill and modulo; null where missing."""
     if column.dtype == pl.String:
-        return column if feature.fill is None else column.fill_null(str(feature.fill))
+        column = column if feature.fill is None else column.fill_null(str(feature.fill))
+        same = schema.notation_of(feature.raw) == PLAIN or schema.notation_of("") == AS_TYPED
+        return column if feature.hash_buckets is None or same else written(column, PLAIN)  # a vocabulary has 2.50 so
     if feature.fill is not None:
         fill: Any = feature.fill
         value = int(fill, 16) if feature.type == "hex" and isinstance(fill, str) else fill
@@ -267,9 +260,7 @@ def bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> npt
     assert feature.hash_buckets is not None
     buckets = np.uint64(feature.hash_buckets)
     ids = (hashes % buckets).astype(np.uint32) + np.uint32(1)
-    own = 0
-    if feature.missing == "category":
-        own = int(text_hashes(pl.Series([""]), 0)[0] % buckets) + 1
+    own = int(text_hashes(pl.Series([""]), 0)[0] % buckets) + 1 if feature.missing == "category" else 0
     return np.where(missing, np.uint32(own), ids)
 
 

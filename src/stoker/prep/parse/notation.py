@@ -73,7 +73,6 @@ _MOMENT = (
 _MOST_DIGITS = 9  # of a fraction
 #: A number with a decimal comma, perhaps with points between groups of three digits.
 DECIMAL_COMMA = r"^\s*[+-]?([0-9]+|[0-9]{1,3}(\.[0-9]{3})+)(,[0-9]+)?\s*$"
-
 #: A number with commas between groups of three digits.
 THOUSANDS = r"^\s*[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?\s*$"
 
@@ -105,16 +104,19 @@ def notation_of_values(values: Collection[str]) -> str:
     return words or notation_of(pl.Series([*values], dtype=pl.String))
 
 
-def notation_of_operand(text: str) -> tuple[str, str]:
-    """Return how values are written that a rule compares with a text, and that text so.
+def notation_of_operand(text: str) -> tuple[str, str, bool]:
+    """Return how values are written that a rule compares with a text, that text so, and whether a number can meet it.
 
     A whole number or a truth value is met by its value. A text with a fraction may be a version: typed values have its
-    digits, and texts are as they are.
+    digits, and texts are as they are. No number is ``007`` or ``+1``.
     """
-    if re.fullmatch(r"-?\d+\.\d*[1-9]\d*", text):
-        return f"{TYPED}1.{len(text.partition('.')[2]) * '0'}", text
     value = str(written(pl.Series([text]), VALUE)[0])
-    return (VALUE, value) if re.fullmatch(r"-?\d+", value) else (notation_of_values([text]), text)
+    if re.fullmatch(r"-?(0|[1-9]\d*)", value):
+        return VALUE, value, True
+    fraction = re.fullmatch(r"-?\d+\.(\d*[1-9]\d*)", text)
+    notation = notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}"
+    number = text_of_floats(pl.Series([text]).cast(pl.Float64, strict=False))
+    return notation, text, written(number, notation.removeprefix(TYPED))[0] == text
 
 
 def _digits_of(decimals: pl.Series) -> str:
@@ -162,7 +164,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
-        bases = {WHOLE if each == PLAIN else each.partition("|")[0] for each in notations}
+        bases = {WHOLE if each.startswith(PLAIN) else each.partition("|")[0] for each in notations}
         less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (
             dict.fromkeys((LOWER, CAPITAL, UPPER), WHOLE) if WHOLE in bases else {}
         )
@@ -240,7 +242,7 @@ def written(texts: pl.Series, notation: str) -> pl.Series:
         odd = texts.str.contains(_MOMENT) & ~fits_moment(texts, notation)
         return _as_moments(texts, notation) if odd.any() else texts
     notation, _, way = notation.partition("|")
-    way = PYTHON if notation in (PLAIN, VALUE, _VERSIONS) and has_match(texts, CANDIDATE) else way
+    way = PYTHON if not way and notation in (PLAIN, VALUE, _VERSIONS) and has_match(texts, CANDIDATE) else way
     texts = in_way(texts, way) if way else texts
     rare, changes = _changes_to(notation)
     if not changes or not has_match(texts, rare):

@@ -126,9 +126,7 @@ def source_kind(path: Path, kind: str = "auto") -> str:
     """Return csv, parquet or jsonl: the ``kind`` of the schema, or for "auto" the kind by the file's name."""
     if path.suffix == FRAME:
         return "parquet"
-    if kind != "auto":
-        return kind
-    return _SUFFIXES.get(Path(plain_name(path)).suffix.lower(), "csv")
+    return kind if kind != "auto" else _SUFFIXES.get(Path(plain_name(path)).suffix.lower(), "csv")
 
 
 def plain_name(path: Path) -> str:

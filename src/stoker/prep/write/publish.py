@@ -35,7 +35,7 @@ from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
 from stoker.prep.parse.frames import common_types, parquet_rows, parquet_types
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
-from stoker.prep.parse.notation import PLAIN, TYPED, WHOLE, notation_of, twins_of
+from stoker.prep.parse.notation import MIXED, PLAIN, TYPED, WHOLE, notation_of, twins_of
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import is_packed, source_kind, text_edges
 from stoker.prep.recipe import Recipe
@@ -442,8 +442,9 @@ def _finish(
         manifest[NOTATION] = {"": PLAIN} if like is None else dict(like.notations)
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
         for name in _tables_of_numbers(task) if like is None else ():
-            if manifest[NOTATION].get(name) in ("", WHOLE) or manifest[NOTATION].get(name, "").startswith(TYPED):
-                manifest[NOTATION][name] = PLAIN
+            base, mark, way = manifest[NOTATION].get(name, MIXED).partition("|")
+            if base in ("", WHOLE) or base.startswith(TYPED):
+                manifest[NOTATION][name] = f"{PLAIN}{mark}{way}"
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
     if like is None and (twins := _feature_twins(schema, rows.fitted_tables)):

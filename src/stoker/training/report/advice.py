@@ -128,6 +128,7 @@ def _stalls(run: Record) -> Iterator[Advice]:
 
 def _tables(analysis: Record) -> Iterator[Advice]:
     costs = {each["name"]: each["bytes"] for each in analysis["tables"]}
+    compressed = {each["name"] for each in analysis["tables"] if each.get("compressed")}
     brings: dict[str, list[Record]] = {}
     for each in analysis["columns"]:
         brings.setdefault(each["table"], []).append(each)
@@ -142,9 +143,9 @@ def _tables(analysis: Record) -> Iterator[Advice]:
         and all(each["loss"] <= 2 * each["error"] <= most - each["loss"] for each in brings[name])
     ]  # fmt: skip
     if idle:
-        size = sum(costs[name] for name in idle)
+        size, trains = sum(costs[name] for name in idle), ", or tensor trains" if {*idle} - compressed else ""
         yield Advice(
-            f"Leave out {listed(idle)}, or make them smaller (min_count in the schema, or tensor trains)",
+            f"Leave out {listed(idle)}, or make them smaller (min_count in the schema{trains})",
             f"shuffling their ids raises the log loss by less than twice its error, and by less than {_SMALL:.0%}",
             f"{format_size(size)}, {size / total:.0%} of all tables",
         )

@@ -148,7 +148,7 @@ def _tables(model: RecModel, batch: Batch, data: Dataset) -> list[dict[str, Any]
         ids = torch.cat([batch.bags(f)[0] for f in mine])
         found.append({
             "name": table.name, "rows": table.num_embeddings, "dim": table.embedding_dim,
-            "bytes": stored(model, table),
+            "bytes": stored(model, table), "compressed": table.name in model.tensor_train,
             "lookups": len(ids) / len(batch), "distinct": len(ids.unique()) / max(1, len(ids)),
             "unknown": None if table.name in grown else share(held, mine),
             "unknown_train": share([*counts.keys() & {"train"}], mine),
@@ -275,6 +275,6 @@ def limits(device: torch.device, seconds: float = 0.1) -> dict[str, Any]:
 
     return {
         "name": torch.cuda.get_device_name(device) if cuda else f"{cpu_model()}, {cpu_count()} cores",
-        "operations": rate(lambda: timed(lambda: one @ one), 2.0 * 1024**3, seconds),
-        "row_bytes": rate(lambda: timed(lambda: table[index]), 64.0 * len(index), seconds),
+        "operations": rate("products", lambda: timed(lambda: one @ one), 2.0 * 1024**3, seconds),
+        "row_bytes": rate("reads of rows", lambda: timed(lambda: table[index]), 64.0 * len(index), seconds),
     }

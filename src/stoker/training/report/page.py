@@ -74,11 +74,13 @@ def read(directory: RunDirectory) -> dict[str, Any]:
     later = _baselines(config["dataset"], done.get("test") or {})
     losses = [each for each in lines if each["kind"] == "train"]
     valid = [each for each in lines if each["kind"] == "valid"]
+    best = None if done or (found := directory.best()) is None else int(found.name.removeprefix("step_"))
+    shown = next((each for each in valid if each["step"] == best), valid[-1] if valid else {})
     return {
         "path": str(directory.path), "name": directory.path.resolve().name, "dataset": str(config["dataset"]),
         "settings": settings, "metric": str(settings["metric"]), "k": settings["ranking_k"], "losses": losses,
         "valid_curve": valid, "done": done, "test": done.get("test") or {},
-        "valid": done.get("valid") or (valid[-1] if valid else {}),
+        "valid": done.get("valid") or shown, "of_step": done.get("best_step") or shown.get("step"),
         "baselines": later or (done.get("baselines") or {}).get("figures", {}),
         "samples": done.get("samples_per_second") or (losses[-1]["samples_per_second"] if losses else None),
         "updates": directory.updates(),
@@ -126,8 +128,8 @@ def _analysis(directory: RunDirectory, run: Mapping[str, Any], *, again: bool) -
 def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: str = "") -> str:
     """Return what the page shows."""
     parts = [
-        f"<h1>{escape(run['name'])}</h1><p>{escape(_about(run))}</p>", _tiles(run, analysis), _advice(run, analysis),
-        section("Curves", _curves(run)), section("Figures", _figures(run)),
+        f"<h1>{escape(run['name'])}</h1><p>{escape(_about(run, analysis))}</p>", _tiles(run, analysis),
+        _advice(run, analysis), section("Curves", _curves(run)), section("Figures", _figures(run)),
         section("Time and bytes of a step", _time(run, analysis)),
     ]  # fmt: skip
     if run["updates"]:
@@ -150,13 +152,17 @@ def body(run: Mapping[str, Any], analysis: Mapping[str, Any] | None, missing: st
     return "".join(parts)
 
 
-def _about(run: Mapping[str, Any]) -> str:
+def _about(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
     settings, when = run["settings"], next((each["time"] for each in run["losses"][-1:] if "time" in each), None)
     day = "" if when is None else time.strftime(", %Y-%m-%d %H:%M UTC", time.gmtime(when))
     state = "finished" if run["done"] else "not finished"
     if run["updates"]:
         state += f", updated {plural(len(run['updates']), 'time')} since"
-    return f"{settings['model']} on {run['dataset']}, {run['steps']:,} steps of {settings['batch_size']}, {state}{day}"
+    steps = {"figures": run["of_step"], "tables, calibration and slices": analysis and int(analysis["checkpoint"][5:])}
+    of = "".join(f"; {words} of step {step:,}" for words, step in steps.items() if step is not None)
+    return (
+        f"{settings['model']} on {run['dataset']}, {run['steps']:,} steps of {settings['batch_size']}, {state}{day}{of}"
+    )
 
 
 def _tiles(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
@@ -209,11 +215,9 @@ def _curves(run: Mapping[str, Any]) -> str:
     valid = [
         (each["epoch"], each["log_loss"]) for each in run["valid_curve"] if same and each.get("log_loss") is not None
     ]
-    drawn = [
-        chart({"training": loss, "validation": valid}, "loss by epoch"),
-        chart({"validation": pairs}, f"{words} by epoch"),
-        chart({"samples/s": rate}, "samples/s by epoch", least=0.0),
-    ]  # fmt: skip
+    drawn = [chart({"training": loss, "validation": valid}, "loss by epoch"),
+             chart({"validation": pairs}, f"{words} by epoch"),
+             chart({"samples/s": rate}, "samples/s by epoch", least=0.0)]  # fmt: skip
     return f'<div class="pair">{"".join(drawn)}</div>'
 
 
@@ -237,15 +241,10 @@ def _time(run: Mapping[str, Any], analysis: Mapping[str, Any] | None) -> str:
                 spent[name] = spent.get(name, 0.0) + size * seconds / total
     shown = []
     if steps:
-        shown.append(
-            bars(
-                {name: 1000 * value / steps for name, value in spent.items()},
-                "ms of a step, by stage and over all threads",
-            )
-        )
-        fetched = [
-            (each["epoch"], each["fetched_mib_per_step"]) for each in run["losses"] if "fetched_mib_per_step" in each
-        ]
+        each_step = {name: 1000 * value / steps for name, value in spent.items()}
+        shown.append(bars(each_step, "ms of a step, by stage and over all threads"))
+        moved = "fetched_mib_per_step"
+        fetched = [(each["epoch"], each[moved]) for each in run["losses"] if moved in each]
         hits = [(each["epoch"], 100 * each["hit_rate"]) for each in run["losses"] if "hit_rate" in each]
         shown += [
             chart({"fetched": fetched}, "MiB of rows fetched in a step", least=0.0),
