@@ -53,8 +53,8 @@ test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a
 # the package compiled. One process more than two cores, since tests wait for those that they start.
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
-# Numbers of programs and of kills: FIRST:LAST, the last excluded. CI runs the programs 0:250 and the kills 0:3, and
-# `make test` half of these. STOKER_EFFORT is the share of a whole campaign
+# Numbers of programs and of kills: FIRST:LAST, the last excluded. CI and `make test` run
+# the programs 0:125 and the kills 0:2. STOKER_EFFORT is the share of a whole campaign
 # (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50
@@ -96,7 +96,7 @@ docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and b
 
 # First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.
 LOWEST := .venv-lowest
-LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_EFFORT=0.25 STOKER_TURN=$(TURN) OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
+LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_TURN=$(TURN) OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
 LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
 
 lowest:  ## Train and test with the lowest versions that pyproject.toml allows

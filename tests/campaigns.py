@@ -1,8 +1,8 @@
 """How much of a campaign the tests do: random programs, kills, examples of a property.
 
-Tests give the numbers of a whole campaign. `make test` does an eighth of each, CI a quarter (``STOKER_EFFORT=0.25``);
-`make soak` and `make kills` do more. Tests marked `slow` take turns (``STOKER_TURN=3/8``: the fourth eighth of them):
-`make test` and CI run those of the commit, ``pytest`` alone all of them.
+Tests give the numbers of a whole campaign. `make test`, and CI, do an eighth of each, `make soak` and `make kills` more
+(``STOKER_EFFORT``). Tests marked `slow` take turns (``STOKER_TURN=3/8``: the fourth eighth of them): `make test` runs
+those of the commit, ``pytest`` alone all of them.
 """
 
 from __future__ import annotations

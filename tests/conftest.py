@@ -56,7 +56,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kinds["fast" if not slow else "slow" if in_turn(item.nodeid) else "later"].append(item)
     if kinds["later"]:
         config.hook.pytest_deselected(items=kinds["later"])
-    items[:] = kinds["slow"] + kinds["fast"]  # so that no slow one runs alone at the end
+    # Each process begins with its share of the slow ones, so that none of them runs alone at the end.
+    count = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = [item for part in range(count) for kind in ("slow", "fast") for item in share(kinds[kind], part, count)]
+
+
+def share(items: list[pytest.Item], part: int, count: int) -> list[pytest.Item]:
+    return items[len(items) * part // count : len(items) * (part + 1) // count]
 
 
 def pytest_collection_finish() -> None:

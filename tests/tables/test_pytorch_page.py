@@ -55,7 +55,7 @@ def test_each_line_of_the_page_names_tests_that_run(line: str, tests: dict[str, 
     assert named
     for name in named:
         assert name in tests, f"there is no {name}"
-        assert not re.search("skip|xfail|gpu|slow", tests[name])
+        assert not re.search("skip|xfail|gpu", tests[name])
 
 
 @pytest.mark.slow
