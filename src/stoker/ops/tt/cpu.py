@@ -55,11 +55,13 @@ def split_level(keys, count):
 
 
 @jit
-def order_level(digits, radix):
-    """Sort the nodes [P] by digit, stably: digits in order, the order, its inverse, distinct digits and starts."""
+def order_level(digits, radix, order):
+    """Sort the nodes [P] by digit, stably: digits in order, its inverse, distinct digits and starts; fill ``order``.
+
+    It is given if ``radix`` is 0.
+    """
     size = len(digits)
-    order = np.empty(size, np.int64)
-    if radix <= 16 * size + 1024:
+    if radix:
         place = np.zeros(radix + 1, np.int64)
         for digit in digits:
             place[digit + 1] += 1
@@ -68,8 +70,6 @@ def order_level(digits, radix):
         for i in range(size):
             order[place[digits[i]]] = i
             place[digits[i]] += 1
-    else:
-        order[:] = np.argsort(digits, kind="mergesort")
     ordered, by_prefix = np.empty(size, np.int64), np.empty(size, np.int64)
     distinct, start = np.empty(size, np.int64), np.empty(size + 1, np.int64)
     found = 0
@@ -80,7 +80,7 @@ def order_level(digits, radix):
             distinct[found], start[found] = ordered[i], i
             found += 1
     start[found] = size
-    return ordered, order, by_prefix, distinct[:found].copy(), start[: found + 1].copy()
+    return ordered, by_prefix, distinct[:found].copy(), start[: found + 1].copy()
 
 
 @jit
@@ -247,7 +247,17 @@ def split_keys(keys: Tensor, count: int) -> tuple[Tensor, ...]:
 
 def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
     """Return digits in order, the order, its inverse, the distinct digits and where each begins."""
-    return tuple(torch.from_numpy(part) for part in order_level(digits.contiguous().numpy(), radix))
+    return tuple(map(torch.from_numpy, _order(digits, radix)))
+
+
+def _order(digits: Tensor, radix: int) -> tuple[npt.NDArray[np.int64], ...]:
+    given = digits.contiguous().numpy()
+    if radix > 16 * len(given) + 1024:  # too many to count; in a kernel, this sort would take seconds to compile
+        radix, order = 0, np.argsort(given, kind="stable")
+    else:
+        order = np.empty(len(given), np.int64)
+    ordered, *rest = order_level(given, radix, order)
+    return ordered, order, *rest
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
@@ -295,7 +305,7 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
 
 def sum_taken(grad: Tensor, places: Tensor, count: int) -> Tensor:
     """Sum the gradients [L, D] of each of ``count`` rows in order of occurrence; each occurs in ``places`` [L]."""
-    _, order, _, _, start = order_level(places.contiguous().numpy(), count)
+    _, order, _, _, start = _order(places, count)
     summed = _arena.empty(count, grad.shape[1])
     sum_children.run(
         flat(grad.contiguous()), order, start, np.arange(count), grad.shape[1], flat(summed), _cursor(),
