@@ -1,7 +1,7 @@
 """How much of a campaign the tests do: random programs, kills, examples of a property.
 
 Tests give the numbers of a whole campaign. `make test`, and CI, do an eighth of each, `make soak` and `make kills` more
-(``STOKER_EFFORT``). Tests marked `slow` take turns (``STOKER_TURN=3/8``: the fourth eighth of them): `make test` runs
+(``STOKER_EFFORT``). Tests marked `slow` take turns (``STOKER_TURN=3/12``: the fourth twelfth of them): `make test` runs
 those of the commit, ``pytest`` alone all of them.
 """
 

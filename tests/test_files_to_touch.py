@@ -132,6 +132,7 @@ class Flat(RecModel):
 '''
 
 
+@pytest.mark.slow
 def test_a_model_is_one_file(folder: Path) -> None:
     (folder / "flat_of_tests.py").write_text(MODEL)
     import_model("flat_of_tests:Flat")

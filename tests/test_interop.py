@@ -82,6 +82,7 @@ def test_real_hugging_face_datasets(kind: str) -> None:
     assert back["price"][:] == expected
 
 
+@pytest.mark.slow
 def test_a_split_is_an_arrow_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.dataset.split._ARROW_ROWS", 64)
     data = stoker.prepare(SCHEMA, log())
@@ -194,6 +195,7 @@ def test_a_batch_takes_arrays() -> None:
     assert torch.equal(model(batch), model(same))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("placement", [stoker.Device(), stoker.Cached(fraction=0.5)], ids=["device", "cached"])
 def test_weights_alone_are_written_and_keep_the_state(placement: Any, dtype: Any) -> None:

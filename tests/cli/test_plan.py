@@ -125,6 +125,7 @@ def test_a_table_over_the_host_memory_gets_a_ram_tier_and_trains_to_the_same_byt
     assert written[0] == written[1] != {}
 
 
+@pytest.mark.slow
 def test_strategies_are_weighed_and_can_be_chosen(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
 ) -> None:

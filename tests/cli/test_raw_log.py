@@ -48,6 +48,7 @@ def refused(*arguments: str) -> str:
 TRAIN = ("train", "clicks.csv", "--out", "run", "--batch-size", "64", "--dim", "4", "--epochs", "1", "--no-tensorboard")
 
 
+@pytest.mark.slow
 def test_three_commands_from_a_log_to_scores(folder: Path) -> None:
     done = call(*TRAIN)
     assert done.exit_code == 0, done.output

@@ -21,6 +21,7 @@ def logs(tmp_path: Path) -> list[Path]:
     return paths
 
 
+@pytest.mark.slow
 def test_days_of_a_run(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     code, out, err = output(capsys, "update", run, *logs[:2])

@@ -101,6 +101,7 @@ def test_groups_of_several_shards_go_with_their_rows(tmp_path: Path) -> None:
     assert made.groups.tolist() == [numbers.setdefault(one, len(numbers)) for one in data.train.groups[order].tolist()]
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_dataset_is_shared(data: Dataset, tmp_path: Path) -> None:
     classified(data, tmp_path / "out")
     made = Dataset(tmp_path / "out")

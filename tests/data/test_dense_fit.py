@@ -120,6 +120,7 @@ def table(rows: int) -> tuple[Array, Array]:
     return raw, draw.random(rows) < np.linspace(0.9, 0.2, rows)
 
 
+@pytest.mark.slow
 def test_many_rows_in_uneven_parts() -> None:
     raw, train = table(30_000)  # several tiles a part
     expected = fitted(COLUMNS, raw, train)

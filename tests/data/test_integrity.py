@@ -208,6 +208,7 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("stoker.dataset.rows._IDS", request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [np.int32, np.int64])
 @pytest.mark.parametrize("value", [-1, 0, 1, -(2**31), 2**31 - 1], ids=["-1", "size", "size+1", "least", "most"])
 @pytest.mark.parametrize("sequence", [False, True])

@@ -163,6 +163,7 @@ def test_however_parts_and_shards_are_cut(
     assert digests(folder / "saved") == digests(folder / "lying")
 
 
+@pytest.mark.slow
 def test_training_on_it_is_training_on_files(tmp_path: Path) -> None:
     held, lying = both({}, table(tmp_path / "rows.parquet", 600), tmp_path / "lying")
     ours = stoker.train(held, out=tmp_path / "ours", **SMALL)

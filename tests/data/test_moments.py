@@ -293,6 +293,7 @@ def test_what_the_error_proposes_reads_the_column(tmp_path: Path, values: list[s
         assert None not in read(values, say.split('"')[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "frame"])
 def test_typed_files_are_asked_for_a_format_too(tmp_path: Path, kind: str) -> None:
     raw: Any = pl.DataFrame({"label": [0, 1], "row": [0, 1], "when": [None, 1_488_880_000]})
@@ -370,6 +371,7 @@ def test_formats_that_would_have_to_be_guessed_are_refused(tmp_path: Path, patte
     ]
 
 
+@pytest.mark.slow
 def test_features_and_datasets_like_another_read_times_by_the_same_rule(tmp_path: Path) -> None:
     texts = [
         "2017-03-07T10:15:00.5",

@@ -193,6 +193,7 @@ def test_the_draft_proposes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "uncomment [negatives] there" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", [False, True])
 def test_new_rows_to_evaluate_get_rows_of_label_0_too(tmp_path: Path, history: bool) -> None:
     data = prepared(tmp_path / "data", {**SCHEMA, **(HISTORY if history else {})})

@@ -58,6 +58,7 @@ def encoded(data: stoker.Dataset, rows: Any) -> list[list[Any]]:
     return [batch.dense.tolist(), batch.ids.tolist(), batch.offsets.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dotted", [False, True])
 def test_ids_of_any_type_are_those_of_the_log(tmp_path: Path, dotted: bool) -> None:
     """A log of whole numbers, or one that pandas wrote after a missing value; new rows in every type."""
@@ -191,6 +192,7 @@ def test_texts_are_left_alone_unless_whole_numbers_are_written_in_one_way() -> N
     assert text_of_floats(pl.Series([0.1, 7.0, 2.0**24], dtype=pl.Float32)).to_list() == ["0.1", "7", None]
 
 
+@pytest.mark.slow
 def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
     data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
     model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,))
@@ -202,6 +204,7 @@ def test_an_export_follows_the_notation_of_its_dataset(tmp_path: Path) -> None:
     assert stoker.Scorer(tmp_path / "out").score(floats).tobytes() == wanted.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["ms", "datetime"])
 def test_times_in_another_unit_are_refused(tmp_path: Path, unit: str) -> None:
     """By prepare and by a scorer: window features would be wrong without a word. A time is in no unit."""
@@ -277,6 +280,7 @@ def test_truth_values_are_found_where_two_columns_make_a_key(tmp_path: Path) -> 
     assert (wanted.ids > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [*WORDS, ("t", "f")])
 def test_vocabularies_of_0_1_0_tell_how_truth_values_are_written(tmp_path: Path, words: tuple[str, str]) -> None:
     rows = pl.DataFrame({"label": [0, 1, 1] * 20, "flag": [*words] * 30})
@@ -775,6 +779,7 @@ def test_a_log_of_days_and_of_times_has_one_id_for_each(tmp_path: Path, nested: 
             known(*pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zone", [None, "UTC", "Asia/Tokyo"])
 def test_a_timestamp_that_is_an_id_is_found_again(tmp_path: Path, zone: str | None) -> None:
     """Also where a feature reads it: then ids are texts of the moment, which has no zone."""
@@ -1046,6 +1051,7 @@ def test_a_rule_with_a_fraction_compares_texts_and_refuses_its_number_in_other_d
     assert set(labels_of(tmp_path / "one.csv")) == {float(met)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "column", [{"dense": [{"name": "stars"}]}, {"categorical": [{"name": "stars", "type": "float"}]}]
 )

@@ -93,6 +93,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_logs_frames_and_requests_agree(tmp_path: Path) -> None:
     draws = np.random.default_rng(0).integers(-1, 9, (200, 4)).tolist()
     rows = pl.DataFrame({

@@ -289,6 +289,7 @@ def test_the_bar_of_a_parquet_file_ends_full(tmp_path: Path, monkeypatch: pytest
     assert read[-1].done == read[-1].total == (tmp_path / "log.parquet").stat().st_size
 
 
+@pytest.mark.slow
 def test_large_tables_take_most_of_the_progress_of_counting(tmp_path: Path) -> None:
     seen = list[StageProgress]()
     raw = generated(tmp_path, "criteo", 3000)

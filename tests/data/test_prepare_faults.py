@@ -273,6 +273,7 @@ def test_a_single_line_may_end_with_a_carriage_return(tmp_path: Path) -> None:
     assert len(stoker.prepare(schema, tmp_path / "log.csv", out=tmp_path / "out").train) == 1
 
 
+@pytest.mark.slow
 def test_many_columns_that_are_not_there(tmp_path: Path) -> None:
     names = [f"column_{number:04}" for number in range(3_000)]
     raw = write(tmp_path / "log.csv", [",".join(names), ",".join(["1"] * 3_000)])
@@ -322,6 +323,7 @@ def test_threads_are_those_that_a_machine_can_use(tmp_path: Path, monkeypatch: p
         run_reorder(data, tmp_path / "ordered", threads=25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "reorder", "rebuilt", "memory"])
 def test_a_symbolic_link_to_a_dataset_remains_a_link(tmp_path: Path, kind: str) -> None:
     """What it points to is replaced: by a preparation, one that reorders, a reordering, and a dataset in memory."""

@@ -149,6 +149,7 @@ def test_a_copy_of_a_log_is_named(tmp_path: Path) -> None:
     assert said.startswith("log.csv has the size, the beginning and the end of copy.csv.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "pair"),
     [

@@ -167,6 +167,7 @@ def test_a_stray_quote_costs_its_own_line(tmp_path: Path, size: int, how: str) -
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 2**24])
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 @pytest.mark.parametrize("separator", [",", "::"])

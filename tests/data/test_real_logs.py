@@ -193,6 +193,7 @@ def test_rows_without_labels_are_scored_and_keep_their_names(tmp_path: Path) -> 
     assert table["label"].is_nan().fill_null(True).all()
 
 
+@pytest.mark.slow
 def test_impressions_of_a_second_week_are_scored_without_their_clicks(tmp_path: Path) -> None:
     weeks = real("ebnerd/train_behaviors.parquet", "ebnerd/validation_behaviors.parquet")
     first, second = (
@@ -251,6 +252,7 @@ def drafted(tmp_path: Path, file: Path) -> stoker.Schema:
     return stoker.Schema.from_dict(tomllib.loads((tmp_path / "draft.toml").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_a_draft_of_real_purchases(tmp_path: Path, log: Path) -> None:
     found = drafted(tmp_path, log)
     assert found.label.column == "cancelled"

@@ -105,6 +105,7 @@ def test_streamed_rows_can_be_cut_filtered_and_selected() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_avazu_presets(tmp_path: Path) -> None:
     files = generated(tmp_path, "avazu", 3_000, scale=0.01)
     fae = prepare(recipes.get("avazu"), files, out=tmp_path / "fae")
@@ -214,6 +215,7 @@ def test_trivago_pairs(tmp_path: Path) -> None:
     assert per_click["split"].max() == 1
 
 
+@pytest.mark.slow
 def test_movielens_takes_text_and_parquet_alike(tmp_path: Path) -> None:
     files = generated(tmp_path, "movielens", 4_000)
     text = prepare(recipes.get("movielens"), files, out=tmp_path / "text")

@@ -290,6 +290,7 @@ def test_a_changed_web_page_is_noticed(web: tuple[str, Path]) -> None:
     assert remote.fetch_file(f"{address}/a.csv") != first
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     address, folder = web
     local_days(folder)

@@ -186,6 +186,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset:
     )
 
 
+@pytest.mark.slow
 def test_examples_stay_and_their_ids_follow_the_order(data: Dataset, tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     report = run_reorder(data, tmp_path / "out", how=SMALL, tables=TABLES, progress=lambda *it: told.append(it))
@@ -299,6 +300,7 @@ def moved(model: stoker.DLRM, data: Dataset) -> stoker.DLRM:
     return made
 
 
+@pytest.mark.slow
 def test_a_model_with_its_rows_moved_trains_and_predicts_to_the_same_bits(
     pair: tuple[Dataset, Dataset], tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ lists = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(60))
 @given(schema=recipe_columns, name=texts, split=splits, source=sources, dense=denses, ids=ids, bag=lists, label=names)
 def test_any_schema_comes_back(

@@ -82,6 +82,7 @@ def _content(path: Path) -> bytes:
     return repr(pq.read_table(path).to_pydict()).encode() if path.suffix == ".parquet" else path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_call_with_a_seed_alone_writes_what_it_wrote_before_universes(recipe: str, tmp_path: Path) -> None:
     out, bad = _out(tmp_path, recipe), 0.02 if recipe in TEXT_RECIPES else 0.0
@@ -336,6 +337,7 @@ def test_rows_do_not_depend_on_the_pieces_they_are_made_in(start: int, sizes: li
     np.testing.assert_array_equal(np.concatenate(logits), whole.logits)
 
 
+@pytest.mark.slow
 def test_a_row_of_a_log_without_drift_does_not_depend_on_its_length() -> None:
     short, long = (
         source_of("criteo", Options(rows=rows, scale=0.01)).files[""][1](100, 200) for rows in (1_000, 10**9)

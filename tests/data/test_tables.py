@@ -206,6 +206,7 @@ def test_a_recipe_that_tells_its_files_by_name_wants_files() -> None:
         stoker.prepare("movielens", pl.DataFrame({"a": [1]}))
 
 
+@pytest.mark.slow
 def test_a_recipe_of_one_log_takes_a_table(tmp_path: Path) -> None:
     log = Path("data/online_retail/invoices.parquet")
     frame = pl.read_parquet(log).head(3000)

@@ -74,6 +74,7 @@ def test_tables_grow_past_their_first_room(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory through /proc, which is not here"
 )

@@ -155,6 +155,7 @@ def test_learned_features(
         assert column(made, "n") == counts
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(80), deadline=None)
 @given(
     ROWS, st.sampled_from([("u",), ("u", "i")]), st.sampled_from([None, "e"]), st.sampled_from([None, 1, 4, 2.5]),

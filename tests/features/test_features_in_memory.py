@@ -29,6 +29,7 @@ def drawn_rows(count: int) -> pl.DataFrame:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_rows_in_memory_teach_is_what_lazy_ones_do(tmp_path: Path) -> None:
     """Encodings, tables, sums by fold and saved files, bit for bit; keys that begin alike are numbered once."""
     rows, new = drawn_rows(6000), drawn_rows(9000)[3000:].with_columns(pl.col("u") + 3)
@@ -58,6 +59,7 @@ def test_what_rows_in_memory_teach_is_what_lazy_ones_do(tmp_path: Path) -> None:
     assert f.Fitted.load(tmp_path / "memory").apply(new).collect().equals(fitted.apply(new).collect())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 100, 10**6])
 def test_rows_in_memory_by_partitions(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     rows = drawn_rows(2000).with_columns(o=pl.Series(draw(2000, 50, 9)))

@@ -75,6 +75,7 @@ def test_rows_that_follow_have_the_values_of_one_log(count: int, cuts: list[int]
     assert stored.equals(after(feature, None, rows)[1]), "the state is that of one log, too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", LASTING, ids=lambda feature: f"{feature.name}-{feature.kind}")
 def test_a_state_is_small(feature: Past) -> None:
     """As many rows as the features look at and the moment that may go on, whatever the length of the log."""
@@ -273,6 +274,7 @@ def test_a_finished_dataset_of_another_history_is_not_taken(tmp_path: Path) -> N
         stoker.prepare(**given, history="ignore")
 
 
+@pytest.mark.slow
 def test_a_dataset_without_state_begins_anew_with_a_warning(tmp_path: Path) -> None:
     lines = lines_of(60, 9)
     old, new = write(tmp_path / "old.csv", lines[:30]), write(tmp_path / "new.csv", lines[30:])

@@ -204,6 +204,7 @@ def test_any_placement_writes_the_same_files(place: Path, placement: dict[str, A
         assert contents(place / "run/checkpoints" / name) == contents(other / "run/checkpoints" / name)
 
 
+@pytest.mark.slow
 def test_a_log_is_used_once(place: Path) -> None:
     run = place / "run"
     stoker.update(run, logs(place, 1))
@@ -237,6 +238,7 @@ def test_a_log_that_grew_is_refused(place: Path) -> None:
     assert stoker.update(place / "run", today).rows == 300
 
 
+@pytest.mark.slow
 def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
     run, [base] = place / "run", logs(place, 0)
     shutil.copy(base, place / "renamed.csv")
@@ -257,6 +259,7 @@ def test_a_log_of_the_dataset_of_the_run_is_left_out(place: Path) -> None:
     assert "was used by update 2" in stoker.update(run, logs(place, 2)).notes[0]
 
 
+@pytest.mark.slow
 def test_a_log_that_is_compressed_later_is_left_out(place: Path) -> None:
     """As tools that rotate logs do; likewise one that is unpacked, and one of the dataset of the run."""
     run, packed = place / "run", place / "packed"
@@ -380,6 +383,7 @@ def test_a_held_out_log_of_the_dataset_may_be_trained_on(tmp_path: Path) -> None
     assert stoker.update(tmp_path / "run", base, held_out=True).rows == 900
 
 
+@pytest.mark.slow
 def test_a_day_that_comes_too_late_is_noted(tmp_path: Path) -> None:
     write_days(tmp_path / "logs", 2)
     plain = schema(tmp_path).to_dict() | {"feature": [], "dense": [{"name": "price"}]}
@@ -404,6 +408,7 @@ def test_rows_of_the_last_moment_are_not_late(place: Path) -> None:
     assert stoker.update(place / "run", place / "now.csv").notes == []
 
 
+@pytest.mark.slow
 def test_rows_to_predict_go_on_from_the_last_update(place: Path) -> None:
     stoker.update(place / "run", logs(place, 1))
     out = place / "scores.parquet"
@@ -719,6 +724,7 @@ def test_a_follower_has_the_model_of_the_run(place: Path) -> None:
     check(2)
 
 
+@pytest.mark.slow
 def test_a_follower_goes_back_row_by_row(place: Path) -> None:
     """Where no table became larger, for which the model would be loaded anew."""
     run = place / "run"
@@ -753,6 +759,7 @@ def test_a_follower_keeps_its_model_if_an_update_is_damaged(place: Path) -> None
     assert follower.version.number == 0
 
 
+@pytest.mark.slow
 def test_segments_within_an_update_give_the_same_model(place: Path) -> None:
     shutil.copytree(place, place.with_name("other"))
     other = place.with_name("other") / "run"
@@ -786,6 +793,7 @@ def stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place / "run"
 
 
+@pytest.mark.slow
 def test_a_stopped_update_goes_on_from_its_segment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with the rows of new ids that no step has reached yet."""
     shutil.copytree(place, place.with_name("other"))
@@ -797,6 +805,7 @@ def test_a_stopped_update_goes_on_from_its_segment(place: Path, monkeypatch: pyt
     assert contents(run / "checkpoints") == contents(other / "checkpoints")
 
 
+@pytest.mark.slow
 def test_another_update_takes_nothing_of_a_stopped_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(place, place.with_name("other"))
     other = place.with_name("other") / "run"
@@ -886,6 +895,7 @@ def test_a_row_without_a_header_that_cannot_be_read_ends_a_watch(tmp_path: Path)
     assert next(watch(run, incoming, sleep=lambda _: None)).rows == 1
 
 
+@pytest.mark.slow
 def test_damaged_records_are_named(place: Path) -> None:
     run = place / "run"
     for number in (1, 2):
@@ -932,6 +942,7 @@ def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
     assert stoker.rollback(run, 0).name.startswith("step_")
 
 
+@pytest.mark.slow
 def test_a_follower_takes_back_an_update_whose_name_another_one_got(place: Path) -> None:
     """Between two polls the files of the update that the follower has were replaced."""
     run, few, many = place / "run", place / "few.csv", place / "many.csv"

@@ -284,6 +284,7 @@ def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) ->
         assert moved == seen
 
 
+@pytest.mark.slow
 def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -318,6 +318,7 @@ def least_bytes(rows: int, dim: int, rank: int, cores: int) -> int:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", [2, 3])
 @pytest.mark.parametrize(
     ("rows", "dim", "rank"),
@@ -328,6 +329,7 @@ def test_close_to_the_fewest_bytes_there_are(rows: int, dim: int, rank: int, cor
     assert shape.num_parameters <= 1.1 * least_bytes(rows, dim, rank, cores)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(120))
 @given(
     rows=st.one_of(st.integers(1, 50), st.integers(1, 10**10)),
@@ -393,6 +395,7 @@ def init_core(seed: int, name: str, shape: TTShape, place: int, scale: float) ->
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "scale"),
     [

@@ -210,6 +210,7 @@ def test_several_tables_in_a_file_keep_the_budget_with_their_index(strategy: str
         assert taken <= budget + len(behind) * 16 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_a_cache_fetches_no_more_than_a_pipeline_however_few_slots_there_are(in_flight: int):
     """Measured in the real residency, and so predicted: that is why the planner plans caches alone."""
@@ -408,6 +409,7 @@ def test_without_counts_a_warm_cache_is_predicted():
         assert expect(uses, 4000, lookahead=lookahead, in_flight=1).hit_rate == pytest.approx(seen, abs=0.02)
 
 
+@pytest.mark.slow
 def test_lookups_and_traffic_agree_with_a_replay(tmp_path):
     data, _ = stoker.synthetic.dataset(tmp_path / "d", rows=200_000, sizes=[30_000, 10_000, 100, 5], num_dense=1)
     found = stoker.replay(data, fraction=0.05, batch_size=512, strategies=["lookahead-64"], in_flight=2)

@@ -55,6 +55,7 @@ def test_equals_the_algorithm(ids, dim, clip, scale, seed):
     torch.testing.assert_close(tables.rows("t").double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_popular_row_may_move_further():
     table = TableConfig(name="t", num_embeddings=3, embedding_dim=2, init_scale=0.0)
     tables = EmbeddingTables([table], optimizer=SGD(lr=1.0, cow_clip=(1.0, 0.5)))

@@ -83,6 +83,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -376,6 +377,7 @@ def test_evaluation_changes_nothing():
     assert torch.equal(before, tables.rows("t"))
 
 
+@pytest.mark.slow
 def test_schedule_follows_the_number_of_updates():
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)],

@@ -342,6 +342,7 @@ def test_a_repeated_forward_finds_the_same_rows() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [Cached(slots=30), HostPipelined(slots=30)])
 def test_tables_that_are_frozen_in_turn_give_the_rows_of_their_ids_when_staged(placement: Any) -> None:
     """Freezing changes which raw ids of the batches ahead get rows."""

@@ -158,6 +158,7 @@ def test_fetches_and_stores_of_other_rows_run_at_once():
     home.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(scaled(30)))
 def test_an_interrupt_at_any_line_loses_no_row(seed):
     """Ctrl-C between two lines of a store or of cleaning: what was stored stays, and storing again works."""

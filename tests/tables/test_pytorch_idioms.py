@@ -196,6 +196,7 @@ def scaler() -> Iterator[torch.amp.GradScaler]:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_gradient_scaler_steps_rows_and_dense_part_alike(where: str, scaler: torch.amp.GradScaler) -> None:
     tables, bags = made(where), Bags()
     rows, optimizer = tables.as_optimizer(), torch.optim.SGD(bags.parameters(), lr=0.5)
@@ -401,6 +402,7 @@ def _look_up(tables: EmbeddingTables, said: Any) -> None:
         said.put(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [stoker.Cached(slots=8), stoker.Cached(slots=8, home="file"), stoker.HostPipelined(slots=8), stoker.Mapped()],
@@ -496,6 +498,7 @@ def test_a_model_may_move_between_backward_and_step(driven: bool) -> None:
     assert tables.tick == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the rows of EmbeddingTables remain")
 @pytest.mark.parametrize("change", [nn.Module.bfloat16, nn.Module.half, nn.Module.double])
 @pytest.mark.parametrize("place", ["before forward", "before backward", "between two backwards", "before step"])
@@ -694,6 +697,7 @@ def test_optimizers_that_step_less_often_than_the_rows_are_no_mistake() -> None:
     assert tables.tick == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["each step", "in turn", "skipped"])
 @pytest.mark.parametrize("cleared", ["to none", "to zeros", ""])
 def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: str, cleared: str) -> None:
@@ -1083,6 +1087,7 @@ STEPS_OF_SEVERAL: dict[str, Callable[[Loop], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("loop", STEPS_OF_ONE)
@@ -1150,6 +1155,7 @@ CLEARED: dict[str, Callable[[torch.optim.Optimizer], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clear", [None, "to none", "to zeros"])
 @pytest.mark.parametrize("idle", [False, True], ids=["all step", "one is idle"])
 @pytest.mark.parametrize("head", [Recurrent, Tied])
@@ -1380,6 +1386,7 @@ def test_frozen_rows_stay() -> None:
         tables.freeze("nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driven", [False, True])
 def test_rows_that_are_frozen_before_their_backward_stay(driven: bool, where: str) -> None:
     tables, bags = made(where), Bags()
@@ -1642,6 +1649,7 @@ def test_rows_whose_gradient_is_zero_step_as_by_themselves() -> None:
         assert not torch.equal(driven.rows("t"), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints(where: str, reentrant: bool) -> None:
     tables, bags = made(where), Bags()
@@ -1900,6 +1908,7 @@ def run(tables: EmbeddingTables, stream: Any, steps: Iterator[int] | None = None
         loss_of(tables(ids), step).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_evaluation_inside_a_staged_loop(where: str, background: bool) -> None:
     """Staged itself, over the same tables."""
@@ -1978,6 +1987,7 @@ def test_a_staged_lookup_uses_the_weights_and_offsets_it_is_given(where: str) ->
     assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["torch", "numpy", "another tensor"])
 def test_ids_changed_after_staging_are_looked_up_as_they_are(where: str, through: str) -> None:
     tables, plain = made(where), made()

@@ -106,6 +106,7 @@ def test_a_graph_that_is_kept_gives_a_second_gradient(model: Model) -> None:
     assert model.tables.tick == 3
 
 
+@pytest.mark.slow
 def test_float16_with_a_scaler_and_clipping(model: Model) -> None:
     plain = copy.deepcopy(model)
     rows, dense = model.tables.as_optimizer(), torch.optim.SGD(model.head.parameters(), lr=0.5)
@@ -152,6 +153,7 @@ def test_a_closure_that_calls_backward_many_times_is_refused() -> None:
     rows.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_optimizers_over_all_parameters_leave_rows_alone(model: Model, kind: Any) -> None:
     alone = copy.deepcopy(model)
@@ -189,6 +191,7 @@ def test_inference_mode(model: Model) -> None:
     assert torch.equal(model.rows(), plain.rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_that_are_asked_for_move_no_rows(compiled: bool) -> None:
     model = Model("cached")

@@ -190,6 +190,7 @@ def test_a_store_that_fails_is_named_and_loses_no_row(monkeypatch):
     home.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(scaled(30)))
 def test_an_interrupt_at_any_line_loses_no_row(seed):
     """Ctrl-C between two lines of a fetch or a store: what was stored stays, and storing again works."""

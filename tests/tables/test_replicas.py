@@ -145,6 +145,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_replicas_hold_the_rows_of_one_process(ranks: list[dict[Any, Any]], case: Any) -> None:
     placement, optimizer, jagged, even = case

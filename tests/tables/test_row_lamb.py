@@ -64,6 +64,7 @@ def test_the_norm_of_a_table_is_that_of_rows_that_were_replaced():
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize(("decay", "bounds"), [(0.0, (0.0, None)), (0.1, (0.0, None)), (0.01, (0.9, 1.1))])
 def test_with_every_row_touched_it_is_the_algorithm_on_a_layer(backend, decay, bounds):
@@ -237,6 +238,7 @@ def test_a_bad_id_that_a_device_found_late_stops_the_update(monkeypatch):
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["backward", "step"])  # the step of ranks, in blocks
 def test_a_step_that_fails_halfway_forgets_the_norms(how, monkeypatch):
     """Rows have moved, so sums of squares of before are wrong."""

@@ -64,6 +64,7 @@ def padded(batch: Batch, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("user", [{}, {"pooling": "mean"}], ids=["one group", "two groups"])
@@ -149,6 +150,7 @@ def test_one_id_a_bag_and_per_sample_weights():
     torch.testing.assert_close(weights.grad, rows[ids].sum(2))
 
 
+@pytest.mark.slow
 def test_positions_and_mixed_widths():
     tables = make(user={})
     assert tables.steps == {"seen": 5, "bought": 2}

@@ -79,6 +79,7 @@ def make(request):
     return STORAGES[request.param]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "dim"), [(1, 1), (7, 3), (1000, 16)])
 def test_rows_read_back_as_written_with_their_state(make, count, dim, dtype):

@@ -190,6 +190,7 @@ def test_divided_tables_of_any_number_of_ranks_are_those_of_one_process(
     assert sum(rows for *_, rows in found) == 53, "no row is on two ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [optim.Adam(lr=0.1), optim.LAMB(lr=0.1)])
 @pytest.mark.parametrize("how", ["backward", "optimizer"])
 def test_cores_of_a_tensor_train_step_as_in_one_process(rule: Any, how: str) -> None:

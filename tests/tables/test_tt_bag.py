@@ -120,6 +120,7 @@ def test_bags_of_one_length(mode, padding):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences():
     bag = make(dtype=torch.float64)
     ids, offsets = torch.tensor([1, 1, 56, 20, 3, 0]), torch.tensor([0, 2, 2, 5])

@@ -203,6 +203,7 @@ def test_merit_orders_evaluations() -> None:
         assert merit(undefined, "auc") == -float("inf")
 
 
+@pytest.mark.slow
 def test_a_lost_best_checkpoint_is_no_hurdle_for_the_rest_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_it_is_a_function_of_its_settings_wherever_rows_lie(data: stoker.Dataset
     assert placed.trials == finding.trials
 
 
+@pytest.mark.slow
 def test_generators_and_files_are_left_alone(data: stoker.Dataset, tmp_path: Path) -> None:
     before, there = torch.get_rng_state(), sorted(data.path.rglob("*"))
     find_lr(data, lr_steps=20, home_path=str(tmp_path / "home"), device_memory=HALF, **SETTINGS)

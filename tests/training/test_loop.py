@@ -73,6 +73,7 @@ def test_learns_and_leaves_a_run(data: Dataset, tmp_path: Path, model: str, back
     assert stoker.evaluate(result.model, data.test)["auc"] == result.test["auc"]
 
 
+@pytest.mark.slow
 def test_records_say_what_happened(data: Dataset, tmp_path: Path) -> None:
     stoker.train(
         data,
@@ -97,6 +98,7 @@ def test_records_say_what_happened(data: Dataset, tmp_path: Path) -> None:
     assert records(tmp_path / "run", "test")[0]["rows"] == 400
 
 
+@pytest.mark.slow
 def test_loss_in_the_records_is_the_mean_over_the_steps(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "a", log_every=1, steps=20, **SMALL)
     stoker.train(data, out=tmp_path / "b", log_every=5, steps=20, **SMALL)

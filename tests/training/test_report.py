@@ -210,6 +210,7 @@ def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
     assert shares["place"] == pytest.approx(1 / 3, abs=0.05)
 
 
+@pytest.mark.slow
 def test_settings_that_the_rows_decide_are_not_called_given(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "d", rows=1500, num_embeddings=(9,) * 16)  # wide: linear terms
     stoker.train(data, out=tmp_path / "run", steps=2, seed=3, embedding_dim=4, threads=1, display="quiet")

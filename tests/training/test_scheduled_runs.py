@@ -414,6 +414,7 @@ def test_rows_of_one_kind_only_never_swap(plain: Dataset, tmp_path: Path, hot: i
     assert not decisions(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_resident_run_that_ignored_its_strategy_is_verified_by_another(plain: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "hot"
     write_classified(plain, out, hot_rows=dict(zip(HOT, ROWS, strict=True)), profile_hash="b", profile={})  # all hot

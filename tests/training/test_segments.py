@@ -291,6 +291,7 @@ def test_torn_files_are_named(tmp_path: Path, name: str, how: str) -> None:
             reader(tmp_path / "segments" / "s3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["base", "s1", "s2"])
 def test_missing_segments_are_named(tmp_path: Path, name: str) -> None:
     run = chained(tmp_path)
@@ -299,6 +300,7 @@ def test_missing_segments_are_named(tmp_path: Path, name: str) -> None:
         stoker.load(run.paths[-1])
 
 
+@pytest.mark.slow
 def test_exchanged_and_rewritten_segments_are_named(tmp_path: Path) -> None:
     run = chained(tmp_path / "a")
     one, two = run.segments / "s1", run.segments / "s2"

@@ -26,6 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["memory", "file", None])
 def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> None:
     settings: dict[str, Any] = {} if home else {"device_memory": "all"}
