@@ -94,9 +94,8 @@ docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and b
 	@echo "build/site/index.html"
 
 # First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.
-# Without optimizations kernels compile in a sixth of the time, and compute the same.
 LOWEST := .venv-lowest
-LOWEST_PY := NUMBA_OPT=0 PYTHONDONTWRITEBYTECODE= STOKER_TURN=$(TURN) OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
+LOWEST_PY := PYTHONDONTWRITEBYTECODE= STOKER_TURN=$(TURN) OMP_WAIT_POLICY=passive PYTHONPATH=$(CURDIR)/src NUMBA_CACHE_DIR=$(CURDIR)/$(LOWEST)/kernels $(LOWEST)/bin/python
 LOWEST_PIP := $(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --only-binary :all:
 
 lowest:  ## Train and test with the lowest versions that pyproject.toml allows
