@@ -56,10 +56,7 @@ def split_level(keys, count):
 
 @jit
 def order_level(digits, radix, order):
-    """Sort the nodes [P] by digit, stably: digits in order, its inverse, distinct digits and starts; fill ``order``.
-
-    It is given if ``radix`` is 0.
-    """
+    """Sort the nodes [P] by digit, stably, into ``order``, unless radix is 0; also its inverse, and runs of digits."""
     size = len(digits)
     if radix:
         place = np.zeros(radix + 1, np.int64)
@@ -247,17 +244,11 @@ def split_keys(keys: Tensor, count: int) -> tuple[Tensor, ...]:
 
 def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
     """Return digits in order, the order, its inverse, the distinct digits and where each begins."""
-    return tuple(map(torch.from_numpy, _order(digits, radix)))
-
-
-def _order(digits: Tensor, radix: int) -> tuple[npt.NDArray[np.int64], ...]:
-    given = digits.contiguous().numpy()
+    given, order = digits.contiguous().numpy(), np.empty(len(digits), np.int64)
     if radix > 16 * len(given) + 1024:  # too many to count; in a kernel, this sort would take seconds to compile
         radix, order = 0, np.argsort(given, kind="stable")
-    else:
-        order = np.empty(len(given), np.int64)
     ordered, *rest = order_level(given, radix, order)
-    return ordered, order, *rest
+    return tuple(map(torch.from_numpy, (ordered, order, *rest)))
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
@@ -305,10 +296,10 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
 
 def sum_taken(grad: Tensor, places: Tensor, count: int) -> Tensor:
     """Sum the gradients [L, D] of each of ``count`` rows in order of occurrence; each occurs in ``places`` [L]."""
-    _, order, _, _, start = _order(places, count)
+    _, order, _, _, start = order_nodes(places, count)
     summed = _arena.empty(count, grad.shape[1])
     sum_children.run(
-        flat(grad.contiguous()), order, start, np.arange(count), grad.shape[1], flat(summed), _cursor(),
+        flat(grad.contiguous()), order.numpy(), start.numpy(), np.arange(count), grad.shape[1], flat(summed), _cursor(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return summed
