@@ -193,15 +193,12 @@ class Server:
     async def _json(self, request: web.Request, keys: Sequence[str]) -> dict[str, Any]:
         """Return the object in a body, which has some keys and no others."""
         try:
-            body = await self._body(request)
-            found = await self._read(parsed, body)
+            found = await self._read(_parsed, await self._body(request))
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict) or set(found) != set(keys):
             have = f"an object with {sorted(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
             raise RequestError(400, f"the body is {have}; expected an object with {', '.join(keys)}.")
-        if "k" in keys and re.search(rb'"k"\s*:\s*"', body):  # parsed() makes texts of numbers
-            found["k"] = json.dumps(json.loads(body, parse_int=lambda text: int(text[:20]))["k"])
         return found
 
     async def _score(self, request: web.Request) -> web.Response:
@@ -401,8 +398,18 @@ def _numbers(scores: ScoreArray) -> ScoreArray:
     return scores
 
 
+def _parsed(body: bytes) -> Any:
+    """Parse JSON; numbers become texts, but a text ``k`` keeps its quotes."""
+    found = parsed(body)
+    if isinstance(found, dict) and isinstance(found.get("k"), str) and re.search(rb'"k"\s*:\s*"', body):
+        k = json.loads(body, parse_int=float)["k"]
+        found["k"] = json.dumps(k) if isinstance(k, str) else found["k"]
+    return found
+
+
 def _count(found: Any) -> int:
-    text = found if isinstance(found, str) else json.dumps(found)
+    text = f"a {type(found).__name__}" if isinstance(found, dict | list) else found
+    text = text if isinstance(text, str) else json.dumps(text)
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or not 0 < int(text) <= 2**31:
         raise RequestError(400, f"k is {text[:20]}, and it must be a whole number above 0.")
     return int(text)
