@@ -193,7 +193,11 @@ class Server:
     async def _json(self, request: web.Request, keys: Sequence[str]) -> dict[str, Any]:
         """Return the object in a body, which has some keys and no others."""
         try:
-            found = await self._read(_parsed, await self._body(request))
+            body = await self._body(request)
+            found = await self._read(parsed, body)
+            if isinstance(found, dict) and "k" in keys and re.search(rb'"k"\s*:\s*"', body):
+                typed = await self._read(json.loads, body)  # parsed() makes texts of numbers
+                found |= {"k": json.dumps(typed["k"])} if isinstance(typed.get("k"), str) else {}
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict) or set(found) != set(keys):
@@ -392,19 +396,9 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
 def _numbers(scores: ScoreArray) -> ScoreArray:
     """Return scores that JSON can have."""
     if (odd := np.isnan(scores)).any():
-        raise RequestError(
-            422, f"row {odd.argmax()}: its score is not a number, as a value is too large for the model."
-        )
+        why = "its score is not a number, as a value is too large for the model"
+        raise RequestError(422, f"row {odd.argmax()}: {why}.")
     return scores
-
-
-def _parsed(body: bytes) -> Any:
-    """Parse JSON; numbers become texts, but a text ``k`` keeps its quotes."""
-    found = parsed(body)
-    if isinstance(found, dict) and isinstance(found.get("k"), str) and re.search(rb'"k"\s*:\s*"', body):
-        k = json.loads(body, parse_int=float)["k"]
-        found["k"] = json.dumps(k) if isinstance(k, str) else found["k"]
-    return found
 
 
 def _count(found: Any) -> int:
