@@ -505,6 +505,29 @@ def test_decimals_of_any_scale_are_the_texts_of_the_log(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ([0.0, 1.0, 2.5], ["0.00", "1.00", "2.50"]),  # few, with 0 and 1, are not only truth values
+        ([0.0, 1.0, 1e-7], ["-0.0", "1", "1e-07"]),
+        ([1e-5, 2.5, 7.25], ["1e-05", "2.50", "7.250"]),  # Polars writes 0.00001, Python 1e-05
+        ([Decimal("0.0000001"), Decimal("2.5000000"), Decimal("3.0000000")], ["1e-07", "2.50", "3.0"]),
+    ],
+)
+def test_numbers_of_a_table_have_one_id_however_they_are_written(numbers: list[Any], texts: list[str]) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "price": numbers * 20})
+    schema = stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "price"}]})
+    data = stoker.prepare(schema, rows, split="random:1,0")
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    new = rows.head(3).drop("label")
+    for asked in (new, new.cast(pl.Float64), pl.DataFrame({"price": texts})):
+        assert encoder.encode(asked).ids.tolist() == [[1], [2], [3]]
+        more = pl.concat([asked, pl.DataFrame({"price": ["99"]}).cast(asked.schema)])
+        assert encoder.encode(more).ids.tolist() == [[1], [2], [3], [0]]
+    again = stoker.prepare(None, rows, like=data)
+    assert next(iter(again.test.batches(3))).ids.tolist() == [[1], [2], [3]]
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path, known: bool) -> None:
     """Also in crosses, and beside a vocabulary, which has the texts as they are written."""
@@ -1128,7 +1151,7 @@ def test_a_table_that_says_nothing_leaves_the_notation_of_the_others(tmp_path: P
     values = {"label": "label", "timestamp": {"column": "when"}, "categorical": [{"name": "price"}],
               "derive": ["previous by=user order=when column=price"]}  # fmt: skip
     data = stoker.prepare(stoker.Schema.from_dict(values), rows, out=tmp_path / "data", split="random:1,0")
-    assert Like(data.path).schema.notation_of("price") == "plain value|"
+    assert Like(data.path).schema.notation_of("price") == "plain value|1e-6"
     rows.with_columns(pl.col("when") + 60).write_csv(tmp_path / "new.csv")
     [batch] = stoker.prepare(None, tmp_path / "new.csv", out=tmp_path / "new", like=data).test.batches(60)
     assert (batch.ids > 0).all()

@@ -728,6 +728,7 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
             ({"users": [{"user": 1}], "k": 3.0}, 400, "k is 3.0, and"),
             ({"users": [{"user": 1}], "k": True}, 400, "k is true, and"),
             ({"users": [{"user": 1, "k": "x"}], "k": 3}, 422, "does not know: 'k'"),
+            (b'{"users": [{}], "k": ' + b"[" * 980 + b"]" * 980 + b" " * 2**18 + b"}", 400, "k is a list, and"),
             ({"users": [{}], "k": 1}, 422, "the rows lack 'user'. They have: no columns; they need: user."),
             ({"users": [{"user": 1}] * 5, "k": 1}, 413, "4 users and 131,072 items are allowed"),
             ({"users": [{"age": 1}], "k": 1}, 422, "the rows lack 'user'"),

@@ -20,7 +20,7 @@ from stoker.prep.features.fitted import FittedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.parse.notation import AS_TYPED, MIXED, PLAIN, TYPED, agreed, notation_of, written
+from stoker.prep.parse.notation import AS_TYPED, BY_VALUE, MIXED, PLAIN, TYPED, agreed, notation_of, written
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.reorder import read_vocabulary
@@ -68,7 +68,7 @@ def notation_by_column(
             texts = table.get_column(name).unique()
             notation, before = notation_of(texts), agreed(found.get(name, set()))
             notation = "" if notation.startswith(TYPED) else notation  # a state changes too often to tell digits
-            fits = before and (before.startswith(PLAIN) or not notation) and written(texts, before).equals(texts)
+            fits = before and (before.startswith(BY_VALUE) or not notation) and written(texts, before).equals(texts)
             if not fits and (notation or texts.dtype == pl.String):  # 3 beside 2.5 fits
                 found.setdefault(name, set()).add(notation)
     known = {column: notation for column, names in found.items() if (notation := agreed(names))}

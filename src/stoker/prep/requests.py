@@ -37,7 +37,7 @@ from stoker.prep.parse.dictionaries import find_texts, hashes_of, spans_of, valu
 from stoker.prep.parse.frames import Block, Field, frame_block
 from stoker.prep.parse.json_lines import json_frame
 from stoker.prep.parse.layout import Layout, bucket_ids, keys_of
-from stoker.prep.parse.notation import NUMBERS, PLAIN, written
+from stoker.prep.parse.notation import BY_VALUE, NUMBERS, written
 from stoker.prep.rows.featured import RowsSink, raw_fields
 from stoker.prep.schema import CategoricalColumn, Schema
 from stoker.prep.stages.task import all_test, schema_after_features
@@ -344,7 +344,7 @@ class RowEncoder:
 
 def _as_given(item: Field, exact: Collection[str]) -> Field:
     """Return a field whose texts stay as they are given, if it is looked up in a vocabulary only."""
-    given = item.column not in exact and item.notation.rstrip("|") in (*NUMBERS, PLAIN)
+    given = item.column not in exact and item.notation.partition("|")[0] in (*NUMBERS, *BY_VALUE)
     return replace(item, notation="") if given else item
 
 

@@ -195,13 +195,14 @@ class Server:
         try:
             body = await self._body(request)
             found = await self._read(parsed, body)
+            if isinstance(found, dict) and "k" in keys and re.search(rb'"k"\s*:\s*"', body):
+                typed = await self._read(json.loads, body)  # parsed() makes texts of numbers
+                found |= {"k": json.dumps(typed["k"])} if isinstance(typed.get("k"), str) else {}
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
         if not isinstance(found, dict) or set(found) != set(keys):
             have = f"an object with {sorted(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
             raise RequestError(400, f"the body is {have}; expected an object with {', '.join(keys)}.")
-        if "k" in keys and re.search(rb'"k"\s*:\s*"', body):  # parsed() makes texts of numbers
-            found["k"] = json.dumps(json.loads(body, parse_int=lambda text: int(text[:20]))["k"])
         return found
 
     async def _score(self, request: web.Request) -> web.Response:
@@ -395,14 +396,14 @@ def _objects(found: Any, what: str) -> list[dict[str, Any]]:
 def _numbers(scores: ScoreArray) -> ScoreArray:
     """Return scores that JSON can have."""
     if (odd := np.isnan(scores)).any():
-        raise RequestError(
-            422, f"row {odd.argmax()}: its score is not a number, as a value is too large for the model."
-        )
+        why = "its score is not a number, as a value is too large for the model"
+        raise RequestError(422, f"row {odd.argmax()}: {why}.")
     return scores
 
 
 def _count(found: Any) -> int:
-    text = found if isinstance(found, str) else json.dumps(found)
+    text = f"a {type(found).__name__}" if isinstance(found, dict | list) else found
+    text = text if isinstance(text, str) else json.dumps(text)
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or not 0 < int(text) <= 2**31:
         raise RequestError(400, f"k is {text[:20]}, and it must be a whole number above 0.")
     return int(text)

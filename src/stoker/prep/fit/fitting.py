@@ -20,7 +20,7 @@ from stoker.prep.fit.split_rules import SplitAssigner, SplitFile, no_training_ro
 from stoker.prep.fit.vocabulary import TableBuilder, as_raw_ids, read_dictionary
 from stoker.prep.parse.dictionaries import hashes_of
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
-from stoker.prep.parse.notation import PLAIN, notation_of, twins_of
+from stoker.prep.parse.notation import BY_VALUE, notation_of, twins_of
 from stoker.prep.stages.parts import Arrays, LogPart, atomic_path, is_whole, write_part
 from stoker.prep.stages.task import StageProgress, Task
 from stoker.rewrite.reorder import write_vocabulary
@@ -96,7 +96,7 @@ class _TableStep:
             record = {"vocab": describe_file(self.vocabulary)}
             if first.type in ("string", "float"):
                 before = "" if self.like is None else self.like.notations.get(self.table, "")
-                record["notation"] = before if before.startswith(PLAIN) else notation_of(found.frame["value"])
+                record["notation"] = before if before.startswith(BY_VALUE) else notation_of(found.frame["value"])
             if first.type == "string" and self.like is None:
                 record["twins"] = twins_of(found.frame["value"], record["notation"])
         known: Array = found.ids.astype(np.int32)

@@ -15,7 +15,7 @@ from decimal import Decimal
 import numpy as np
 import polars as pl
 
-PYTHON = "1e-07"
+PYTHON, POLARS, DECIMAL = "1e-07", "1e-6", "0.0000001"
 EXPONENT = r"^-?[1-9](\.\d{1,20})?[eE][+-]\d{1,3}$|^-?[1-9]\.\d{1,20}E\d{1,3}$"  # 1e5 may be hexadecimal digits
 CANDIDATE = EXPONENT + r"|^-?0\.000\d{0,9}[1-9]\d{0,16}$"  # also a fraction that another program may write so
 _FEW = 1000  # texts of a request, for which Polars takes much longer than Python
@@ -49,8 +49,9 @@ WAYS = {
     PYTHON: _Way(low=-4, high=16),
     "1.0E-7": _Way(low=-3, high=7, large=r"|^-?[1-9]\d{7,14}(\.\d+)?$", mark="E", plus="", digits=1, zero=".0"),  # Java
     "1e-04": _Way(large=r"|^-?[1-9]\d{5,14}(\.0)?$"),  # R
-    "1e-6": _Way(low=-5, high=16, digits=1),  # Polars
+    POLARS: _Way(low=-5, high=16, digits=1),
     "1e-7": _Way(low=-6, high=21, digits=1),  # JavaScript
+    DECIMAL: _Way(low=-999, high=999),
 }
 
 

@@ -35,6 +35,7 @@ WHOLE, DOTTED, LOWER, CAPITAL, UPPER, LETTERS = "1", "1.0", "true", "True", "TRU
 PLAIN = "plain value"
 _VERSIONS = "versions"  # likewise, but 2.10 may be a version, which is not 2.1
 VALUE = "value"  # likewise, but true is 1
+BY_VALUE = (PLAIN, VALUE)
 MIXED = "mixed"  # of a column whose known texts agree on nothing
 TYPED = "typed "  # before a notation that only numbers with a type follow, as texts may be versions
 SINGLE = "0.1f"  # of floats: all known values are those of a Float32 column, such as 0.10000000149
@@ -86,11 +87,12 @@ def notation_of(texts: pl.Series) -> str:
     if texts.dtype == pl.Float64:
         return SINGLE if is_single(texts) else ""
     whole, dotted = (bool(texts.str.contains(pattern).any()) for pattern in (r"^-?\d+$", r"^-?\d+\.0$"))
-    few = set(texts) if len(texts) <= _FEW and not (whole and dotted) else set()
+    way = way_of(texts)
+    few = set(texts) if len(texts) <= _FEW and not (way or (whole and dotted)) else set()
     found = [name for name, words in _WORDS.items() if few & {*words} and (name != LETTERS or few == {*words})]
     if len(found) == 1 and (few >= {*_WORDS[found[0]]} if found[0] in _BOTH else not dotted):
         return found[0]
-    if (way := way_of(texts)) or whole or dotted:
+    if way or whole or dotted:
         return ("" if whole == dotted else WHOLE if whole else DOTTED) + (way and f"|{way}")
     if digits := _digits_of(texts.filter(texts.str.contains(r"^-?\d+\.\d+$"))):
         return digits
@@ -164,7 +166,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
 def agreed(notations: set[str]) -> str:
     """Return the one notation of several lists of texts of a column; "" if there is none."""
     if len(notations) > 1:
-        bases = {WHOLE if each.startswith(PLAIN) else each.partition("|")[0] for each in notations}
+        bases = {WHOLE if each.startswith(BY_VALUE) else each.partition("|")[0] for each in notations}
         less = {FLAGS: WHOLE, DOTTED_FLAGS: DOTTED} | (
             dict.fromkeys((LOWER, CAPITAL, UPPER), WHOLE) if WHOLE in bases else {}
         )

@@ -32,10 +32,11 @@ from stoker.prep.features.store import StoredTable, store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import number_groups
 from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
+from stoker.prep.parse.floats import DECIMAL, POLARS
 from stoker.prep.parse.frames import common_types, parquet_rows, parquet_types
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
-from stoker.prep.parse.notation import MIXED, PLAIN, TYPED, WHOLE, notation_of, twins_of
+from stoker.prep.parse.notation import FLAGS, MIXED, PLAIN, TYPED, VALUE, WHOLE, notation_of, twins_of
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import is_packed, source_kind, text_edges
 from stoker.prep.recipe import Recipe
@@ -441,10 +442,10 @@ def _finish(
     if like is None or NOTATION in like.data.manifest:
         manifest[NOTATION] = {"": PLAIN} if like is None else dict(like.notations)
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
-        for name in _tables_of_numbers(task) if like is None else ():
-            base, mark, way = manifest[NOTATION].get(name, MIXED).partition("|")
-            if base in ("", WHOLE) or base.startswith(TYPED):
-                manifest[NOTATION][name] = f"{PLAIN}{mark}{way}"
+        for name, way in _tables_of_numbers(task).items() if like is None else ():
+            base = manifest[NOTATION].get(name, MIXED).partition("|")[0]
+            if base in ("", WHOLE, FLAGS) or base.startswith(TYPED):
+                manifest[NOTATION][name] = f"{VALUE if base == FLAGS else PLAIN}|{way}"
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
     if like is None and (twins := _feature_twins(schema, rows.fitted_tables)):
@@ -455,14 +456,15 @@ def _finish(
     return manifest
 
 
-def _tables_of_numbers(task: Task) -> set[str]:
-    """Return the tables of texts that are numbers in all files, so that none is a version."""
+def _tables_of_numbers(task: Task) -> dict[str, str]:
+    """Return the tables of texts that are numbers in all files, so that none is a version -> how these are written."""
     kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
     types = [parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()]
     columns = [one for one in task.schema.features if one.type == "string"]
     given = [(one.table_name, each.get(one.raw, pl.String())) for one in columns for each in types]
     texts = {name for name, kind in given if not (own := getattr(kind, "inner", kind)).is_numeric() and own != pl.Null}
-    return {name for name, _ in given if task.recipe.derive is None} - texts
+    ways = {name: DECIMAL if isinstance(getattr(kind, "inner", kind), pl.Decimal) else POLARS for name, kind in given}
+    return {name: way for name, way in ways.items() if task.recipe.derive is None and name not in texts}
 
 
 def _sources(task: Task, rows: ReadRows) -> list[dict[str, Any]]:
