@@ -26,7 +26,7 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_080,
     "optim": 600,
-    "tables": 13_250,
+    "tables": 13_290,
     "models": 2_000,
     "placement": 2_770,
     "training": 11_060,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_340,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_050
+ALL_LINES = 66_090
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

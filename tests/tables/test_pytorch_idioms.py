@@ -12,6 +12,7 @@ import logging
 import math
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -724,18 +725,70 @@ def test_a_penalty_that_goes_backward_before_the_rows_is_no_step_of_theirs(how: 
     assert not cleared or tables.tick == 8
 
 
-def test_tables_that_are_gone_leave_nothing_on_parameters_of_other_models() -> None:
-    other = nn.Linear(2, 1)
-    idle = torch.optim.SGD(other.parameters(), lr=0.1)
+def test_tables_that_are_gone_leave_nothing_on_parameters() -> None:
+    """They put nothing on those of other models."""
+    other, head = nn.Linear(2, 1), nn.Linear(FEATURES * DIM, 1)
+    idle, optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (other, head))
     tables = made()
     for ids in batches(3):
-        tables(ids).sum().backward()
-    hooks = other.weight._backward_hooks
+        head(tables(ids).flatten(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not other.weight._backward_hooks
+    assert not other.bias._backward_hooks
+    hooks = [each for each in (head.weight._backward_hooks, head.bias._backward_hooks) if each]
     assert hooks
     del tables
     gc.collect()
-    assert not hooks
+    assert not any(hooks)
     idle.step()
+
+
+def test_a_model_that_another_thread_trains_is_left_alone() -> None:
+    """Its backwards, which run during those of the rows, are not counted, and nothing is put on its parameters."""
+    tables, other = made(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def backward_beside(_: Tensor) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: other(torch.ones(2)).sum().backward()).result()
+
+    for ids in batches(3):
+        out = tables(ids)
+        out.register_hook(backward_beside)
+        out.sum().backward()
+    assert not other.weight._backward_hooks
+    assert not other.bias._backward_hooks
+    assert other.bias.grad == 3
+    optimizer.step()
+
+
+@pytest.mark.parametrize("as_optimizer", [False, True])
+def test_models_that_threads_train_give_what_each_gives_alone(as_optimizer: bool) -> None:
+    def train(seed: int) -> list[Tensor]:
+        tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+        with torch.no_grad():
+            for each in head.parameters():
+                each.fill_(0.1 + seed)
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+        rows = [tables.as_optimizer()] if as_optimizer else []
+        for ids in batches(60, seed=seed):
+            head(tables(ids).flatten(1)).sum().backward()
+            if as_optimizer:
+                nn.utils.clip_grad_norm_([*head.parameters(), tables.handle], 1.0)
+            for each in (optimizer, *rows):
+                each.step()
+                each.zero_grad()
+        return [*tables.state_dict().values(), head.weight]
+
+    alone, interval = [train(seed) for seed in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for found, expected in zip(pool.map(train, range(4)), alone, strict=True):
+                assert all(map(torch.equal, found, expected))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_an_error_of_one_of_two_tables_leaves_no_count_behind() -> None:

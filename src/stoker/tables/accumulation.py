@@ -3,6 +3,8 @@
 An optimizer that steps once for several backwards moves its parameters by the sum of their gradients, but each of these
 backwards has moved the rows. A hook on a parameter sees whether its next gradient is added to one that is there. While
 an optimizer steps whenever the rows do, one of its parameters is watched. If a forward finds it behind, all are.
+An optimizer is watched once a backward of the rows has reached it, or it has stepped in their thread: another thread
+may be writing the gradients of others.
 """
 
 from __future__ import annotations
@@ -10,15 +12,33 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those of dense parameters that are known
+T = TypeVar("T")
+_lock = threading.Lock()
+
+
+class Shared(weakref.WeakSet[T]):
+    """A set that threads may change while another goes through it."""
+
+    def add(self, item: T) -> None:
+        with _lock:
+            super().add(item)
+
+    def __iter__(self) -> Iterator[T]:
+        with _lock:
+            return iter(list(super().__iter__()))
+
+
+optimizers: Shared[torch.optim.Optimizer] = Shared()  # those of dense parameters that are known
 #: references to classes of optimizers when these were last looked for, and how many were known
 _known: tuple[tuple[int, ...], int] = (), -1
 _arrivals = itertools.count()
@@ -61,7 +81,8 @@ class Accumulation:
     def __init__(self) -> None:
         self.steps = 0  # of the rows
         self.handle: Tensor | None = None  # which is no dense parameter
-        #: those when each optimizer last stepped
+        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that train beside the rows
+        #: steps of the rows when each optimizer last stepped
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._latest = 0  # those when an optimizer last stepped
         self._settled = -1  # those after which all known optimizers have stepped
@@ -73,9 +94,7 @@ class Accumulation:
         """Watch all parameters of optimizers that have not stepped since the rows did."""
         if self.steps == self._settled or self.steps < self._resumes:
             return
-        if self.steps - self._latest < 3:  # not in each step of rows that train alone
-            _find_optimizers()
-        for optimizer in list(_optimizers):
+        for optimizer in list(self.own):
             if self._stepped.get(optimizer, -1) < self.steps:
                 self._watch_all(optimizer, int(self.steps > 0))
 
@@ -95,10 +114,18 @@ class Accumulation:
 
     def end_backward(self, task: int) -> None:
         """Note what got a gradient in the backward ``task``, which reached the rows, or in one inside it."""
-        for optimizer, watched in list(self._watched.items()):
-            reached = [each for each in watched.values() if each.arrived >= task]
-            for each in reached or [each for each in self._watch_all(optimizer, 0) if _was_reached(each.parameter)]:
-                each.reached = True
+        if self.steps < self._resumes:
+            return
+        if self.steps - self._latest < 3:  # not in each step of rows that train alone
+            _find_optimizers()
+        for optimizer in optimizers:
+            if optimizer not in self.own and any(map(_was_reached, parameters_of(optimizer))):
+                self.own.add(optimizer)
+                self._watched[optimizer] = {}
+            if (watched := self._watched.get(optimizer)) is not None:
+                reached = [each for each in watched.values() if each.arrived >= task]
+                for each in reached or [each for each in self._watch_all(optimizer, 0) if _was_reached(each.parameter)]:
+                    each.reached = True
 
     def step_rows(self) -> None:
         """Count a step of the rows with all backwards since their last."""
@@ -118,10 +145,10 @@ class Accumulation:
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer; watch one of the parameters that took part in the last step of the rows."""
-        _optimizers.add(optimizer)
+        self.own.add(optimizer)
         alone = self._stepped.get(optimizer) == self.steps  # the rows have not stepped since its last step
         self._stepped[optimizer] = self._latest = self.steps
-        if all(self._stepped.get(each) == self.steps for each in _optimizers):
+        if all(self._stepped.get(each) == self.steps for each in optimizers):
             self._settled = self.steps
         if self.steps < self._resumes:
             return
@@ -139,7 +166,7 @@ class Accumulation:
 
     def forget(self, pause: int = 0) -> None:
         """Count the gradients that are there for none of the next steps, and watch none for ``pause`` steps."""
-        self._stepped.update(dict.fromkeys(_optimizers, self.steps))
+        self._stepped.update(dict.fromkeys(optimizers, self.steps))
         self._settled, self._resumes = self.steps, max(self._resumes, self.steps + pause)
         self._watched.clear()
 
@@ -171,7 +198,7 @@ def _find_optimizers() -> None:
     global _known
     kinds = _kinds(torch.optim.Optimizer)
     references = tuple(map(sys.getrefcount, kinds))  # each optimizer refers to its class
-    if (references, len(_optimizers)) != _known:  # one may have replaced another
+    if (references, len(optimizers)) != _known:  # one may have replaced another
         found = (each for each in gc.get_referrers(*kinds) if isinstance(each, torch.optim.Optimizer))
-        _optimizers.update(each for each in found if "param_groups" in vars(each) and not hasattr(each, "_row_steps"))
-        _known = references, len(_optimizers)
+        optimizers.update(each for each in found if "param_groups" in vars(each) and not hasattr(each, "_row_steps"))
+        _known = references, len(optimizers)

@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
-from stoker.tables.accumulation import Accumulation, parameters_of
+from stoker.tables.accumulation import Accumulation, Shared, optimizers, parameters_of
 
 #: The gradient of the handle is one of these vectors times the norm of the rows' gradient. Their norm is 1, so that
 #: norms are right, to the same bit; elements differ, so that clipping by value, which is refused, differs from clipping
@@ -49,7 +49,7 @@ _UNREAD = {
 }  # fmt: skip
 _ALONE = 256  # steps of one thread until gradients are watched again
 _WAITING = 256  # backwards with unused gradients before a warning
-_watched: weakref.WeakSet[RowStepper] = weakref.WeakSet()  # told when an optimizer steps
+_watched: Shared[RowStepper] = Shared()  # told when an optimizer steps
 _hook: Any = None
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
@@ -207,7 +207,8 @@ class RowStepper:
         trained = self.trained
         if trained is None or not gradients:
             return
-        self._accumulation.end_backward(task)
+        if self.checked and not self.deferred:
+            self._accumulation.end_backward(task)
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             if self.checked:
@@ -465,13 +466,14 @@ class RowStepper:
                         f"rows has, so a GradScaler divides the gradient of the rows twice: {_OTHERS}."
                     )
             return
-        self._check_mark()
-        if not closure:
-            self.check_count(optimizer)
+        if self._trains_with(optimizer):
+            self._check_mark()
+            if not closure:
+                self.check_count(optimizer)
 
     def check_count(self, optimizer: torch.optim.Optimizer, *, closure: bool = False) -> None:
         """Do :meth:`check_optimizer` for all backwards since it stepped, with those of a closure."""
-        if not self.checked or self.deferred or self.trained is None:
+        if not self.checked or self.deferred or self.trained is None or not self._trains_with(optimizer):
             return
         inside = self._accumulation.steps - self._steps_before
         if closure and inside > 1 and isinstance(optimizer, torch.optim.LBFGS):  # it looks for the best step
@@ -486,6 +488,10 @@ class RowStepper:
         if count > 1:
             raise self._once_for(optimizer, count)
         self._accumulation.step_optimizer(optimizer)
+
+    def _trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return False for an optimizer of another thread's model; that thread may be writing gradients now."""
+        return self._thread == threading.get_ident() or optimizer in self._accumulation.own
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
         return ConfigError(
@@ -547,6 +553,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if isinstance(optimizer, TableOptimizer):
         return
     closure = _closure(args, kwargs)
+    optimizers.add(optimizer)
     _check_all(lambda steps: steps.check_optimizer(optimizer, closure=closure))
 
 
@@ -563,7 +570,7 @@ def _closure(args: Any, kwargs: Any) -> bool:
 def _check_all(check: Callable[[RowStepper], None]) -> None:
     """Check all rows, so that none keeps a count of steps before an error; raise the first error."""
     errors: list[ConfigError] = []
-    for steps in list(_watched):
+    for steps in _watched:
         try:
             check(steps)
         except ConfigError as error:
@@ -586,7 +593,8 @@ def _refuse_other_norms() -> None:
     @_disable_dynamo
     def check(tensors: list[Tensor], norm_type: float) -> None:
         for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
-            if not any(steps.trained.handle.grad is each for each in tensors):
+            grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
+            if not any(grad is each for each in tensors):
                 continue
             if len(tensors) > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
                 raise ConfigError(
