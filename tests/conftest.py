@@ -58,7 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=kinds["later"])
     # Each process begins with its share of the slow ones, so that none of them runs alone at the end.
     count = getattr(config, "workerinput", {}).get("workercount", 1)
-    items[:] = [item for part in range(count) for kind in ("slow", "fast") for item in share(kinds[kind], part, count)]
+    chosen = [item for part in range(count) for kind in ("slow", "fast") for item in share(kinds[kind], part, count)]
+    # Ranks take seconds to start, so one process has all tests that share them. None takes tests from its beginning.
+    items[:] = sorted(chosen, key=lambda item: "workers" not in getattr(item, "fixturenames", ()))
 
 
 def share(items: list[pytest.Item], part: int, count: int) -> list[pytest.Item]:

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_python
+from safetensors.torch import load_file
 from small_runs import ROWS, SMALL, TENTH
 
 import stoker
@@ -141,3 +143,25 @@ def test_training_restores_the_allocator(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert lines("plain") == ["True False True True False"] * 2
     assert lines("given", MALLOC_MMAP_THRESHOLD_=str(2**24)) == ["True False True False False"] * 2
+
+
+def test_runs_in_threads_have_the_numbers_of_runs_one_by_one(data: stoker.Dataset, tmp_path: Path) -> None:
+    """Only the state of torch's generator, which they share, may differ."""
+
+    def train(name: str) -> Any:
+        place = {"device_memory": TENTH} if name.startswith("placed") else {}
+        result = stoker.train(data, out=tmp_path / name, **SMALL, **place, seed=int(name[-1]))
+        [last] = (tmp_path / name / "checkpoints").glob("step_*")
+        tensors = [(path.name, load_file(path)) for path in sorted(last.glob("*.safetensors"))]
+        return result.test, [
+            (file, key, each) for file, of in tensors for key, each in of.items() if "generator" not in key
+        ]
+
+    names = ["resident-0", "placed-1", "resident-2", "placed-3"]
+    alone = [train(name) for name in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        together = list(pool.map(train, [f"{name[:-2]}-together-{name[-1]}" for name in names]))
+    for (metrics, found), (expected, tensors) in zip(together, alone, strict=True):
+        assert metrics == expected
+        assert [each[:2] for each in found] == [each[:2] for each in tensors]
+        assert all(torch.equal(one[2], other[2]) for one, other in zip(found, tensors, strict=True))
