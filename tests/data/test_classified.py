@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import context, start_process
@@ -97,8 +97,8 @@ def test_groups_of_several_shards_go_with_their_rows(tmp_path: Path) -> None:
     order = np.concatenate([np.flatnonzero(hot), np.flatnonzero(~hot)])
     assert data.train.groups is not None
     assert made.groups is not None
-    numbers: dict[int, int] = {}
-    assert made.groups.tolist() == [numbers.setdefault(one, len(numbers)) for one in data.train.groups[order].tolist()]
+    places: dict[int, int] = {}
+    assert made.groups.tolist() == [places.setdefault(one, len(places)) for one in data.train.groups[order].tolist()]
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def classify_on_and_on(path: Path, out: Path, begun: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
-@pytest.mark.parametrize("number", range(scaled(6)))
+@pytest.mark.parametrize("number", numbers(6))
 def test_a_kill_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, number: int) -> None:
     data = make_dataset(tmp_path / "source", rows=3000, num_embeddings=SIZES, shard_rows=100)
     out, beside = tmp_path / "out", tmp_path / "out.tmp"

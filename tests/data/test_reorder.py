@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepared import digests, rows_of, vocabulary
@@ -479,7 +479,7 @@ def reorder_on_and_on(path: Path, out: Path, begun: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
-@pytest.mark.parametrize("number", range(scaled(4)))
+@pytest.mark.parametrize("number", numbers(4))
 def test_a_killed_reorder_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, number: int) -> None:
     data = make_dataset(tmp_path / "source", rows=3000, num_embeddings=(200, 90, 10), shard_rows=100)
     out, beside = tmp_path / "out", tmp_path / "out.tmp"

@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_featured_datasets import hash_tree
@@ -160,7 +160,7 @@ def test_values_of_a_dataset_are_those_of_loops(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "partition"), [(seed, (10**6, 16)[seed % 2]) for seed in range(scaled(32))])
+@pytest.mark.parametrize(("seed", "partition"), [(seed, (10**6, 16)[seed % 2]) for seed in numbers(32)])
 def test_new_rows_of_a_dataset_have_the_values_of_one_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, partition: int
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers
 from placed import difference, draw, placed_run, reconcile, resident_run
 
 import stoker
@@ -27,7 +27,7 @@ def small() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("seed", range(65, 65 + scaled(8)))
+@pytest.mark.parametrize("seed", [65 + number for number in numbers(8)])
 def test_a_compiled_program_equals_the_resident_one_that_is_not(seed: int) -> None:
     case = reconcile(replace(draw(seed, backend="reference"), compiled=True))
     found = difference(resident_run(replace(case, compiled=False)), placed_run(case))

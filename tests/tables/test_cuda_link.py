@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import simulated
 import torch
-from campaigns import scaled
+from campaigns import numbers
 from placed import Case, draw, placed_run, reconcile, resident_run, same
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, TableConfig, optim, stage
@@ -181,7 +181,7 @@ def simulated_job(link, slots):
     return _BufferedWriteback(0, places, link._take_off(places))
 
 
-@pytest.mark.parametrize("seed", range(scaled(20)))
+@pytest.mark.parametrize("seed", numbers(20))
 def test_rows_written_in_the_middle_of_training_are_those_that_it_goes_on_with(seed):
     tables, _ = behind_device(seed, buffers=2, buffer_bytes=300)
     resident, random = small(), np.random.default_rng(seed)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placed import draw, placed_run, resident_run, same
@@ -133,7 +133,7 @@ def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(scaled(40)))
+@pytest.mark.parametrize("seed", numbers(40))
 def test_wrong_hints_change_no_number(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
 

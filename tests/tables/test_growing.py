@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import EFFORT, scaled
+from campaigns import EFFORT, numbers, scaled
 from growing import Reference
 from placed import Pairs
 from ranked import on_threads
@@ -190,7 +190,7 @@ class Trial:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 def test_a_placement_and_a_stage_change_nothing(first: int, tmp_path: Path) -> None:
-    for seed in range(first, scaled(PROGRAMS), 4):
+    for seed in numbers(PROGRAMS)[first::4]:
         trial = Trial(seed, tmp_path)
         following = trial.train(0)
         trial.made = again(trial.case["random"], trial.made, tmp_path)

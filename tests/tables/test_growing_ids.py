@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from growing import Pool, Reference
 from numpy.random import Generator
 
@@ -154,7 +154,7 @@ def run(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(4))
 def test_rows_are_those_of_a_dictionary(first: int) -> None:
-    for seed in range(first, scaled(STREAMS), 4):
+    for seed in numbers(STREAMS)[first::4]:
         run(seed)
 
 

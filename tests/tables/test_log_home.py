@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -159,7 +159,7 @@ def test_fetches_and_stores_of_other_rows_run_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(scaled(30)))
+@pytest.mark.parametrize("seed", numbers(30))
 def test_an_interrupt_at_any_line_loses_no_row(seed):
     """Ctrl-C between two lines of a store or of cleaning: what was stored stays, and storing again works."""
     rng = np.random.default_rng(seed)

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from campaigns import scaled
+from campaigns import numbers, scaled
 
-SEEDS = scaled(800)
+SEEDS = numbers(800)
 PROCESSES = scaled(1)  # each imports and loads kernels, which takes longer than a thousand lookups
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PROCESSES))
 def test_malformed_lookups_are_refused_and_crash_nothing(part: int) -> None:
-    first, last = part * SEEDS // PROCESSES, (part + 1) * SEEDS // PROCESSES
+    first, last = (SEEDS.start + len(SEEDS) * each // PROCESSES for each in (part, part + 1))
     program = Path(__file__).parent / "malformed.py"
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", str(program), f"{first}:{last}"], capture_output=True, text=True,

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from campaigns import scaled
+from campaigns import numbers, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,7 +191,7 @@ def test_a_store_that_fails_is_named_and_loses_no_row(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(scaled(30)))
+@pytest.mark.parametrize("seed", numbers(30))
 def test_an_interrupt_at_any_line_loses_no_row(seed):
     """Ctrl-C between two lines of a fetch or a store: what was stored stays, and storing again works."""
     rng = np.random.default_rng(seed)

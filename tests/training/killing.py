@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from campaigns import scaled
+from campaigns import numbers
 from processes import context, start_process
 
 __all__ = ["EVENTS", "Ended", "Server", "kill_numbers"]
@@ -33,9 +33,9 @@ EVENTS = ("checkpoint", "rename", "staging", "writeback", "step")
 
 
 def kill_numbers(default: int) -> range:
-    """The kills to do: those of the environment's ``STOKER_KILLS=100:120``, or the first ones: in CI ``default``."""
+    """The kills to do: those of the environment's ``STOKER_KILLS=100:120``, or those of a campaign of ``default``."""
     first, _, last = os.environ.get("STOKER_KILLS", "all").partition(":")
-    return range(int(first), int(last)) if last else range(scaled(default))
+    return range(int(first), int(last)) if last else numbers(default)
 
 
 @dataclass(frozen=True)

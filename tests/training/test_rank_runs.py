@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from campaigns import EFFORT, scaled
+from campaigns import EFFORT, numbers
 from rank_workers import Warm, Workers
 from ranked import on_threads
 from small_runs import FILE, assert_same_run, files, records
@@ -92,7 +92,7 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         result = stoker.train(data, out=out, threads=1, **settings_of(model, number))
         return out, (result.step, result.best_step, result.valid, result.test)
 
-    for seed in range(scaled(240) if EFFORT >= 0.25 else scaled(120)):  # 60 in CI, 15 in `make test`
+    for seed in numbers(240 if EFFORT >= 0.25 else 120):  # 15 in CI
         draw = random.Random(seed)
         model, number = draw.choice(sorted(MODELS)), draw.randrange(len(ROWS))
         ranks, again = draw.randint(1, 4), draw.randint(1, 4)
@@ -304,7 +304,7 @@ def test_random_runs_of_tables_that_grow_are_those_of_one_process(
 ) -> None:
     room = {"device_memory": "8KiB"}  # in which the rows of a batch fit
     placed = {name: place | room if "device_memory" in place else place for name, place in PLACES.items()}
-    for seed in range(scaled(20)):
+    for seed in numbers(20):
         draw = random.Random(seed)
         model, number = draw.choice(["dlrm", "deepfm", "din"]), draw.choice([0, 1, 2, 3, 4])
         ranks, again = draw.randint(1, 4), draw.randint(1, 4)
