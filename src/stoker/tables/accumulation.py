@@ -30,6 +30,7 @@ class Shared(weakref.WeakSet[T]):
     """A set that threads may change while another goes through it."""
 
     def add(self, item: T) -> None:
+        """Add an item."""
         with _lock:
             super().add(item)
 
