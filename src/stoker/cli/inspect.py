@@ -69,7 +69,10 @@ def doctor(
 
     with Bars(quiet=as_json):
         found = examine(measure=measure)
-    print(json.dumps(found, indent=1)) if as_json else _show_machine(found)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show_machine(found)
     if not found["ok"]:
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def careful_value(kind: str, text: str) -> float | int | None:
     if kind == "float" and _FLOAT.fullmatch(text):
         return value if np.isfinite(value := float(text)) else None
     if kind == "int" and _INT.fullmatch(text):
-        return number if -(2**63) <= (number := int(text)) < 2**63 else None
+        number = Decimal(text)  # int() refuses thousands of digits
+        return int(number) if -(2**63) <= number < 2**63 else None
     return int(text, 16) if kind == "hex" and _HEX.fullmatch(text) else None
 
 
