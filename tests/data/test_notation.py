@@ -1004,6 +1004,7 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
      ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0]),
      ("== '1'", ["1.00", "0.00"], [1.0, 0.0]), ("== '1.0'", ["true", "false"], [True, False]),
      ("!= '0'", ["1.00", "-0.00"], [1.0, -0.0]), ("== '2.5'", ["2.5", "5.0"], [2.5, 5.0]),
+     ("== '2.55e+1'", ["25.50", "5.0"], [25.5, 5.0]), ("== '2.5E+1'", ["25.0", "2.5"], [25.0, 2.5]),
      *((rule, ["2.50", "5.00"], [2.5, 5.0]) for rule in ("!= '5'", "!= '5.000'"))],
 )  # fmt: skip
 def test_a_rule_of_the_label_meets_its_text_in_any_type(
@@ -1021,6 +1022,25 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
         assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+@pytest.mark.parametrize("rule", ["== '1e-5'", "== '1E-5'", "== '1.0E-5'", "== '1e-05'"])
+def test_a_rule_with_an_exponent_meets_its_number(rule: str) -> None:
+    """No version has one, so it is compared by its value, in texts too."""
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}]}
+    rows = pl.DataFrame({"label": ["0.00001", "3", "1e-05", "x", "1e-5", "1e-4"] * 10, "user": "u"})
+    for given in (rows["label"], pl.Series([1e-5, 3.0] * 30), pl.Series([Decimal("0.0000100"), Decimal(3)] * 30)):
+        data = stoker.prepare(stoker.Schema.from_dict(values), rows.with_columns(label=given), split="random:1,0")
+        [batch] = data.train.batches(60)
+        assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+@pytest.mark.parametrize("text", ["2.5", "7", "1.50", "1e-5", "yes", "T"])
+def test_a_rule_that_no_truth_value_meets_is_refused(text: str) -> None:
+    values = {"label": {"column": "label", "rule": f"== '{text}'"}, "categorical": [{"name": "user"}]}
+    rows = pl.DataFrame({"label": [True, False] * 30, "user": "u"})
+    with pytest.raises(stoker.DataError, match=r"column label holds Boolean, .* which is written as no such value"):
+        stoker.prepare(stoker.Schema.from_dict(values), rows, split="random:1,0")
 
 
 @pytest.mark.parametrize("text", ["007", "+1", ".5", "00.5", "0.000001", "click"])

@@ -30,11 +30,11 @@ from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
-    LETTERS,
     MIXED,
     PLAIN,
     SINGLE,
     TYPED,
+    can_meet,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -74,7 +74,7 @@ class Field:
     decimal: str = "."  # of texts that are read as float
     ids: bool = False  # floats are ids, so one that may have lost digits makes the line bad
     notation: str = field(default="", compare=False)  # how values are written (stoker.prep.parse.notation)
-    unmet: str = field(default="", compare=False)  # what the rule of the label compares, and no number is written as
+    compared: str = field(default="", compare=False)  # the text with which the rule of the label compares values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,9 +328,9 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
     notation = item.notation.removeprefix(TYPED)
-    if item.unmet and series.count() and (series.dtype != pl.Boolean or notation != LETTERS):
+    if item.compared and series.count() and not can_meet(series.dtype, item.compared, notation):
         raise DataError(
-            f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.unmet!r}, "
+            f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.compared!r}, "
             "which is written as no such value. To compare numbers, write a number without quotes."
         )
     if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):

@@ -106,19 +106,25 @@ def notation_of_values(values: Collection[str]) -> str:
     return words or notation_of(pl.Series([*values], dtype=pl.String))
 
 
-def notation_of_operand(text: str) -> tuple[str, str, bool]:
-    """Return how values are written that a rule compares with a text, that text so, and whether a number can meet it.
+def notation_of_operand(text: str) -> tuple[str, str]:
+    """Return how values are written that a rule compares with a text, and that text so.
 
-    A whole number or a truth value is met by its value. A text with a fraction may be a version: typed values have its
-    digits, and texts are as they are. No number is ``007`` or ``+1``.
+    A whole number, a number with an exponent or a truth value is met by its value. Another text with a fraction may be
+    a version: typed values have its digits, and texts are as they are.
     """
     value = str(written(pl.Series([text]), VALUE)[0])
-    if re.fullmatch(r"-?(0|[1-9]\d*)", value):
-        return VALUE, value, True
+    if re.fullmatch(r"-?(0|[1-9]\d*)", value) or re.search(EXPONENT, text):
+        return VALUE, value
     fraction = re.fullmatch(r"-?\d+\.(\d*[1-9]\d*)", text)
-    notation = notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}"
-    number = text_of_floats(pl.Series([text]).cast(pl.Float64, strict=False))
-    return notation, text, written(number, notation.removeprefix(TYPED))[0] == text
+    return notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}", text
+
+
+def can_meet(kind: pl.DataType, text: str, notation: str) -> bool:
+    """Return True if a number or truth value may be written as this text; no number is ``007`` or ``+1``."""
+    if kind == pl.Boolean:
+        return text in written(pl.Series(["true", "false"]), notation)
+    number = pl.Series([text]).cast(pl.Float64, strict=False)
+    return notation == VALUE or written(text_of_floats(number), notation)[0] == text
 
 
 def _digits_of(decimals: pl.Series) -> str:
