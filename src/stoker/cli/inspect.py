@@ -67,7 +67,7 @@ def doctor(
     """
     from stoker.cli.machine import examine
 
-    with Bars(quiet=as_json):
+    with Bars(quiet=as_json, at_once=True):
         found = examine(measure=measure)
     if as_json:
         print(json.dumps(found, indent=1))

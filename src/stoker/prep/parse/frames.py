@@ -30,7 +30,6 @@ from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
-    MIXED,
     PLAIN,
     SINGLE,
     TYPED,
@@ -333,7 +332,7 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
             f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.compared!r}, "
             "which is written as no such value. To compare numbers, write a number without quotes."
         )
-    if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):
+    if series.dtype.is_decimal() and notation != AS_TYPED:
         return written(text_of_decimals(series), notation)
     if not series.dtype.is_float():
         return written(series.cast(pl.String), notation)
@@ -387,11 +386,9 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     rows = ((odd | values.is_null()) & (text.len_bytes() > 0)).arg_true()
     if not len(rows):
         return values
-    found: list[Any] = []
-    for row, value in zip(rows.to_list(), series.gather(rows).to_list(), strict=True):
-        found.append(careful_value(item.kind, value))
-        if found[-1] is None:
-            wrong.setdefault(row, _reason(item, value))
+    found = [careful_value(item.kind, value) for value in series.gather(rows).to_list()]
+    for row in (row for row, value in zip(rows.to_list(), found, strict=True) if value is None):
+        wrong.setdefault(row, _reason(item, series[row]))
     return values.scatter(rows, pl.Series(found, dtype=_TYPES[item.kind]))
 
 

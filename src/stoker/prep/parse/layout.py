@@ -50,14 +50,14 @@ class Layout:
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
         rule = schema.label.parsed()
         operand = 0.0 if rule is None else rule[1]
-        needed, notation, compared = schema.label.required, schema.notation_of(schema.label.column), ""
+        needed, notation = schema.label.required, schema.notation_of(schema.label.column)
         if isinstance(operand, str) and notation != AS_TYPED:  # so that True of a table meets its text, and 2.5 2.50
             notation, operand = notation_of_operand(operand)
-            compared = operand
         self._operand = operand
         self.label = Field(
             column=schema.label.column, kind="string" if isinstance(operand, str) else "float", required=needed,
-            optional=not needed, decimal=schema.source.decimal, notation=notation, compared=compared,
+            optional=not needed, decimal=schema.source.decimal, notation=notation,
+            compared="" if notation == AS_TYPED else str(operand),
         )  # fmt: skip
         decimal = schema.source.decimal
         self.dense = [Field(column=column.raw, kind="float", decimal=decimal, notation=schema.notation_of(column.raw))

@@ -53,9 +53,10 @@ _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _TO_LOWER = ((_WORD_TRUE, "true"), (_WORD_FALSE, "false"))
 _TO_PLAIN = ((r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0"))
+_ZERO = r"^-(0(?:\.0+)?)$"
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     WHOLE: (r"\.0$", [_TO_WHOLE]),
-    _VERSIONS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
+    _VERSIONS: (rf"\.0$|{_ZERO}|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, (_ZERO, r"\1"), _TO_WHOLE]),
     PLAIN: (r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, *_TO_PLAIN]),
     VALUE: (r"\.\d*0$|^-0$|^[TtFf]", [(_WORD_TRUE, "1"), (_WORD_FALSE, "0"), *_TO_PLAIN]),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
@@ -152,9 +153,10 @@ def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:
 def twins_of(texts: pl.Series, notation: str) -> list[Any]:
     """Return how many values have several texts, such as 136 and 136.0, and two texts of one; [] if hardly any has."""
     texts = texts.drop_nulls()
+    zero = has_match(texts, _ZERO)  # -0.0 is 0.0, however few texts they are among
     if len(texts) <= _FEW and set(written(texts, _VERSIONS)) & {*_WORDS[LOWER]}:
         odd, values = texts, written(texts, LOWER)
-    elif notation and ("|" in notation or not has_match(texts, EXPONENT)):
+    elif not zero and notation and ("|" in notation or not has_match(texts, EXPONENT)):
         return []  # texts of one notation have none
     else:
         numbers = texts.filter(texts.str.contains(f"{_CHANGES[_VERSIONS][0]}|{CANDIDATE}"))
@@ -164,7 +166,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
     others = texts.filter(texts.is_in(values.implode()))
     pairs = pl.DataFrame({"text": pl.concat([odd, others]), "value": pl.concat([values, others])})
     pairs = pairs.unique(maintain_order=True).filter(pl.col("value").is_duplicated())
-    if (count := pairs["value"].n_unique()) * _HARDLY < max(len(texts), _HARDLY):
+    if not (count := len(pairs["value"].unique())) or (count * _HARDLY < len(texts) and not zero):
         return []
     return [count, *pairs.filter(pl.col("value") == pl.first("value"))["text"].head(2)]
 

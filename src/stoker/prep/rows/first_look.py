@@ -112,10 +112,10 @@ def check_notation(task: Task) -> None:
     )
 
 
-def with_one_time_notation(task: Task) -> Task:
-    """Return a task whose text columns have one notation of times, if some files have times and others texts or days.
+def with_one_notation(task: Task) -> Task:
+    """Return a task whose text columns have one notation, if some files have numbers or times and others texts or days.
 
-    Texts say how times are written. Without texts, a day is written as the time at which it begins.
+    Next to numbers no text is a version. Texts say how times are written; without them, a day is the time it begins at.
     """
     found: dict[str, str] = {}
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
@@ -125,6 +125,8 @@ def with_one_time_notation(task: Task) -> Task:
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
+            if task.recipe.derive is None and "text" in shapes and any(kind.is_numeric() for kind in own.values()):
+                found[name] = PLAIN
             if task.recipe.derive is not None or not any(kind.is_temporal() for kind in own.values()):
                 continue
             if len(shapes) > 1 and "text" in shapes:
