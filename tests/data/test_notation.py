@@ -1160,7 +1160,7 @@ def test_texts_beside_a_file_of_numbers_are_numbers(tmp_path: Path, kind: Any) -
     rows.with_columns(v=pl.Series(texts["a"] * 10)).write_csv(tmp_path / "day_1.csv")
     numbers = pl.Series([2.5, 5.0, 0.0, None, 0.001] * 10).cast(kind)
     rows.with_columns(pl.col("when") + 50, v=numbers).write_parquet(tmp_path / "day_2.parquet")
-    values = {"label": "label", "categorical": [{"name": "v"}, {"name": "u"}], "timestamp": "when",
+    values = {"label": "label", "categorical": [{"name": "v"}, {"name": "u"}], "timestamp": {"column": "when"},
               "derive": ["cross columns=v,u buckets=9973", "previous by=u order=when column=v name=old"]}  # fmt: skip
     logs = [tmp_path / "day_1.csv", tmp_path / "day_2.parquet"]
     data = stoker.prepare(stoker.Schema.from_dict(values), logs, out=tmp_path / "data", split="random:1,0")

@@ -257,8 +257,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequen
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     known = _converted(without_nulls(series, nulls, item.kind, item.decimal), item, wrong)
-    if item.kind == "float" and item.notation == SINGLE:
-        known = in_single(known)
+    known = in_single(known) if item.kind == "float" and item.notation == SINGLE else known
     return without_nulls(known, nulls, item.kind, item.decimal)
 
 
@@ -567,8 +566,7 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str], sep
                 f"{path}:1: the header gives the name {name!r} to columns {', '.join(places[:-1])} and {places[-1]}. "
                 "Rename all but one."
             )
-    missing = [name for name in wanted if name not in present]
-    if missing:
+    if missing := [name for name in wanted if name not in present]:
         advice = ""
         if separator is not None and len(missing) == len(wanted):
             if len(present) == 1:

@@ -16,17 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stoker.prep.parse.floats import (
-    CANDIDATE,
-    EXPONENT,
-    LOSSY,
-    PYTHON,
-    as_double,
-    has_match,
-    in_way,
-    is_single,
-    way_of,
-)
+from stoker.prep.parse.floats import CANDIDATE, EXPONENT, LOSSY, PYTHON, as_double, has_match, in_way, is_single, way_of
 
 #: of datasets of 0.1.0, in which a whole float is the text "136.0", and 0.1 of a Float32 column 0.10000000149
 AS_TYPED = "as typed"

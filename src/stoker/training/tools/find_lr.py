@@ -316,13 +316,13 @@ def _try(
     fixed = _Rising(low=factor, high=factor, steps=2)
     valid, epoch = data.splits.get("valid"), -(-len(data.train) // config.batch_size)
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
-    found: list[npt.NDArray[np.float64]] = []
+    found: list[Any] = []  # labels and scores after each epoch
     with throwaway(data, config, steps + more, *_schedules(fixed, which)) as (replica, batches):
         for step, batch in enumerate(islice(batches, steps), 1):
             diverged = not math.isfinite(float(replica.step(batch)))
             if valid and (diverged or step % epoch == 0 or step == steps):
                 predicted = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
-                found = [*([] if diverged else found), _log_loss(predicted.labels, predicted.scores)]
+                found = [*([] if diverged else found), (predicted.labels, predicted.scores)]
             if diverged:
                 break
             report()
@@ -332,11 +332,7 @@ def _try(
             for batch in islice(batches, more):
                 assert batch.labels is not None
                 pairs.append((batch.labels.clone(), replica.model.predict(batch)))
-            found = [_log_loss(*(torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True)))]
-    return min(found, key=lambda loss: float(loss.mean()))  # the best epoch, which a run keeps
-
-
-def _log_loss(labels: Any, scores: Any) -> npt.NDArray[np.float64]:
-    """Return the log loss of rows [n]; a model that diverged is wrong on all."""
-    right: npt.NDArray[np.float64] = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
-    return -np.log(np.maximum(np.nan_to_num(right), _LEAST))
+            found = [[torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True)]]
+    rights = (np.where(labels > 0.5, scores, 1 - scores).astype(np.float64) for labels, scores in found)
+    losses = [-np.log(np.maximum(np.nan_to_num(each), _LEAST)) for each in rights]  # diverged: wrong on all rows
+    return min(losses, key=lambda loss: float(loss.mean()))  # the best epoch, which a run keeps
