@@ -1180,6 +1180,31 @@ def test_texts_beside_a_file_of_numbers_are_numbers(tmp_path: Path, kind: Any) -
             assert (one.ids[4, :3] == found[9, :3]).all()
 
 
+def test_texts_beside_a_column_of_nulls_may_be_versions(tmp_path: Path) -> None:
+    """pandas writes numbers if all values of a day are missing."""
+    rows = pl.DataFrame({"label": [0, 1] * 20, "v": ["2.1", "2.10"] * 20})
+    rows.write_csv(tmp_path / "day_1.csv")
+    values = {"label": "label", "categorical": [{"name": "v"}]}
+    for missing in (None, float("nan")):
+        rows.with_columns(v=pl.lit(missing, pl.Float64)).write_parquet(tmp_path / "day_2.parquet")
+        data = stoker.prepare(stoker.Schema.from_dict(values), [tmp_path / "day_2.parquet", tmp_path / "day_1.csv"],
+                              out=tmp_path / "data", split="random:1,0", overwrite=True)  # fmt: skip
+        assert set(Like(data.path).vocabulary("v")["value"]) == {"2.1", "2.10"}
+
+
+def test_columns_of_one_table_have_one_notation(tmp_path: Path) -> None:
+    """Those of texts too, if one of them is numbers in a file: else new rows found the id of the other column."""
+    rows = pl.DataFrame({"label": [0, 1] * 20, "v": [2.5, 1.0] * 20, "w": ["2.50", "1"] * 20})
+    rows.write_parquet(tmp_path / "day_1.parquet")
+    rows.with_columns(v=pl.Series(["2.50", "1"] * 20)).write_csv(tmp_path / "day_2.csv")
+    values = {"label": "label", "categorical": [{"name": "v", "table": "t"}, {"name": "w", "table": "t"}]}
+    data = stoker.prepare(stoker.Schema.from_dict(values), [tmp_path / "day_1.parquet", tmp_path / "day_2.csv"],
+                          out=tmp_path / "data", split="random:1,0")  # fmt: skip
+    assert set(Like(data.path).vocabulary("t")["value"]) == {"2.5", "1"}
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(pl.DataFrame({"v": ["2.50"], "w": ["2.5"]}))
+    assert asked.ids.tolist() == [next(iter(data.train.batches(80))).ids[0].tolist()]
+
+
 def test_a_decimal_is_a_known_text_of_a_log_without_one_notation(tmp_path: Path) -> None:
     rows = pl.DataFrame({"label": [0, 1] * 30, "v": ["2.5", "7.25", "3.125"] * 20})
     data = stoker.prepare(stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "v"}]}), rows,
