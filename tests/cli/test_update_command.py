@@ -85,11 +85,20 @@ def test_a_watch_says_what_it_waits_for(
     assert code == 130
     assert f"waiting for new rows of {incoming}, checked every 3.5 s; Ctrl-C ends this" in err.replace("\n", "")
     assert "update 1: trained on 300 rows" in out
+    run = tmp_path / "run"
     for asked, words in (
-        (["--watch", incoming, "--poll", "-1"], "--poll is -1; it must be a number of seconds above 0"),
-        (["--watch", incoming, "--rate", "-1"], "--rate"),
-        (["--watch", tmp_path / "nowhere"], "nowhere is not a directory"),
-        (["--stream", "kafka://nowhere"], "error: "),
+        ([run, "--watch", incoming, "--poll", "-1"], "--poll is -1; it must be a number of seconds above 0"),
+        ([run, "--watch", incoming, "--rate", "-1"], "--rate"),
+        ([run, "--watch", tmp_path / "nowhere"], "nowhere is not a directory"),
+        ([run, "--stream", "kafka://nowhere"], "error: "),
+        ([tmp_path / "nowhere", "--watch", incoming], "nowhere is not a run directory: it has no config.json"),
+        ([tmp_path / "run-data", "--watch", incoming], "run-data is a dataset, not a run directory"),
     ):
-        code, _, err = output(capsys, "update", tmp_path / "run", *asked)
+        code, _, err = output(capsys, "update", *asked)
         assert (code, words in err.replace("\n", " "), "waiting for" in err) == (2, True, False), err
+    for path, words in (("run-data/manifest.json", "run-data"), ("run/report.json", "has not ended")):
+        (tmp_path / path).rename(tmp_path / "away")
+        (run / "head.json").unlink(missing_ok=True)  # as before the first update
+        code, _, err = output(capsys, "update", run, "--watch", incoming)
+        assert (code, words in err.replace("\n", " "), "waiting for" in err) == (2, True, False), err
+        (tmp_path / "away").rename(tmp_path / path)

@@ -87,6 +87,12 @@ def test_whole_numbers_are_those_of_int64(text: str) -> None:
         assert found == f"column a: {text!r} is not {what}"
 
 
+def test_a_number_of_thousands_of_digits_costs_its_line_only() -> None:
+    """Python refuses to convert more than 4,300."""
+    assert one("int", "9" * 5000) == f"column a: {'9' * 40!r} is not within 64 bits"
+    assert one("int", "-" + "0" * 5000 + "7") == -7
+
+
 @settings(max_examples=scaled(600), deadline=None)
 @given(st.one_of(st.text("0123456789abcdefABCDEF", max_size=18), st.text("09afAF+-xg_ ", max_size=4)))
 def test_hexadecimal_numbers_have_up_to_16_digits(text: str) -> None:

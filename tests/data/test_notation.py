@@ -1004,6 +1004,7 @@ def test_conditions_find_their_values_in_any_type(tmp_path: Path, words: tuple[s
      ("== '5.00'", ["5.00", "2.50"], [5.0, 2.5]), ("== '4'", ["4", "2"], [4.0, 2.0]),
      ("== '1'", ["1.00", "0.00"], [1.0, 0.0]), ("== '1.0'", ["true", "false"], [True, False]),
      ("!= '0'", ["1.00", "-0.00"], [1.0, -0.0]), ("== '2.5'", ["2.5", "5.0"], [2.5, 5.0]),
+     ("== '2.55e+1'", ["25.50", "5.0"], [25.5, 5.0]), ("== '2.5E+1'", ["25.0", "2.5"], [25.0, 2.5]),
      *((rule, ["2.50", "5.00"], [2.5, 5.0]) for rule in ("!= '5'", "!= '5.000'"))],
 )  # fmt: skip
 def test_a_rule_of_the_label_meets_its_text_in_any_type(
@@ -1021,6 +1022,25 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         data = stoker.prepare(schema, log, out=tmp_path / "data", split="random:1,0", overwrite=True)
         [batch] = data.train.batches(60)
         assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+@pytest.mark.parametrize("rule", ["== '1e-5'", "== '1E-5'", "== '1.0E-5'", "== '1e-05'"])
+def test_a_rule_with_an_exponent_meets_its_number(rule: str) -> None:
+    """No version has one, so it is compared by its value, in texts too."""
+    values = {"label": {"column": "label", "rule": rule}, "categorical": [{"name": "user"}]}
+    rows = pl.DataFrame({"label": ["0.00001", "3", "1e-05", "x", "1e-5", "1e-4"] * 10, "user": "u"})
+    for given in (rows["label"], pl.Series([1e-5, 3.0] * 30), pl.Series([Decimal("0.0000100"), Decimal(3)] * 30)):
+        data = stoker.prepare(stoker.Schema.from_dict(values), rows.with_columns(label=given), split="random:1,0")
+        [batch] = data.train.batches(60)
+        assert batch.labels.tolist() == [1.0, 0.0] * 30
+
+
+@pytest.mark.parametrize("text", ["2.5", "7", "1.50", "1e-5", "yes", "T"])
+def test_a_rule_that_no_truth_value_meets_is_refused(text: str) -> None:
+    values = {"label": {"column": "label", "rule": f"== '{text}'"}, "categorical": [{"name": "user"}]}
+    rows = pl.DataFrame({"label": [True, False] * 30, "user": "u"})
+    with pytest.raises(stoker.DataError, match=r"column label holds Boolean, .* which is written as no such value"):
+        stoker.prepare(stoker.Schema.from_dict(values), rows, split="random:1,0")
 
 
 @pytest.mark.parametrize("text", ["007", "+1", ".5", "00.5", "0.000001", "click"])
@@ -1100,6 +1120,100 @@ def test_a_condition_on_a_column_that_is_read_as_numbers_compares_numbers(
         for one in (batch, asked):
             assert one.dense[:, -2:].tolist() == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]] * 20
             assert one.ids[:, -1].tolist() == [1, 0, 0] * 20
+
+
+@pytest.mark.parametrize("column", [{"dense": [{"name": "v"}]}, {"categorical": [{"name": "v", "type": "float"}]}])
+def test_a_pattern_finds_whole_numbers_without_a_point(tmp_path: Path, column: dict[str, Any]) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "u": "u", "v": ["5", "-3", "2.5", "1" + "0" * 16, "", "nan"] * 10})
+    rows = rows.filter(rows["v"] != "nan")
+    rows.write_csv(tmp_path / "log.csv")
+    values = {"label": "label", **column, "categorical": [{"name": "u"}, *column.get("categorical", [])]}
+    values["derive"] = [r"match column=v pattern='^-?\d+$' name=whole", r"constrain column=v pattern='\d$' name=text",
+                        r"mask column=u where_column=v pattern='^\d$' name=one"]  # fmt: skip
+    typed = rows.with_columns(pl.col("v").cast(pl.Float64, strict=False))
+    nan = typed.with_columns(pl.col("v").fill_null(float("nan")))
+    for log in (tmp_path / "log.csv", typed, nan):
+        data = stoker.prepare(stoker.Schema.from_dict(values), log, out=tmp_path / "data", split="random:1,0",
+                              overwrite=True)  # fmt: skip
+        [batch] = data.train.batches(60)
+        like = Like(data.path)
+        asked = RowEncoder(FittedSchema.of(like)).encode(typed.drop("label"))
+        assert set(like.vocabulary("text")["value"]) == {"5", "-3", "2.5", "1e+16"}
+        for one in (batch, asked):
+            assert one.dense[:5, -1].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+            assert (one.ids[:5, -1] > 0).tolist() == [True, False, False, False, False]
+
+
+def test_crosses_take_minus_zero_for_zero() -> None:
+    values = {"label": "label", "dense": [{"name": "v"}], "categorical": [{"name": "u"}],
+              "derive": ["cross columns=v,u buckets=9973"]}  # fmt: skip
+    rows = pl.DataFrame({"label": [0, 1] * 30, "u": "u", "v": [0.0, -0.0, 1.5] * 20})
+    [batch] = stoker.prepare(stoker.Schema.from_dict(values), rows, split="random:1,0").train.batches(60)
+    assert batch.ids[0].tolist() == batch.ids[1].tolist() != batch.ids[2].tolist()
+
+
+@pytest.mark.parametrize("kind", [pl.Float64, pl.Float32, pl.Decimal(12, 4)])
+def test_texts_beside_a_file_of_numbers_are_numbers(tmp_path: Path, kind: Any) -> None:
+    """Two files that have 2.5 and 2.50 had two ids, crosses and window features of it, without a word."""
+    texts = {"a": ["2.50", "5.00", "-0.0", "v1", "1e-03"], "b": ["2.5", "5", "0", "v1", "0.001"]}
+    rows = pl.DataFrame({"label": [0, 1] * 25, "u": "u", "when": range(50)})
+    rows.with_columns(v=pl.Series(texts["a"] * 10)).write_csv(tmp_path / "day_1.csv")
+    numbers = pl.Series([2.5, 5.0, 0.0, None, 0.001] * 10).cast(kind)
+    rows.with_columns(pl.col("when") + 50, v=numbers).write_parquet(tmp_path / "day_2.parquet")
+    values = {"label": "label", "categorical": [{"name": "v"}, {"name": "u"}], "timestamp": {"column": "when"},
+              "derive": ["cross columns=v,u buckets=9973", "previous by=u order=when column=v name=old"]}  # fmt: skip
+    logs = [tmp_path / "day_1.csv", tmp_path / "day_2.parquet"]
+    data = stoker.prepare(stoker.Schema.from_dict(values), logs, out=tmp_path / "data", split="random:1,0")
+    found = next(iter(data.train.batches(100))).ids
+    assert len(found[:, 0].unique()) == 6, "with the missing value"
+    for rows_of in (slice(0, 3), slice(4, 5)):
+        assert (found[5:10, :3][rows_of] == found[60:65, :3][rows_of]).all()
+    assert "twins" not in data.manifest
+    like = Like(data.path)
+    encoder = RowEncoder(FittedSchema.of(like))
+    decimals = [Decimal(text) for text in ("2.50", "5.000", "-0", "7", "0.0010")]
+    for new in (texts["a"], texts["b"], [2.5, 5.0, 0.0, 7.0, 1e-3], decimals):
+        asked = pl.DataFrame({"v": new, "u": ["u"] * 5, "when": range(100, 105)})
+        again = next(iter(stoker.prepare(None, asked.with_columns(label=0), like=data).test.batches(5)))
+        for one in (encoder.encode(asked), again):
+            assert (one.ids[:3, :3] == found[5:8, :3]).all()
+            assert (one.ids[4, :3] == found[9, :3]).all()
+
+
+def test_texts_beside_a_column_of_nulls_may_be_versions(tmp_path: Path) -> None:
+    """pandas writes numbers if all values of a day are missing."""
+    rows = pl.DataFrame({"label": [0, 1] * 20, "v": ["2.1", "2.10"] * 20})
+    rows.write_csv(tmp_path / "day_1.csv")
+    values = {"label": "label", "categorical": [{"name": "v"}]}
+    for missing in (None, float("nan")):
+        rows.with_columns(v=pl.lit(missing, pl.Float64)).write_parquet(tmp_path / "day_2.parquet")
+        data = stoker.prepare(stoker.Schema.from_dict(values), [tmp_path / "day_2.parquet", tmp_path / "day_1.csv"],
+                              out=tmp_path / "data", split="random:1,0", overwrite=True)  # fmt: skip
+        assert set(Like(data.path).vocabulary("v")["value"]) == {"2.1", "2.10"}
+
+
+def test_columns_of_one_table_have_one_notation(tmp_path: Path) -> None:
+    """Those of texts too, if one of them is numbers in a file: else new rows found the id of the other column."""
+    rows = pl.DataFrame({"label": [0, 1] * 20, "v": [2.5, 1.0] * 20, "w": ["2.50", "1"] * 20})
+    rows.write_parquet(tmp_path / "day_1.parquet")
+    rows.with_columns(v=pl.Series(["2.50", "1"] * 20)).write_csv(tmp_path / "day_2.csv")
+    values = {"label": "label", "categorical": [{"name": "v", "table": "t"}, {"name": "w", "table": "t"}]}
+    data = stoker.prepare(stoker.Schema.from_dict(values), [tmp_path / "day_1.parquet", tmp_path / "day_2.csv"],
+                          out=tmp_path / "data", split="random:1,0")  # fmt: skip
+    assert set(Like(data.path).vocabulary("t")["value"]) == {"2.5", "1"}
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(pl.DataFrame({"v": ["2.50"], "w": ["2.5"]}))
+    assert asked.ids.tolist() == [next(iter(data.train.batches(80))).ids[0].tolist()]
+
+
+def test_a_decimal_is_a_known_text_of_a_log_without_one_notation(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 30, "v": ["2.5", "7.25", "3.125"] * 20})
+    data = stoker.prepare(stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "v"}]}), rows,
+                          out=tmp_path / "data", split="random:1,0")  # fmt: skip
+    [wanted] = data.train.batches(60)
+    decimals = rows.with_columns(pl.col("v").cast(pl.Decimal(12, 4)))
+    again = stoker.prepare(None, decimals, like=data)
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(decimals.drop("label"))
+    assert wanted.ids.tolist() == next(iter(again.test.batches(60))).ids.tolist() == asked.ids.tolist()
 
 
 def test_a_condition_that_no_number_of_the_log_meets_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Kafka:
                 )  # fmt: skip
 
     def close(self) -> None:
-        pass
+        self.settings = {}
 
 
 def send(kafka: Kafka, rows: list[dict[str, Any]], start: int) -> None:
@@ -130,6 +130,17 @@ def test_each_message_is_trained_on_once(
         main(["update", str(run), "--watch", "x", "--stream", url])
     said = " ".join(capsys.readouterr().err.split())
     assert "either logs, a directory with --watch, or a topic with --stream" in said
+
+
+def test_a_refused_setting_leaves_no_consumer_open(kafka: Kafka, tmp_path: Path) -> None:
+    make_daily_run(tmp_path / "run", days=1)
+    for wrong in ({"poll": -1.0}, {"rate": -1.0}, {"data": tmp_path / "nowhere"}):
+        with pytest.raises((ConfigError, DataError)):
+            stream(tmp_path / "run", "kafka://here:9092/clicks", **wrong)
+        assert not kafka.settings
+    results = stream(tmp_path / "run", "kafka://here:9092/clicks")
+    assert kafka.settings
+    results.close()
 
 
 def test_a_broker_of_librdkafka(tmp_path: Path) -> None:

@@ -725,6 +725,8 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
             ({"users": [], "k": 1}, 400, "users is not a list of one or more objects"),
             ({"users": [{"user": 1}], "k": int("9" * 999)}, 400, "k is 99999999999999999999, and it must be a whole"),
             ({"users": [{"user": 1}], "k": "3"}, 400, 'k is "3", and it must be a whole number above 0'),
+            (rb'{"users": [{"user": 1}], "\u006b": "3"}', 400, 'k is "3", and'),
+            (rb'{"users": [{"user": 1}], "\u006B" : "3", "k": 3}', 400, 'k is "3", and'),
             ({"users": [{"user": 1}], "k": 3.0}, 400, "k is 3.0, and"),
             ({"users": [{"user": 1}], "k": True}, 400, "k is true, and"),
             ({"users": [{"user": 1, "k": "x"}], "k": 3}, 422, "does not know: 'k'"),
@@ -736,6 +738,7 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
         ):
             found, answer = ask(server, "/retrieve", body)
             assert (found, cause in answer["error"]) == (status, True), answer
+        assert ask(server, "/retrieve", b'{"users": [{"user": 1}], "k": 3, "k": "x"}')[0] == 200, "the first k counts"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("stoker.serve.server._ITEMS", 7)
             found, answer = ask(server, "/retrieve", {"users": [{"user": 1}] * 4, "k": 2})

@@ -89,6 +89,21 @@ def test_what_is_suggested_is_no_worse_than_the_settings(
         assert found.suggestions, "rates a hundredth of the usual ones are beaten"
 
 
+@pytest.mark.slow
+def test_a_trial_counts_its_best_epoch_as_a_run_does(tmp_path: Path) -> None:
+    """Else rates that learn fast and then overfit lose by epochs that a run would not keep."""
+    data = make_dataset(tmp_path / "d", rows=1500, num_embeddings=ROWS)
+    given = {**SETTINGS, "batch_size": 16, "epochs": 3, "patience": 3, "metric": "log_loss"}
+    settings = {**given, "row_lr": 1.0, "dense_lr": 0.05}
+    found = find_lr(data, lr_steps=60, low=0.1, high=1000.0, **settings)
+    assert len(found.trials) == 3
+    for number, trial in enumerate(found.trials):
+        rates = found.rates(trial.factor)
+        result = stoker.train(data, out=tmp_path / str(number), display="quiet", **{**given, **rates})
+        assert result.step == found.trial_steps
+        assert result.valid["log_loss"] == pytest.approx(trial.loss, rel=1e-5)
+
+
 def test_only_what_is_surely_better_is_suggested() -> None:
     trials = [("settings", 1.0, 0.0, 0.0), ("steepest", 0.1, -0.03, 0.02), ("minimum / 10", 3.0, -0.03, 0.01)]
     found = made([1.0] * 20, trials=tuple(

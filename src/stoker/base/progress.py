@@ -79,14 +79,14 @@ def in_notebook() -> bool:
 
 
 class Bars:
-    """A bar for every stage that is still running after two seconds; call it with (what, done, total).
+    """A bar for every stage that is still running after two seconds, or ``at_once``; call it with (what, done, total).
 
     It also shows what :class:`Counted` counts within its block. If standard error is not a terminal, one line every 30
     seconds shows the time and the last stage that was reported.
     """
 
-    def __init__(self, *, quiet: bool, keep: bool = False) -> None:
-        self._quiet, self._keep, self._started = quiet, keep, time.monotonic()
+    def __init__(self, *, quiet: bool, keep: bool = False, at_once: bool = False) -> None:
+        self._quiet, self._keep, self._waits = quiet, keep, time.monotonic() + (0.0 if at_once else QUIET_SECONDS)
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._lines: threading.Thread | None = None
@@ -105,7 +105,7 @@ class Bars:
             return
         self._begun.setdefault(what, (time.monotonic(), done))
         self._line = (what, done, total, unit)
-        if self._lines is not None or time.monotonic() - self._started < QUIET_SECONDS:
+        if self._lines is not None or time.monotonic() < self._waits:
             return
         if self._bar is None and not self._start():
             return

@@ -67,9 +67,12 @@ def doctor(
     """
     from stoker.cli.machine import examine
 
-    with Bars(quiet=as_json):
+    with Bars(quiet=as_json, at_once=True):
         found = examine(measure=measure)
-    print(json.dumps(found, indent=1)) if as_json else _show_machine(found)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show_machine(found)
     if not found["ok"]:
         raise typer.Exit(1)
 

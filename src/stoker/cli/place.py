@@ -85,7 +85,7 @@ def plan(
         if allow_compression:
             raise ConfigError("--ranks does not go with --allow-compression. Plan tensor trains with --tt-rank.")
     part = config.replace(batch_size=max(1, config.batch_size // size), shards=max(1, config.shards // size))
-    with Bars(quiet=as_json):
+    with Bars(quiet=as_json, at_once=True):
         placement = place_run(config, data, config.make_row_optimizer(Constant()), size)
         assert placement is not None
         step = measure_step(part if size > 1 else config, data, placement)

@@ -11,17 +11,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.remote import url_of
 from stoker.base.units import format_count, plural, quoted
-from stoker.cli.options import (
-    DataArgument,
-    Json,
-    Plot,
-    check_new_files,
-    option,
-    printed,
-    say,
-    show_grids,
-    takes,
-)
+from stoker.cli.options import DataArgument, Json, Plot, check_new_files, option, printed, say, show_grids, takes
 from stoker.cli.prepare import is_log, prepare_log
 from stoker.cli.ranks import is_started, joined, launch, speaks
 from stoker.placement.budget import MemoryBudget

@@ -53,7 +53,11 @@ def stream(run: str | Path, url: str, *, poll: float = POLL, **settings: Any) ->
         DependencyError: confluent-kafka is not installed.
     """
     topic = _Topic(run, url)
-    return topic.closing(watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings))
+    try:
+        return topic.closing(watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings))
+    except BaseException:
+        topic.consumer.close()
+        raise
 
 
 class _Topic:

@@ -178,7 +178,7 @@ def prepare_rows(
     def progress(stage: StageProgress) -> None:
         show(f"new rows: {STAGE_WORDS[stage.stage]}", stage.done, stage.total)
 
-    like = _before(journal, order, asked)
+    like = dataset_before(journal, asked)
     config = TrainConfig.from_dict(journal.config["settings"])
     grow = not (asked.keep_ids or config.tensor_trains(like.schema))  # cores have no rows of their own
     report = run_prepare(
@@ -200,9 +200,9 @@ def prepare_rows(
     return data, report
 
 
-def _before(journal: UpdateJournal, order: Order, asked: UpdateArguments) -> Dataset:
+def dataset_before(journal: UpdateJournal, asked: UpdateArguments) -> Dataset:
     """Return the dataset that new rows are prepared like: that of the last update, or of the run."""
-    found = open_dataset(journal.dataset if order.number > 1 or asked.data is None else asked.data)
+    found = open_dataset(journal.dataset if journal.number or asked.data is None else asked.data)
     check_rows(found, checkpoint.read_manifest(journal.checkpoint), continued=True)
     return found
 
@@ -280,7 +280,7 @@ def _train(journal: UpdateJournal, order: Order, data: Dataset, config: TrainCon
         own_rates = [group["lr"] for group in replica.dense.param_groups]
         checkpoint.track_changes(replica.model)
         stream = _stream(config, rows, replica.model)
-        of_model = _before(journal, order, asked) if parent is None else data
+        of_model = dataset_before(journal, asked) if parent is None else data
         known = begun["extra"].get("dataset")
         check_rows(of_model, begun)
         identity = {

@@ -6,22 +6,20 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stoker.base.errors import ConfigError, DataError, StokerError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import listed
 from stoker.live.journal import opened
 from stoker.live.settings import POLL
-from stoker.live.update import UpdateArguments, UpdateResult, update
+from stoker.live.update import UpdateArguments, UpdateResult, dataset_before, update
 from stoker.prep.parse.sources import count_rows, number_order, source_kind
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
-from stoker.training.files.rundir import open_dataset
 
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload", ".swp", "~")
 
@@ -44,21 +42,26 @@ def watch(
         settings: as for :func:`stoker.update`.
 
     Raises:
-        ConfigError: ``poll`` is not a number of seconds above 0, or a setting is wrong; at once.
-        DataError: the directory does not exist; or as :func:`stoker.update`, for a log that cannot be used.
+        ConfigError: ``poll`` is not a number of seconds above 0, a setting is wrong, or ``run`` is not a run, is in use
+            or its training has not ended; at once.
+        DataError: the directory or the dataset of the run does not exist, at once; or as :func:`stoker.update`, for a
+            log that cannot be used.
     """
     folder = Path(folder)
     if not 0 < poll < threading.TIMEOUT_MAX:  # without a pause, a file that is being written would seem complete
         raise ConfigError(f"poll is {poll:g}; it must be a number of seconds above 0.", settings=("poll",))
     if not folder.is_dir():
         raise DataError(f"{folder} is not a directory. Name the one to which new logs are written.")
-    UpdateArguments(run, (), **settings)
-    return _results(run, folder, poll, sleep, settings)
+    asked = UpdateArguments(run, (), **settings)
+    with opened(run) as journal:
+        source = Schema.from_dict(dataset_before(journal, asked).manifest["schema"]).source
+    return _results(run, folder, poll, sleep, source, settings)
 
 
 def _results(
-    run: str | Path, folder: Path, poll: float, sleep: Callable[[float], None], settings: Mapping[str, Any]
-) -> Iterator[UpdateResult]:
+    run: str | Path, folder: Path, poll: float, sleep: Callable[[float], None], source: SourceFormat,
+    settings: Mapping[str, Any],
+) -> Iterator[UpdateResult]:  # fmt: skip
     done: dict[Path, tuple[int, int]] = {}
     before: dict[Path, tuple[int, int]] = {}
     while True:
@@ -69,8 +72,7 @@ def _results(
             try:
                 result = update(run, sorted(ready, key=number_order), **settings)
             except DataError as error:
-                kind = _format(run, settings.get("data"))
-                empty = [path for path in ready if not _has_rows(path, kind)]
+                empty = [path for path in ready if not _has_rows(path, source)]
                 if not empty:
                     raise
                 names = listed([path.name for path in empty])
@@ -88,14 +90,6 @@ def _files(folder: Path) -> Iterator[tuple[Path, Any]]:
     for path in folder.iterdir():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
             yield path, path.stat()
-
-
-def _format(run: str | Path, data: Any) -> SourceFormat:
-    """Return the format of the logs of a run; the usual one if its dataset is gone."""
-    with suppress(StokerError), opened(run) as journal:
-        given = open_dataset(journal.dataset if data is None or journal.number else data).manifest
-        return Schema.from_dict(given["schema"]).source
-    return SourceFormat()
 
 
 def _has_rows(path: Path, given: SourceFormat) -> bool:

@@ -47,7 +47,7 @@ from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, refuse_packed_copies, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
-from stoker.prep.rows.first_look import check_notation, fitted_to, with_one_time_notation
+from stoker.prep.rows.first_look import check_notation, fitted_to, with_one_notation
 from stoker.prep.rows.raw_rows import ReadRows, read_rows
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.settings import PrepareSettings
@@ -160,7 +160,7 @@ class Preparation(PrepareSettings):
             report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
             like=measure, names=names,
         )  # fmt: skip
-        task = task if measure else with_one_time_notation(task)
+        task = task if measure else with_one_notation(task)
         noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)

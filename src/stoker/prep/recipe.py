@@ -48,8 +48,7 @@ class RawInput:
             if kind not in RAW_TYPES:
                 raise SchemaError(f"raw column {name!r}: type {kind!r} is not one of: {', '.join(RAW_TYPES)}.")
         for what, names in (("required columns", self.required), ("labels", self.labels)):
-            unknown = sorted(set(names) - set(self.columns))
-            if unknown:
+            if unknown := sorted(set(names) - set(self.columns)):
                 raise SchemaError(f"{what} {unknown} are not among the raw columns.")
 
 

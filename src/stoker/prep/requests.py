@@ -186,8 +186,7 @@ class RowEncoder:
         schema = replace(all_test(fitted.schema), keep=(), group=None)
         if schema.split.column is not None:
             schema = replace(schema, split=replace(schema.split, rule="hash", column=None, values={}))
-        steps = [one for one in schema.feature if isinstance(one, RowSteps)]
-        if steps:
+        if steps := [one for one in schema.feature if isinstance(one, RowSteps)]:
             raise ConfigError(
                 f"{steps[0].where} changes the number of rows, so rows cannot be scored one by one. Score files: "
                 "stoker predict RUN --data FILES."

@@ -22,9 +22,7 @@ class PrepareSettings(Settings):
         "auto", "With --like: window features continue from that dataset (auto), or see new rows only (ignore)."
     )
     negatives: bool = setting(
-        False,
-        "With --like: sample rows of label 0 as the schema says, to evaluate.",
-        options=("--negatives",),
+        False, "With --like: sample rows of label 0 as the schema says, to evaluate.", options=("--negatives",)
     )
     preset: str | None = setting(None, "Preset of the recipe; the first one if left out.")
     strict: bool = setting(False, "Stop at the first bad line.", options=("--strict",))

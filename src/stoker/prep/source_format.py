@@ -37,6 +37,5 @@ class SourceFormat:
             fail("source", "separator", f"{self.separator!r} cannot separate fields. Write for example ',' or '\\t'")
         if self.quote is not None and len(self.quote.encode()) != 1:
             fail("source", "quote", f"{self.quote!r} is not one ASCII character; use '\"' or leave it out")
-        twice = sorted({name for name in self.columns if self.columns.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in self.columns if self.columns.count(name) > 1}):
             fail("source", "columns", f"{twice} are named twice")

@@ -195,8 +195,9 @@ class Server:
         try:
             body = await self._body(request)
             found = await self._read(parsed, body)
-            if isinstance(found, dict) and "k" in keys and re.search(rb'"k"\s*:\s*"', body):
-                typed = await self._read(json.loads, body)  # parsed() makes texts of numbers
+            if isinstance(found, dict) and "k" in keys and re.search(rb'"(k|\\u006[bB])"\s*:\s*"', body):
+                first: Any = {"object_pairs_hook": lambda pairs: dict(reversed(pairs))}  # of equal keys, as parsed()
+                typed = await self._read(lambda text: json.loads(text, **first), body)  # with types
                 found |= {"k": json.dumps(typed["k"])} if isinstance(typed.get("k"), str) else {}
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}.") from None
@@ -250,12 +251,10 @@ class Server:
         self.figures.users.inc(len(users))
         return web.json_response({"items": best.items, "scores": best.scores.tolist(), **best.version})
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
+    async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", **self.scorer.version, "problem": self.problem})
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        del request
+    async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.figures.generate(self.figures.registry), content_type="text/plain")
 
     async def _scores(self, rows: RequestRows) -> tuple[ScoreArray, dict[str, Any]]:

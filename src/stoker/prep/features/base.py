@@ -167,8 +167,7 @@ def texts(where: str, key: str, names: Sequence[str], *, least: int = 1) -> None
     """Raise :class:`SchemaError` if a list of column names is too short or has a name twice."""
     if len(names) < least:
         fail(where, key, f"names {len(names)} columns and needs at least {least}")
-    twice = sorted({name for name in names if list(names).count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if list(names).count(name) > 1}):
         fail(where, key, f"names {twice[0]!r} twice")
 
 

@@ -198,7 +198,9 @@ def text_of(column: str) -> pl.Expr:
     """Return an expression for the texts of a column; NaN is missing."""
 
     def texts(series: pl.Series) -> pl.Series:
-        return (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
+        if series.dtype.is_float():
+            series = series.fill_nan(None).set((series == 0).fill_null(False), 0.0)
+        return series.cast(pl.String)
 
     return pl.col(column).map_batches(texts, return_dtype=pl.String, is_elementwise=True)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
-_Texts = TypeVar("_Texts", "pl.Expr", "pl.Series")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +36,25 @@ class _Condition(Derivation):
             except re.error as error:
                 fail(self.where, "pattern", f"{self.pattern!r} is not a regular expression ({error})")
 
-    def text(self, column: _Texts) -> _Texts:
-        """Return the texts that the condition compares."""
-        return column.cast(pl.String).str.to_lowercase() if getattr(self, "lower", False) else column.cast(pl.String)
+    def texts(self, series: pl.Series) -> pl.Series:
+        """Return the texts that the condition compares: 5 for 5.0 of a column that the schema reads as numbers."""
+        from stoker.prep.parse.notation import text_of_floats
+
+        texts = series.cast(pl.String)
+        if series.dtype.is_float():
+            texts = text_of_floats(series.fill_nan(None)).fill_null(texts.set(series.is_nan(), None))
+        return texts.str.to_lowercase() if getattr(self, "lower", False) else texts
 
     def met_by(self, column: pl.Expr) -> pl.Expr:
         """Return an expression: whether a column meets the condition; null where it is missing."""
-        if self.pattern is not None:
-            return self.text(column).str.contains(self.pattern)
         values = pl.Series(self.values)
 
         def met(series: pl.Series) -> pl.Series:
-            if series.dtype.is_float():  # a column that the schema reads as numbers, where 5 is 5.0
+            if self.pattern is not None:
+                return self.texts(series).str.contains(self.pattern)
+            if series.dtype.is_float():  # 5.00 is 5.0, too
                 return series.fill_nan(None).is_in(values.cast(pl.Float64, strict=False).drop_nulls().implode())
-            return self.text(series).is_in(values.implode())
+            return self.texts(series).is_in(values.implode())
 
         return column.map_batches(met, return_dtype=pl.Boolean, is_elementwise=True)
 
@@ -81,7 +85,7 @@ class Constrain(_Condition, RowLocal):
         positive(self.where, "max_length", self.max_length)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        text = self.text(pl.col(self.column))
+        text = pl.col(self.column).map_batches(self.texts, return_dtype=pl.String, is_elementwise=True)
         if self.values or self.pattern is not None:
             text = pl.when(self.met_by(pl.col(self.column))).then(text)
         if self.max_length is not None:

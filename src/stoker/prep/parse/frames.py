@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,10 @@ from stoker.prep.parse.floats import LOSSY, as_double, in_single
 from stoker.prep.parse.notation import (  # fmt: skip
     AS_TYPED,
     DECIMAL_COMMA,
-    LETTERS,
-    MIXED,
     PLAIN,
     SINGLE,
     TYPED,
+    can_meet,
     fits_moment,
     is_moment,
     text_of_decimals,
@@ -73,7 +73,7 @@ class Field:
     decimal: str = "."  # of texts that are read as float
     ids: bool = False  # floats are ids, so one that may have lost digits makes the line bad
     notation: str = field(default="", compare=False)  # how values are written (stoker.prep.parse.notation)
-    unmet: str = field(default="", compare=False)  # what the rule of the label compares, and no number is written as
+    compared: str = field(default="", compare=False)  # the text with which the rule of the label compares values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,8 @@ def careful_value(kind: str, text: str) -> float | int | None:
     if kind == "float" and _FLOAT.fullmatch(text):
         return value if np.isfinite(value := float(text)) else None
     if kind == "int" and _INT.fullmatch(text):
-        return number if -(2**63) <= (number := int(text)) < 2**63 else None
+        number = Decimal(text)  # int() refuses thousands of digits
+        return int(number) if -(2**63) <= number < 2**63 else None
     return int(text, 16) if kind == "hex" and _HEX.fullmatch(text) else None
 
 
@@ -256,8 +257,7 @@ def _single(series: pl.Series, item: Field, wrong: dict[int, str], nulls: Sequen
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
     known = _converted(without_nulls(series, nulls, item.kind, item.decimal), item, wrong)
-    if item.kind == "float" and item.notation == SINGLE:
-        known = in_single(known)
+    known = in_single(known) if item.kind == "float" and item.notation == SINGLE else known
     return without_nulls(known, nulls, item.kind, item.decimal)
 
 
@@ -326,12 +326,12 @@ def _as_texts(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Serie
     if series.dtype.is_temporal():
         return _moments_as_texts(series, item, wrong)
     notation = item.notation.removeprefix(TYPED)
-    if item.unmet and series.count() and (series.dtype != pl.Boolean or notation != LETTERS):
+    if item.compared and series.count() and not can_meet(series.dtype, item.compared, notation):
         raise DataError(
-            f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.unmet!r}, "
+            f"column {item.column} holds {series.dtype}, and the rule of the label compares it with {item.compared!r}, "
             "which is written as no such value. To compare numbers, write a number without quotes."
         )
-    if series.dtype.is_decimal() and notation not in (AS_TYPED, MIXED):
+    if series.dtype.is_decimal() and notation != AS_TYPED:
         return written(text_of_decimals(series), notation)
     if not series.dtype.is_float():
         return written(series.cast(pl.String), notation)
@@ -385,11 +385,9 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
     rows = ((odd | values.is_null()) & (text.len_bytes() > 0)).arg_true()
     if not len(rows):
         return values
-    found: list[Any] = []
-    for row, value in zip(rows.to_list(), series.gather(rows).to_list(), strict=True):
-        found.append(careful_value(item.kind, value))
-        if found[-1] is None:
-            wrong.setdefault(row, _reason(item, value))
+    found = [careful_value(item.kind, value) for value in series.gather(rows).to_list()]
+    for row in (row for row, value in zip(rows.to_list(), found, strict=True) if value is None):
+        wrong.setdefault(row, _reason(item, series[row]))
     return values.scatter(rows, pl.Series(found, dtype=_TYPES[item.kind]))
 
 
@@ -568,8 +566,7 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str], sep
                 f"{path}:1: the header gives the name {name!r} to columns {', '.join(places[:-1])} and {places[-1]}. "
                 "Rename all but one."
             )
-    missing = [name for name in wanted if name not in present]
-    if missing:
+    if missing := [name for name in wanted if name not in present]:
         advice = ""
         if separator is not None and len(missing) == len(wanted):
             if len(present) == 1:

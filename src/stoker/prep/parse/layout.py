@@ -50,13 +50,14 @@ class Layout:
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
         rule = schema.label.parsed()
         operand = 0.0 if rule is None else rule[1]
-        needed, notation, met = schema.label.required, schema.notation_of(schema.label.column), True
+        needed, notation = schema.label.required, schema.notation_of(schema.label.column)
         if isinstance(operand, str) and notation != AS_TYPED:  # so that True of a table meets its text, and 2.5 2.50
-            notation, operand, met = notation_of_operand(operand)
+            notation, operand = notation_of_operand(operand)
         self._operand = operand
         self.label = Field(
             column=schema.label.column, kind="string" if isinstance(operand, str) else "float", required=needed,
-            optional=not needed, decimal=schema.source.decimal, notation=notation, unmet="" if met else str(operand),
+            optional=not needed, decimal=schema.source.decimal, notation=notation,
+            compared="" if notation == AS_TYPED else str(operand),
         )  # fmt: skip
         decimal = schema.source.decimal
         self.dense = [Field(column=column.raw, kind="float", decimal=decimal, notation=schema.notation_of(column.raw))
@@ -82,10 +83,8 @@ class Layout:
         self.fields: list[Field] = list(dict.fromkeys(everything))
 
     def _ids_field(self, column: CategoricalColumn) -> Field:
-        item = Field(
-            column=column.raw, kind=column.type, ids=column.type == "float",
-            notation=self.schema.notation_of(column.raw),
-        )  # fmt: skip
+        notation = self.schema.notation_of(column.raw)
+        item = Field(column=column.raw, kind=column.type, ids=column.type == "float", notation=notation)
         if isinstance(column, SequenceColumn):
             item = replace(item, separator=column.separator, max_length=column.max_length, keep=column.keep)
         return item
@@ -168,8 +167,7 @@ class Layout:
             return ordered_int(column.to_numpy())
         pattern = self.schema.timestamp.format
         moments = read_moments(column, pattern)
-        wrong = moments == UNKNOWN
-        if wrong.any():
+        if (wrong := moments == UNKNOWN).any():
             name, kind = self.time.column, "in ISO 8601" if pattern is None else f"in the format {pattern!r}"
             block.drop(wrong, lambda row: f"column {name}: {column[row][:40]!r} is not a date and time {kind}")
         found: npt.NDArray[np.int64] = moments[~wrong]
@@ -198,8 +196,7 @@ class Layout:
         if rule.rule != "column":
             out["codes.user"], out["bytes.user"], out["ends.user"] = number_texts(column)
             return
-        unknown = [name for name in column.unique(maintain_order=True).to_list() if name not in rule.values]
-        if unknown:
+        if unknown := [name for name in column.unique(maintain_order=True).to_list() if name not in rule.values]:
             raise UnusableInput(
                 f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
                 f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."

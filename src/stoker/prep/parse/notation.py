@@ -16,17 +16,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stoker.prep.parse.floats import (
-    CANDIDATE,
-    EXPONENT,
-    LOSSY,
-    PYTHON,
-    as_double,
-    has_match,
-    in_way,
-    is_single,
-    way_of,
-)
+from stoker.prep.parse.floats import CANDIDATE, EXPONENT, LOSSY, PYTHON, as_double, has_match, in_way, is_single, way_of
 
 #: of datasets of 0.1.0, in which a whole float is the text "136.0", and 0.1 of a Float32 column 0.10000000149
 AS_TYPED = "as typed"
@@ -53,9 +43,10 @@ _WORD_TRUE, _WORD_FALSE = r"^([Tt]rue|TRUE)$", r"^([Ff]alse|FALSE)$"
 _TO_WHOLE, _TO_DOTTED = (r"^(-?\d+)\.0$", r"\1"), (r"^(-?\d+)$", r"\1.0")
 _TO_LOWER = ((_WORD_TRUE, "true"), (_WORD_FALSE, "false"))
 _TO_PLAIN = ((r"^(-?\d+)\.0+$", r"\1"), (r"^(-?\d+\.\d*[1-9])0+$", r"\1"), ("^-0$", "0"))
+_ZERO = r"^-(0(?:\.0+)?)$"
 _CHANGES = {  # notation -> what is rare and shows that a text may be written otherwise, and replacements
     WHOLE: (r"\.0$", [_TO_WHOLE]),
-    _VERSIONS: (r"\.0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, _TO_WHOLE]),
+    _VERSIONS: (rf"\.0$|{_ZERO}|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, (_ZERO, r"\1"), _TO_WHOLE]),
     PLAIN: (r"\.\d*0$|^-0$|^(T(rue|RUE)|F(alse|ALSE))$", [*_TO_LOWER, *_TO_PLAIN]),
     VALUE: (r"\.\d*0$|^-0$|^[TtFf]", [(_WORD_TRUE, "1"), (_WORD_FALSE, "0"), *_TO_PLAIN]),
     DOTTED: (r"^-?\d+$", [_TO_DOTTED]),
@@ -106,19 +97,25 @@ def notation_of_values(values: Collection[str]) -> str:
     return words or notation_of(pl.Series([*values], dtype=pl.String))
 
 
-def notation_of_operand(text: str) -> tuple[str, str, bool]:
-    """Return how values are written that a rule compares with a text, that text so, and whether a number can meet it.
+def notation_of_operand(text: str) -> tuple[str, str]:
+    """Return how values are written that a rule compares with a text, and that text so.
 
-    A whole number or a truth value is met by its value. A text with a fraction may be a version: typed values have its
-    digits, and texts are as they are. No number is ``007`` or ``+1``.
+    A whole number, a number with an exponent or a truth value is met by its value. Another text with a fraction may be
+    a version: typed values have its digits, and texts are as they are.
     """
     value = str(written(pl.Series([text]), VALUE)[0])
-    if re.fullmatch(r"-?(0|[1-9]\d*)", value):
-        return VALUE, value, True
+    if re.fullmatch(r"-?(0|[1-9]\d*)", value) or re.search(EXPONENT, text):
+        return VALUE, value
     fraction = re.fullmatch(r"-?\d+\.(\d*[1-9]\d*)", text)
-    notation = notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}"
-    number = text_of_floats(pl.Series([text]).cast(pl.Float64, strict=False))
-    return notation, text, written(number, notation.removeprefix(TYPED))[0] == text
+    return notation_of_values([text]) if fraction is None else f"{TYPED}1.{len(fraction[1]) * '0'}", text
+
+
+def can_meet(kind: pl.DataType, text: str, notation: str) -> bool:
+    """Return True if a number or truth value may be written as this text; no number is ``007`` or ``+1``."""
+    if kind == pl.Boolean:
+        return text in written(pl.Series(["true", "false"]), notation)
+    number = pl.Series([text]).cast(pl.Float64, strict=False)
+    return notation == VALUE or written(text_of_floats(number), notation)[0] == text
 
 
 def _digits_of(decimals: pl.Series) -> str:
@@ -146,9 +143,10 @@ def _changes_to(notation: str) -> tuple[str, Sequence[tuple[str, str]]]:
 def twins_of(texts: pl.Series, notation: str) -> list[Any]:
     """Return how many values have several texts, such as 136 and 136.0, and two texts of one; [] if hardly any has."""
     texts = texts.drop_nulls()
+    zero = has_match(texts, _ZERO)  # -0.0 is 0.0, however few texts they are among
     if len(texts) <= _FEW and set(written(texts, _VERSIONS)) & {*_WORDS[LOWER]}:
         odd, values = texts, written(texts, LOWER)
-    elif notation and ("|" in notation or not has_match(texts, EXPONENT)):
+    elif not zero and notation and ("|" in notation or not has_match(texts, EXPONENT)):
         return []  # texts of one notation have none
     else:
         numbers = texts.filter(texts.str.contains(f"{_CHANGES[_VERSIONS][0]}|{CANDIDATE}"))
@@ -158,7 +156,7 @@ def twins_of(texts: pl.Series, notation: str) -> list[Any]:
     others = texts.filter(texts.is_in(values.implode()))
     pairs = pl.DataFrame({"text": pl.concat([odd, others]), "value": pl.concat([values, others])})
     pairs = pairs.unique(maintain_order=True).filter(pl.col("value").is_duplicated())
-    if (count := pairs["value"].n_unique()) * _HARDLY < max(len(texts), _HARDLY):
+    if not (count := len(pairs["value"].unique())) or (count * _HARDLY < len(texts) and not zero):
         return []
     return [count, *pairs.filter(pl.col("value") == pl.first("value"))["text"].head(2)]
 

@@ -112,10 +112,10 @@ def check_notation(task: Task) -> None:
     )
 
 
-def with_one_time_notation(task: Task) -> Task:
-    """Return a task whose text columns have one notation of times, if some files have times and others texts or days.
+def with_one_notation(task: Task) -> Task:
+    """Return a task whose text columns have one notation, if some files have numbers or times and others texts or days.
 
-    Texts say how times are written. Without texts, a day is written as the time at which it begins.
+    Next to numbers no text is a version. Texts say how times are written; without them, a day is the time it begins at.
     """
     found: dict[str, str] = {}
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
@@ -125,7 +125,12 @@ def with_one_time_notation(task: Task) -> Task:
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
-            if task.recipe.derive is not None or not any(kind.is_temporal() for kind in own.values()):
+            if task.recipe.derive is not None:
+                continue
+            numbers = {path for path, kind in own.items() if kind.is_numeric() and "text" in shapes}
+            if numbers and _first_values(one for one in sources_of(task, [item]) if one.path in numbers):
+                found[name] = PLAIN
+            if not any(kind.is_temporal() for kind in own.values()):
                 continue
             if len(shapes) > 1 and "text" in shapes:
                 first = _first_values(one for one in sources_of(task, [item]) if _shape(own[one.path]) == "text")
@@ -136,6 +141,8 @@ def with_one_time_notation(task: Task) -> Task:
                 shapes.remove("text")  # there is none
             if len(shapes) > 1:
                 found[name] = _DAY_AND_TIME if shapes == {"date", "time"} else MIXED
+    tables = {one.table_name for one in task.schema.features if found.get(one.raw) == PLAIN}
+    found = {**{one.raw: PLAIN for one in task.schema.features if one.table_name in tables}, **found}
     return replace(task, schema=replace(task.schema, notation=found)) if found else task
 
 

@@ -142,8 +142,7 @@ def _raw_frame(
 ) -> pl.LazyFrame:
     """Return one input of a recipe; ``total``: bytes of all text inputs."""
     optional = {*raw.labels, task.schema.label.column} & raw.columns.keys() if task.like is not None else set()
-    parquet = [path for path in paths if _is_parquet(path, raw)]
-    if parquet:
+    if parquet := [path for path in paths if _is_parquet(path, raw)]:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
         there = [parquet_types(path) for path in parquet]  # raises for a file that is not whole Parquet

@@ -32,7 +32,7 @@ from stoker.prep.features.store import StoredTable, store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import number_groups
 from stoker.prep.like import FEATURES, NOTATION, check_unit, times_of
-from stoker.prep.parse.floats import DECIMAL, POLARS
+from stoker.prep.parse.floats import DECIMAL, POLARS, PYTHON
 from stoker.prep.parse.frames import common_types, parquet_rows, parquet_types
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.layout import time_value
@@ -457,13 +457,15 @@ def _finish(
 
 
 def _tables_of_numbers(task: Task) -> dict[str, str]:
-    """Return the tables of texts that are numbers in all files, so that none is a version -> how these are written."""
+    """Return the tables of texts that are numbers in a file, so that none is a version -> how these are written."""
     kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
     types = [parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()]
     columns = [one for one in task.schema.features if one.type == "string"]
-    given = [(one.table_name, each.get(one.raw, pl.String())) for one in columns for each in types]
+    mixed = [one for one in columns if task.schema.notation.get(one.raw) == PLAIN]  # in other files texts
+    given = [(one.table_name, each.get(one.raw, pl.String())) for one in columns if one not in mixed for each in types]
     texts = {name for name, kind in given if not (own := getattr(kind, "inner", kind)).is_numeric() and own != pl.Null}
     ways = {name: DECIMAL if isinstance(getattr(kind, "inner", kind), pl.Decimal) else POLARS for name, kind in given}
+    ways |= dict.fromkeys((one.table_name for one in mixed), PYTHON)
     return {name: way for name, way in ways.items() if task.recipe.derive is None and name not in texts}
 
 

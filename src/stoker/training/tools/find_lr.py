@@ -312,25 +312,27 @@ def _schedules(varied: Schedule, which: Which) -> tuple[Schedule | None, Schedul
 def _try(
     data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[], None]
 ) -> npt.NDArray[np.float64]:
-    """Return the log loss of every held-out row [n] after some steps at a constant factor."""
+    """Return the log loss of every held-out row [n] after some steps at a constant factor, or after a better epoch."""
     fixed = _Rising(low=factor, high=factor, steps=2)
-    valid = data.splits.get("valid")
+    valid, epoch = data.splits.get("valid"), -(-len(data.train) // config.batch_size)
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
+    found: list[Any] = []  # labels and scores after each epoch
     with throwaway(data, config, steps + more, *_schedules(fixed, which)) as (replica, batches):
-        for batch in islice(batches, steps):
-            if not math.isfinite(float(replica.step(batch))):
+        for step, batch in enumerate(islice(batches, steps), 1):
+            diverged = not math.isfinite(float(replica.step(batch)))
+            if valid and (diverged or step % epoch == 0 or step == steps):
+                predicted = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
+                found = [*([] if diverged else found), (predicted.labels, predicted.scores)]
+            if diverged:
                 break
             report()
-        if valid:
-            found = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
-            assert found.labels is not None
-            labels, scores = found.labels, found.scores
-        else:  # the rows of the next batches, without training on them
+        if not valid:  # the rows of the next batches, without training on them
             replica.model.eval()
-            pairs = []
+            pairs: list[Any] = []
             for batch in islice(batches, more):
                 assert batch.labels is not None
                 pairs.append((batch.labels.clone(), replica.model.predict(batch)))
-            labels, scores = (torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True))  # [n] each
-    right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
-    return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # a model that diverged is wrong on all rows
+            found = [[torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True)]]
+    rights = (np.where(labels > 0.5, scores, 1 - scores).astype(np.float64) for labels, scores in found)
+    losses = [-np.log(np.maximum(np.nan_to_num(each), _LEAST)) for each in rights]  # diverged: wrong on all rows
+    return min(losses, key=lambda loss: float(loss.mean()))  # the best epoch, which a run keeps
