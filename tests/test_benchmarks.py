@@ -58,6 +58,7 @@ def made(value: float = 2.5, *, error: Exception | None = None, **settings: Any)
     return Bar(**{"name": "bar", "group": "bars", "title": "a bar", "must": 2.0, "run": run, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bar", "line", "code"),
     [

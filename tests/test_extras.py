@@ -100,6 +100,7 @@ def test_who_asks_for_tensorboard_is_told_before_anything_is_written(
     assert stoker.train(resume=tmp_path / "run", steps=4, display="quiet").step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "extra"),
     [

@@ -60,6 +60,7 @@ def test_the_test_rows_are_not_there(small_case: stoker.Dataset) -> None:
     assert set(Untested(small_case.path).splits) == {"train", "valid"}
 
 
+@pytest.mark.slow
 def test_every_trial_is_kept_and_none_is_trained_again(
     small_case: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

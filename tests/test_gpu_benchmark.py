@@ -74,6 +74,7 @@ def contest(**settings: Any) -> tuple[Workload, Contest]:
     return workload, Contest(workload, models, Clock(60.0))
 
 
+@pytest.mark.slow
 def test_another_row_is_noticed() -> None:
     workload, both = contest()
     both.rounds(32, 1, 1.0)
@@ -88,6 +89,7 @@ def test_another_row_is_noticed() -> None:
         both.rounds(32, 1, 1.0)
 
 
+@pytest.mark.slow
 def test_every_step_is_compared_and_time_ends_rounds() -> None:
     workload, both = contest()
     warm, timed = workload.steps(32)

@@ -55,6 +55,7 @@ def table_of_pairs(path: Path, rows: int = 600) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_duckdb_prepares_what_polars_does(tmp_path: Path) -> None:
     pytest.importorskip("duckdb", reason="the peer is DuckDB")
     from benchmarks.peers.frames_sessions import by_duckdb, by_polars
@@ -71,6 +72,7 @@ def test_duckdb_prepares_what_polars_does(tmp_path: Path) -> None:
         assert len(set(zip(mine, theirs, strict=True))) == len(set(mine)) == len(set(theirs))
 
 
+@pytest.mark.slow
 def test_duckdb_makes_the_features_that_ours_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("duckdb", reason="the peer is DuckDB")
     fork_contestants(monkeypatch)

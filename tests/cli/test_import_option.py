@@ -115,6 +115,7 @@ def test_a_model_of_ones_own_from_training_to_scores(here: Path, capsys: pytest.
     assert code == 0, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "words"),
     [

@@ -150,6 +150,7 @@ def test_the_times_of_every_split_are_shown_where_the_manifest_has_them(app: typ
     assert "time" not in json.loads(run(app, "inspect", tmp_path / "own", "--json"))["splits"]["train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unit", "factor", "kind"), [("seconds", 1, "int"), ("milliseconds", 1000, "int"), ("seconds", 1.0, "float")]
 )

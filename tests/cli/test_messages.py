@@ -152,6 +152,7 @@ def test_what_is_next_fits_the_run(data: Dataset, run: Path, tmp_path: Path, say
     assert f"tensorboard --logdir {tmp_path}/wild/tensorboard" in out
 
 
+@pytest.mark.slow
 def test_a_run_given_in_steps_goes_on_in_epochs(data: Dataset, tmp_path: Path, say: Any) -> None:
     _, _, err = say("train", data.path, "--out", tmp_path / "run", *SMALL, "--steps", 1)
     assert "training rows, 1 step of 64" in err
@@ -169,11 +170,13 @@ def test_resuming_for_less_than_was_done_is_refused(run: Path, say: Any) -> None
     assert (run / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_one_epoch_is_one_epoch(data: Dataset, tmp_path: Path, say: Any) -> None:
     say("train", data.path, "--out", tmp_path / "run", *SMALL)
     assert "has trained 25 steps (1 epoch), so" in say("train", "--resume", tmp_path / "run", "--steps", 3)[2]
 
 
+@pytest.mark.slow
 def test_trace_says_where_it_writes_and_what_it_replaces(
     run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +346,7 @@ def test_checkpoints_without_manifests_are_damaged_not_missing(run: Path, tmp_pa
     assert "has no checkpoint yet; starting from the beginning" in say("train", "--resume", broken, "--steps", 1)[2]
 
 
+@pytest.mark.slow
 def test_a_moved_dataset_has_a_remedy(run: Path, tmp_path: Path, say: Any) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
     config = json.loads((moved / "config.json").read_text())

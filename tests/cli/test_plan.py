@@ -230,6 +230,7 @@ def test_a_model_larger_than_memory_is_scored(
     assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_paragraph(
     data: Dataset, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

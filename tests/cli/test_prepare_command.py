@@ -103,6 +103,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[object
     return stopped.value.code, " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_messages_name_options(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("prepare", log / "shop.toml", log / "log.csv", "--out", log / "out")
     code, text = told(capsys, *given, "--max-bad", "lots")
@@ -115,6 +116,7 @@ def test_messages_name_options(log: Path, capsys: pytest.CaptureFixture[str]) ->
     assert text.endswith("log.csv is there already. Choose another --out, or pass --overwrite to replace it.")
 
 
+@pytest.mark.slow
 def test_a_log_goes_to_a_file_that_can_be_written(
     log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_a_dataset_that_is_there_needs_overwrite(log: Path, capsys: pytest.Captu
     assert text.endswith("Choose another directory, or pass --overwrite to replace it.")
 
 
+@pytest.mark.slow
 def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     add, out = Journal.add, log / "out"
 
@@ -171,6 +174,7 @@ def stop_at_once(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_dates_that_need_a_format_are_refused_and_read_with_it(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timed = SCHEMA.replace('rule = "runs"\nruns = 4', 'rule = "time"\ntrain = 0.5\nvalid = 0.25\ntest = 0.25')
     (log / "time.toml").write_text(timed + '[timestamp]\ncolumn = "when"\ntype = "datetime"\n')

@@ -71,6 +71,7 @@ def test_three_commands_from_a_log_to_scores(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir() if "data" in path.name) == ["clicks-data"]
 
 
+@pytest.mark.slow
 def test_a_drafted_schema_says_its_doubts_and_what_it_leaves_out(folder: Path) -> None:
     log = [f"{i % 2},u{i % 9},{i % 4 // 2},{'x' * (i % 4 // 2)}" for i in range(400)]
     Path("log.csv").write_text("\n".join(["is_member,user_id,foo,order_id", *log]) + "\n")
@@ -83,6 +84,7 @@ def test_a_drafted_schema_says_its_doubts_and_what_it_leaves_out(folder: Path) -
     assert "label: rating >= 4. To change" in call("prepare", "auto", "stars.csv", "--out", "stars").output
 
 
+@pytest.mark.slow
 def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     rows = lines(400, 420)
@@ -109,6 +111,7 @@ def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
     assert "stoker prepare auto clicks.csv --out clicks-data --overwrite" in changed
 
 
+@pytest.mark.slow
 def test_json_has_one_result_and_no_tables(folder: Path) -> None:
     done = call(*TRAIN, "--json")
     assert done.exit_code == 0, done.output
@@ -166,6 +169,7 @@ def test_doubts_of_a_draft_are_said(folder: Path) -> None:
     assert call("prepare", "auto", "odd.csv", "--out", "other").output.count("unsure: ") == 2
 
 
+@pytest.mark.slow
 def test_keep_wants_raw_rows(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     assert "stoker prepare --keep" in refused("predict", "run", "--keep", "user_id", "--out", "scores.parquet")

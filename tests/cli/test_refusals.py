@@ -104,6 +104,7 @@ def test_a_bad_value_is_named_by_its_option(
     assert files(here) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -152,6 +153,7 @@ def test_columns_of_one_name_are_named(here: Path, capsys: pytest.CaptureFixture
         assert "several columns are called 'user': left out" in out
 
 
+@pytest.mark.slow
 def test_scores_as_json_count_the_bad_lines(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train", "log.csv", "--out", "from-log", "--steps", 2, *SMALL) == 0
     Path("today.csv").write_text(Path("log.csv").read_text() + "1,u3\n")

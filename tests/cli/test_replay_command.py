@@ -76,6 +76,7 @@ def test_batches_are_as_large_as_in_training(data: Dataset, capsys: pytest.Captu
     assert json.loads(out)["batch_size"] == 64
 
 
+@pytest.mark.slow
 def test_slow_work_shows_a_bar(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_log_without_label_column_is_prepared_and_scored(
     assert (tmp_path / "scores.csv").read_text().splitlines()[1].startswith("0,,0.")
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_the_rows_with_labels_only(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +157,7 @@ def test_an_evaluation_takes_the_rows_with_labels_only(
     assert np.isnan(scores.labels).tolist() == empty
 
 
+@pytest.mark.slow
 def test_lists_are_ranked_by_their_rows_with_labels(place: Path, tmp_path: Path) -> None:
     schema = stoker.Schema.from_file(place / "shop.toml")
     grouped = stoker.Schema.from_dict({**schema.to_dict(), "group": "user"})
@@ -241,6 +243,7 @@ def test_an_interrupted_preparation_goes_on_with_the_same_counts(place: Path, tm
     assert (tmp_path / "again" / "manifest.json").read_bytes() == (tmp_path / "whole" / "manifest.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_rules_make_no_label_of_nothing(tmp_path: Path) -> None:
     stars = log().with_columns(stars=pl.col("click") * 4 + 1, act=pl.col("click").replace_strict({0: "see", 1: "buy"}))
     stars.write_csv(tmp_path / "log.csv")
@@ -281,6 +284,7 @@ def test_negatives_are_sampled_and_rows_without_label_kept(place: Path, tmp_path
     assert len(stoker.prepare(files=tmp_path / "new.csv", like=data.path).test) == NEW
 
 
+@pytest.mark.slow
 def test_features_are_worked_out_for_rows_without_label(place: Path, tmp_path: Path) -> None:
     schema = stoker.Schema.from_file(place / "shop.toml").with_feature("mean_target by=item,city")
     data = stoker.prepare(schema, place / "log.csv", out=tmp_path / "data")

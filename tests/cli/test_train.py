@@ -35,6 +35,7 @@ def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_person_sees_a_closing_table(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, "train", data.path, "--out", tmp_path / "a", *SMALL)
     assert code == 0
@@ -42,6 +43,7 @@ def test_a_person_sees_a_closing_table(data: Dataset, tmp_path: Path, capsys: py
         assert word in out
 
 
+@pytest.mark.slow
 def test_a_script_reads_json_lines(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model", "dcn", "--dim", "4", "--hidden", "8"]
     model += ["--model-option", "rank=2", "--model-option", "structure=stacked"]
@@ -98,6 +100,7 @@ def test_predict_writes_scores(run: Path, data: Dataset, tmp_path: Path, capsys:
     assert pq.read_table(out).num_rows == 200
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_paragraph_without_traceback(
     data: Dataset, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_mistakes(logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is a dataset, not a run directory" in err
 
 
+@pytest.mark.slow
 def test_a_watch_says_what_it_waits_for(
     logs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_trace_prints_stages_and_writes_a_timeline(
     assert "fetch" not in found["stages"], "this run has all its rows on the device"
 
 
+@pytest.mark.slow
 def test_slow_work_shows_a_bar(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_prepare_sets_aside_just_the_lines_that_a_generated_log_spoils(tmp_path:
     assert [bad["line"] for bad in quarantine(tmp_path / "out")] == different
 
 
+@pytest.mark.slow
 def test_a_derived_recipe_checks_its_labels_in_the_raw_lines(tmp_path: Path) -> None:
     raw = tmp_path / "avazu.csv"
     synthetic.write("avazu", 100, raw, scale=0.01)
@@ -171,6 +172,7 @@ def test_a_value_without_id_is_named_with_its_file_and_row(
 MOMENTS = [datetime(2024, 1, 3, 10), datetime(2024, 1, 1, 9), datetime(2024, 1, 2), datetime(2024, 1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when",
     [
@@ -312,6 +314,7 @@ def test_max_bad_that_is_no_share(tmp_path: Path) -> None:
         stoker.prepare(shop(), raw, out=tmp_path / "out", max_bad="lots")
 
 
+@pytest.mark.slow
 def test_manifests_name_the_command(tmp_path: Path) -> None:
     raw = labelled(tmp_path / "log.csv", [1, 0])
     stoker.prepare(shop(name="shop"), raw, out=tmp_path / "own")

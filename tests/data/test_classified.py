@@ -126,6 +126,7 @@ def test_the_rest_of_the_dataset_is_shared(data: Dataset, tmp_path: Path) -> Non
     assert len({made.hot.data_hash, made.cold.data_hash, made.train.data_hash}) == 3
 
 
+@pytest.mark.slow
 def test_where_links_fail_files_are_copied(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: Path, target: Path) -> None:
         raise OSError(18, "Invalid cross-device link")
@@ -156,6 +157,7 @@ def bag_ids(ids: torch.Tensor, offsets: torch.Tensor, place: int) -> torch.Tenso
     return torch.cat([ids[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 10**6])
 def test_all_rows_may_be_of_one_kind(tmp_path: Path, limit: int) -> None:
     data = make_dataset(tmp_path / "source", rows=500, num_embeddings=SIZES, shard_rows=100)
@@ -183,6 +185,7 @@ def test_a_garbled_record_is_named(data: Dataset, tmp_path: Path) -> None:
         _ = Dataset(tmp_path / "out").hot
 
 
+@pytest.mark.slow
 def test_threads_and_gathers_change_no_byte(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classified(data, tmp_path / "one", threads=1)
     classified(data, tmp_path / "three", threads=3)

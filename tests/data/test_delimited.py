@@ -93,6 +93,7 @@ def test_a_number_of_thousands_of_digits_costs_its_line_only() -> None:
     assert one("int", "-" + "0" * 5000 + "7") == -7
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(600), deadline=None)
 @given(st.one_of(st.text("0123456789abcdefABCDEF", max_size=18), st.text("09afAF+-xg_ ", max_size=4)))
 def test_hexadecimal_numbers_have_up_to_16_digits(text: str) -> None:

@@ -92,6 +92,7 @@ def test_kinds_of_columns(tmp_path: Path, name: str, values: Sequence[Any], kind
     prepared(tmp_path, tmp_path / "log.csv", found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["USER_ID", "User_Id", "ITEMID", "itemId", "Item", "PRODUCTS", "member", "account", "COUNTRY", "UserNo"]
 )
@@ -101,6 +102,7 @@ def test_names_of_codes_in_any_case(tmp_path: Path, name: str) -> None:
     assert "numbers or codes?" not in found.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -120,6 +122,7 @@ def test_columns_that_are_left_out(tmp_path: Path, values: Sequence[Any], reason
     assert '# name = "it_id"' in found.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values", "rule"),
     [
@@ -209,6 +212,7 @@ def test_a_date_that_could_be_another_is_unsure(tmp_path: Path) -> None:
     assert '# unsure: the dates could also be written as format = "%d/%m/%Y"' in found.text
 
 
+@pytest.mark.slow
 def test_dates_of_the_whole_sample_say_which_number_is_the_day(tmp_path: Path) -> None:
     """The first 1,000 different times are of the first five days."""
     times = [f"{1 + i // 200:02}.03.2017 {i % 200 // 60:02}:{i % 60:02}" for i in range(4_000)]
@@ -256,6 +260,7 @@ def test_without_a_label_the_draft_has_a_commented_one(tmp_path: Path, capsys: p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separator", [",", "\t", ";", "|", "::", "\x01"])
 @pytest.mark.parametrize("header", [True, False])
 def test_separators_and_headers(tmp_path: Path, separator: str, header: bool) -> None:
@@ -266,6 +271,7 @@ def test_separators_and_headers(tmp_path: Path, separator: str, header: bool) ->
     assert schema.label.column == ("clicked" if header else "c1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", ["clicked;Preis (€);Neu?", "clicked;# Käufe & Co.;shop", "clicked;;;shop"])
 def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -> None:
     names = header.split(";")
@@ -277,6 +283,7 @@ def test_headers_with_signs_or_blanks_are_headers(tmp_path: Path, header: str) -
     assert prepared(tmp_path, tmp_path / "log.csv", found).train
 
 
+@pytest.mark.slow
 def test_numbers_with_a_decimal_comma_are_no_lists(tmp_path: Path) -> None:
     columns = table(
         Preis=[f"{i % 9}.{i % 90 + 100},{i % 7}5" for i in range(ROWS)], item_ids=["3,5", "7,9"] * (ROWS // 2)

@@ -59,6 +59,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_numbers_are_dense_and_in_order_of_first_appearance(log: Path, tmp_path: Path) -> None:
     raw = pl.read_parquet(log)
     raw.write_csv(tmp_path / "log.csv")

@@ -32,6 +32,7 @@ def ids(path: Path) -> list[int]:
     return [int(each) for batch in stoker.Dataset(path).test.batches(64) for each in batch.ids.view(-1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(20), deadline=None)
 @given(data=st.data())
 def test_a_vocabulary_grows_as_a_dictionary_would(

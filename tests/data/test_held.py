@@ -46,6 +46,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"seed": 3, "limit": 700, "shuffle_memory": "16KiB"}], ids=str)
 def test_held_batches_equal_those_from_files(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def write(frame: pl.DataFrame, folder: Path, number: int, kind: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_quarantined_rows_leave_no_gap(tmp_path: Path, kind: str) -> None:
     raw = log(300).with_columns(
@@ -226,6 +227,7 @@ def derived_recipe(schema: Schema) -> Recipe:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("featured", [False, True])
 def test_derived_rows_keep_their_columns(tmp_path: Path, featured: bool) -> None:
     raw = log(300)
@@ -240,6 +242,7 @@ def test_derived_rows_keep_their_columns(tmp_path: Path, featured: bool) -> None
         stoker.prepare(recipe, path, out=tmp_path / "x", keep=["usr"])
 
 
+@pytest.mark.slow
 def test_in_memory_saved_reordered_classified_and_prepared_like(tmp_path: Path) -> None:
     raw = log()
     path = write(raw, tmp_path, 0, "parquet")
@@ -344,6 +347,7 @@ def test_no_kept_column_takes_the_name_of_another() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_scores_over_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.prep.write.publish._LEAST_ROWS", 64)
     monkeypatch.setattr("stoker.prep.write.publish._SHARD_BYTES", 2**11)
@@ -357,6 +361,7 @@ def test_scores_over_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.kept["row"].to_pylist() == [float(data.train[n]["dense"][0]) for n in range(333)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("featured", [False, True])
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
 def test_a_misspelt_column_is_named_with_the_nearest(tmp_path: Path, kind: str, featured: bool) -> None:

@@ -177,6 +177,7 @@ def test_training_on_it_is_training_on_files(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "ours", tmp_path / "theirs")
 
 
+@pytest.mark.slow
 def test_it_goes_with_what_refers_to_it(tmp_path: Path) -> None:
     held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
     place, split = held.path, held.train
@@ -193,6 +194,7 @@ def test_it_goes_with_what_refers_to_it(tmp_path: Path) -> None:
         stoker.Dataset(place)
 
 
+@pytest.mark.slow
 def test_a_preparation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -392,6 +394,7 @@ def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.parquet", "saved"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file locks, which Windows lacks")
 def test_what_a_killed_process_left_goes_with_the_next_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -144,6 +144,7 @@ def test_iso_forms_by_hand(text: str, moment: datetime) -> None:
     assert read([text, None, text]) == [micros(moment), None, micros(moment)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [*US, "7.3.2017", "Mar 7 2017", "1488880000", "2017-3-7", "2017-0307", "201703-07", "201703", "2017", "2017066",

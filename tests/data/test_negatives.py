@@ -59,6 +59,7 @@ def kept(data: Dataset, split: str) -> pl.DataFrame:
     return found.with_columns(pl.Series("label", labels), pl.Series("row", np.arange(len(labels)) // (EACH + 1)))
 
 
+@pytest.mark.slow
 def test_each_row_is_followed_by_others_with_items_of_its_split(tmp_path: Path) -> None:
     data = prepared(tmp_path / "data", SCHEMA)
     given = log()
@@ -127,6 +128,7 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path: Path) 
     assert again.manifest["splits"] == whole.manifest["splits"]
 
 
+@pytest.mark.slow
 def test_window_features_see_rows_of_the_log_only(tmp_path: Path) -> None:
     values = {**SCHEMA, **HISTORY}
     data = prepared(tmp_path / "data", values)

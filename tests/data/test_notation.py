@@ -105,6 +105,7 @@ def test_days_of_one_log_may_have_whole_numbers_or_floats(tmp_path: Path) -> Non
     assert len(Like(data.path).vocabulary("user")) == 9
 
 
+@pytest.mark.slow
 def test_grown_ids_are_found_again_in_another_type(tmp_path: Path) -> None:
     data = prepared(tmp_path, csv(tmp_path / "log.csv", log()))
     columns = log(float)
@@ -427,6 +428,7 @@ def test_a_log_of_numbers_has_no_versions_after_an_update_either(
     assert set(batch.ids.flatten().tolist()) == {known.index("2.5") + 1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [[136, 7, 9], [2.5, 7.0, 9.0], [1e-7, 2.5, 7.0]])
 def test_a_log_of_numbers_has_no_versions_beside_window_features_either(tmp_path: Path, items: list[Any]) -> None:
     """Their state has whole numbers, and tells nothing that the ids do not."""
@@ -528,6 +530,7 @@ def test_numbers_of_a_table_have_one_id_however_they_are_written(numbers: list[A
     assert next(iter(again.test.batches(3))).ids.tolist() == [[1], [2], [3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True])
 def test_a_number_has_one_hash_bucket_whatever_zeros_end_it(tmp_path: Path, known: bool) -> None:
     """Also in crosses, and beside a vocabulary, which has the texts as they are written."""
@@ -654,6 +657,7 @@ def test_floats_that_may_have_lost_digits_are_no_ids_of_any_column(tmp_path: Pat
             encoder.encode(half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "quoted"])
 def test_whole_numbers_that_a_missing_value_made_floats_fit_an_int_column(tmp_path: Path, suffix: str) -> None:
     """In requests, too; a fraction, or digits that a float cannot hold, are a bad line."""
@@ -896,6 +900,7 @@ def test_commas_between_thousands_are_no_decimal_commas(tmp_path: Path) -> None:
     assert 'decimal = ","' in stoker.draft_schema(write("both.csv", ",")), "ratings such as 1,5 tell"
 
 
+@pytest.mark.slow
 def test_a_decimal_point_is_a_bad_line_there_and_a_comma_elsewhere_has_a_remedy(tmp_path: Path) -> None:
     values = {"label": "y", "dense": [{"name": "x"}], "categorical": [{"name": "u"}]}
     prices = ["1,5", "1.500", " -2,25 ", "1.5", "", *["7"] * 95]

@@ -12,6 +12,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.order import EpochOrder, permutation, rows_that_fit
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=scaled(100))
 @given(
     rows=st.integers(0, 5000),
@@ -68,6 +69,7 @@ def test_addresses_beyond_32_bits() -> None:
     assert abs(int((values > size // 2).sum()) - 10_000) < 424
 
 
+@pytest.mark.slow
 def test_small_ranges_are_uniform() -> None:
     seen = np.zeros((6, 6), int)
     for draw in range(6000):

@@ -84,6 +84,7 @@ def test_criteo_split_is_exact_and_vocabulary_from_training_rows_only(tmp_path: 
     data.verify()
 
 
+@pytest.mark.slow
 def test_nvt_preset_scales_by_training_statistics(tmp_path: Path) -> None:
     lines = criteo_lines(700)
     stoker.prepare("criteo", write(tmp_path / "train.txt", lines), out=tmp_path / "out", preset="nvt")
@@ -237,6 +238,7 @@ def test_a_file_named_twice_is_read_once_and_said(tmp_path: Path, monkeypatch: p
     assert run_prepare(shop(), "log.csv", out="once").warnings == []
 
 
+@pytest.mark.slow
 def test_files_of_a_pattern_are_read_in_the_order_of_their_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +302,7 @@ def test_large_tables_take_most_of_the_progress_of_counting(tmp_path: Path) -> N
     assert share["C3"] > 10 * share["C9"] > 0, "a table of 10 M values takes longer than one of 30"
 
 
+@pytest.mark.slow
 def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(("\n".join(criteo_lines(3000)) + "\n").encode()))
     packed[-8] ^= 0xFF  # the checksum of the contents
@@ -391,6 +394,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reorder", [False, True])
 def test_a_finished_dataset_of_the_same_input_is_taken_as_it_is(tmp_path: Path, reorder: bool) -> None:
     raw, out = tmp_path / "log.csv", tmp_path / "out"
@@ -427,6 +431,7 @@ def test_a_finished_dataset_of_the_same_input_is_taken_as_it_is(tmp_path: Path, 
         run_prepare(schema, raw, **given)
 
 
+@pytest.mark.slow
 def test_recipes_of_stoker_are_known_again_and_code_of_others_is_not(tmp_path: Path) -> None:
     raw = generated(tmp_path, "online-retail", 2000)
     assert not run_prepare("online-retail", raw, out=tmp_path / "out").already
@@ -807,6 +812,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert peaks[1] < 1.3 * peaks[0], peaks
 
 
+@pytest.mark.slow
 def test_real_criteo_lines(tmp_path: Path) -> None:
     raw = SHARED / "criteo_tb" / "day_0_head.tsv.gz"
     if not raw.exists():

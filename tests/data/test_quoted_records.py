@@ -115,6 +115,7 @@ def test_records_are_those_of_the_csv_module(
             assert list(read_table(path, TEXT, format=form).iter_rows()) == wanted
 
 
+@pytest.mark.slow
 @checked
 @given(
     data=st.lists(st.sampled_from([b'"', b'"', b",", b"\n", b"\n", b"\r\n", b"\r", b"x", b"\xc3\xa9", b"\xe9", b"::",

@@ -87,6 +87,7 @@ def test_dates_mean_what_the_format_says(tmp_path: Path, log: Path, pattern: str
     assert found["train"]["last"] < found["valid"]["first"] <= found["valid"]["last"] < found["test"]["first"]
 
 
+@pytest.mark.slow
 def test_a_column_may_mix_the_forms_of_iso_8601(tmp_path: Path, log: Path) -> None:
     moment = pl.col("when").str.to_datetime()
     number = pl.int_range(pl.len()) % 4
@@ -118,6 +119,7 @@ def with_breaks(rows: pl.DataFrame, column: str) -> pl.DataFrame:
     return rows.with_columns(pl.when(pl.int_range(pl.len()) % 12 == 5).then(broken).otherwise(column).alias(column))
 
 
+@pytest.mark.slow
 def test_line_breaks_in_quoted_fields_are_text(tmp_path: Path) -> None:
     rows = with_breaks(retail(), "text")
     rows.write_csv(tmp_path / "breaks.csv")
@@ -130,6 +132,7 @@ def test_line_breaks_in_quoted_fields_are_text(tmp_path: Path) -> None:
     assert hashes(data) == hashes(typed)
 
 
+@pytest.mark.slow
 def test_titles_of_real_books_keep_their_quotes_and_line_breaks(tmp_path: Path) -> None:
     files = real("bookcrossing/ratings.parquet", "bookcrossing/books.parquet")
     ratings, books = map(pl.read_parquet, files)
@@ -360,6 +363,7 @@ def dense_column(split: Any) -> Any:
     return np.concatenate([batch.dense[:, 0].numpy() for batch in split.batches(4096)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -392,6 +396,7 @@ def test_ninety_unknown_columns_are_one_short_message(log: Path) -> None:
     assert len(str(refused.value)) < 1_000
 
 
+@pytest.mark.slow
 def test_processes_write_the_bytes_of_threads(tmp_path: Path, log: Path) -> None:
     with ProcessPoolExecutor(2, mp_context=context()) as executor:
         there = stoker.prepare(schema(), log, out=tmp_path / "processes", executor=executor)

@@ -244,6 +244,7 @@ def test_real_movielens(tmp_path: Path) -> None:
     assert made.schema.num_embeddings["user"] == 6_041
 
 
+@pytest.mark.slow
 def test_real_criteo_lines(tmp_path: Path) -> None:
     (file,) = real("criteo_tb/day_0_head.tsv.gz")
     made: Dataset = prepare(recipes.get("criteo"), [file], out=tmp_path / "criteo")

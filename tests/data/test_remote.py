@@ -261,6 +261,7 @@ def test_a_damaged_or_hostile_dataset_is_refused(tmp_path: Path, memory: Any, ca
         stoker.Dataset("memory://b/data")
 
 
+@pytest.mark.slow
 def test_web_addresses_are_inputs_and_datasets(tmp_path: Path, web: tuple[str, Path]) -> None:
     address, folder = web
     local_days(folder)

@@ -213,12 +213,14 @@ def test_examples_stay_and_their_ids_follow_the_order(data: Dataset, tmp_path: P
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["out", "source"]
 
 
+@pytest.mark.slow
 def test_the_same_bytes_from_any_number_of_threads(data: Dataset, tmp_path: Path) -> None:
     for threads in (1, 3):
         run_reorder(data, tmp_path / f"out{threads}", how=SMALL, tables=TABLES, threads=threads)
     assert digests(tmp_path / "out1") == digests(tmp_path / "out3")
 
 
+@pytest.mark.slow
 def test_the_same_order_again_is_taken_another_is_refused(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_what_cannot_be_reordered_is_refused(data: Dataset, tmp_path: Path) -> N
         data.new_ids  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a label of a split that is read late", "an id, now beyond its table"])
 def test_a_damaged_shard_stops_it_and_nothing_is_left(data: Dataset, tmp_path: Path, where: str) -> None:
     split = data.valid if "label" in where else data.train
@@ -342,6 +345,7 @@ def test_profile_and_classification_are_right_on_it(pair: tuple[Dataset, Dataset
         )
 
 
+@pytest.mark.slow
 def test_a_placed_run_on_it_equals_a_resident_one(pair: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     _, made = pair
     given = {"model": "dlrm", "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 64}
@@ -431,6 +435,7 @@ def test_new_rows_are_refused_if_ids_that_are_a_formula_moved(tmp_path: Path) ->
         stoker.prepare(files=tmp_path / "log.parquet", like=tmp_path / "hashed", out=tmp_path / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["b", "c"])
 def test_other_rows_of_any_split_are_other_data(tmp_path: Path, split: str) -> None:
     rows = log(600)
@@ -450,6 +455,7 @@ def test_other_rows_of_any_split_are_other_data(tmp_path: Path, split: str) -> N
         stoker.classify(second, profile, tmp_path / "classified")
 
 
+@pytest.mark.slow
 def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None:
     log().write_parquet(tmp_path / "log.parquet")
     told: list[StageProgress] = []

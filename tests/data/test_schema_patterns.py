@@ -44,6 +44,7 @@ def write(frame: pl.DataFrame, folder: Path, kind: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv.gz", "parquet", "jsonl"])
 def test_a_pattern_stands_for_columns_in_the_order_of_the_file(tmp_path: Path, kind: str) -> None:
     path = write(log(), tmp_path, kind)

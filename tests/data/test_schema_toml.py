@@ -44,6 +44,7 @@ def test_texts_are_quoted(text: str) -> None:
     assert tomllib.loads(f"x = {toml_value({text: [text]})}") == {"x": {text: [text]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
 def test_the_schema_of_a_recipe_comes_back(
     name: str, preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

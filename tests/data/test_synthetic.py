@@ -131,6 +131,7 @@ def test_days_of_one_universe_give_a_value_the_same_frequency_and_probability(re
     assert any(abs(foreign.get(value, (0, 0))[1] - first[value][1]) > 0.05 for value in common)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "of", "names"),
     [
@@ -252,6 +253,7 @@ def test_metadata_of_hotels_belongs_to_the_universe(tmp_path: Path) -> None:
     assert rates[1] > 1.5 * rates[0]
 
 
+@pytest.mark.slow
 def test_hotels_of_similar_popularity_share_properties(tmp_path: Path) -> None:
     known = _metadata(tmp_path)
 
@@ -272,6 +274,7 @@ def test_metadata_over_more_than_one_block_is_the_same_on_any_number_of_threads(
     assert text_of[0] == text_of[1] + text_of[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "name", "message"),
     [
@@ -541,6 +544,7 @@ def test_hex_is_rendered_as_python_would(values: list[int]) -> None:
     assert [bytes(row).decode() for row in rendered] == [f"{value:08x}" for value in values]
 
 
+@pytest.mark.slow
 def test_refusals_name_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="online-retail"):
         synthetic.write("netflix", 10, tmp_path / "x")
@@ -555,6 +559,7 @@ def test_refusals_name_the_remedy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
@@ -632,6 +637,7 @@ def _tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_prepared_dataset_is_whole_numbered_by_frequency_and_repeatable(tmp_path: Path) -> None:
     arguments = {
         "rows": 90_000,
@@ -694,6 +700,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     assert peaks[1] < 1.25 * peaks[0]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_log_and_prints_its_truth(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 

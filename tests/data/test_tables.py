@@ -168,6 +168,7 @@ def test_a_finished_dataset_is_known_again_by_the_rows_of_its_table(tmp_path: Pa
         prepared(arrow().slice(1))
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_is_not_resumed_with_other_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str]
 ) -> None:

@@ -53,6 +53,7 @@ def normalised(values: pd.Series, train: pd.Series) -> pd.Series:
     return (values - known.mean()) / known.std(ddof=0)
 
 
+@pytest.mark.slow
 def test_equals_pandas(tmp_path: Path) -> None:
     frame = log(tmp_path / "log.csv")
     data = stoker.prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "d")

@@ -30,6 +30,7 @@ def made(features: list[f.Derivation], rows: pl.DataFrame, new: pl.DataFrame | N
     return got.select(name for feature in features for name in feature.outputs).rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 0.5, 2.5, 10.0, 1e30, math.inf])
 @pytest.mark.parametrize(
     ("values", "dtype"),
@@ -248,6 +249,7 @@ def test_truth_values_that_are_ids_are_no_numbers(tmp_path: Path) -> None:
             run_prepare(schema, tmp_path / f"log.{kind}", out=tmp_path / "made")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["s", "us"])
 @pytest.mark.parametrize("form", ["csv", "us", "ns", "utc"])
 def test_a_timestamp_tells_its_unit(tmp_path: Path, form: str, unit: str) -> None:

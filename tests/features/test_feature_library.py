@@ -52,6 +52,7 @@ def column(made: pl.LazyFrame, name: str) -> list[Any]:
     return made.collect()[name].to_list()
 
 
+@pytest.mark.slow
 def test_importing_needs_no_polars() -> None:
     code = (
         "import stoker, sys; stoker.features.Cross(columns=('a', 'b'), buckets=9); assert 'polars' not in sys.modules"
@@ -60,6 +61,7 @@ def test_importing_needs_no_polars() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(60), deadline=None)
 @given(ROWS)
 def test_features_of_the_row_itself(rows: list[naive.Row]) -> None:

@@ -334,6 +334,7 @@ def test_bad_lines_of_features_are_set_aside(tmp_path: Path) -> None:
     assert "'notime' is not a whole number" in text
 
 
+@pytest.mark.slow
 def test_a_piece_that_is_no_number_costs_its_line_only(tmp_path: Path) -> None:
     write_log(tmp_path / "log.csv", 60)
     lines = (tmp_path / "log.csv").read_text().splitlines()

@@ -185,6 +185,7 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_rows_of_two_derivations_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe whose rows come in another order each time, such as by a join that keeps none."""
     lines = [f"{number},{number % 5},{number % 2}" for number in range(60)]

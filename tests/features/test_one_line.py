@@ -97,6 +97,7 @@ def run(*arguments: object) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "s.toml").write_text('label = "y"\n[[categorical]]\nname = "user"\n')
     (tmp_path / "log.csv").write_text("y,user\n" + "".join(f"{row % 3 % 2},u{row % 7}\n" for row in range(300)))

@@ -142,6 +142,7 @@ def write(path: Path, lines: list[str]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_values_of_a_dataset_are_those_of_loops(tmp_path: Path) -> None:
     lines = lines_of(90, 1)
     made = stoker.prepare(replace(SCHEMA, split=SplitRule(rule="hash", train=1.0, valid=0.0, test=0.0)),
@@ -237,6 +238,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return int(caught.value.code or 0), found.out, found.err
 
 
+@pytest.mark.slow
 def test_older_rows_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(90, 7)
     log = write(tmp_path / "log.csv", lines)
@@ -263,6 +265,7 @@ def test_older_rows_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[st
             stoker.prepare(None if like else SCHEMA, log, like=like, out=tmp_path / "no", history=history)
 
 
+@pytest.mark.slow
 def test_a_finished_dataset_of_another_history_is_not_taken(tmp_path: Path) -> None:
     lines = lines_of(60, 8)
     old, new = write(tmp_path / "old.csv", lines[:30]), write(tmp_path / "new.csv", lines[30:])

@@ -108,6 +108,7 @@ def test_each_stage_of_an_update_has_its_own_progress(place: Path) -> None:
     assert all(len({total for _, total in steps}) == 1 for steps in seen.values()), "a bar of one unit"
 
 
+@pytest.mark.slow
 def test_it_is_a_pass_over_the_rows_in_their_order(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as a loop of one's own, and steps that go on, by which dropout draws what it drops."""
     run, steps, step = place / "run", list[int](), Replica.step
@@ -176,6 +177,7 @@ def test_the_window_state_of_another_day_or_dataset_is_refused(place: Path, caps
     assert len(other.score(day(3).drop("click"))) == 300
 
 
+@pytest.mark.slow
 def test_the_first_dataset_does_not_stand_for_that_of_an_update(place: Path) -> None:
     """It lacks the ids that the update brought, which would have the scores of unknown ones."""
     run = place / "run"
@@ -187,6 +189,7 @@ def test_the_first_dataset_does_not_stand_for_that_of_an_update(place: Path) -> 
         stoker.export(run, place / "served", data=place / "data")
 
 
+@pytest.mark.slow
 def test_one_update_with_two_logs_is_one_pass(place: Path) -> None:
     found = stoker.update(place / "run", logs(place, 1, 2))
     assert (found.number, found.rows) == (1, 600)
@@ -226,6 +229,7 @@ def test_a_log_is_used_once(place: Path) -> None:
     assert "same contents" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_a_log_that_grew_is_refused(place: Path) -> None:
     today = place / "today.csv"
     day(1).write_csv(today)
@@ -289,6 +293,7 @@ def test_a_log_that_is_compressed_later_is_left_out(place: Path) -> None:
             stoker.update(run, packed / name)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_compressed_logs_knows_them_unpacked(tmp_path: Path) -> None:
     write_days(tmp_path / "logs", 1)
     [log] = logs(tmp_path, 0)
@@ -333,6 +338,7 @@ def test_a_long_compressed_log_is_known_by_both_ends(tmp_path: Path) -> None:
             assert _trained(tmp_path / name, size, len(other), base) == expected
 
 
+@pytest.mark.slow
 def test_logs_of_one_row_are_no_beginnings_of_others(place: Path) -> None:
     """But for a log of the same name, which has grown. Two quiet hours may have equal rows."""
     text = day(1).write_csv().encode()
@@ -375,6 +381,7 @@ def test_files_about_users_and_items_go_with_each_update(tmp_path: Path) -> None
         stoker.prepare(files=days[2], like=data.path)
 
 
+@pytest.mark.slow
 def test_a_held_out_log_of_the_dataset_may_be_trained_on(tmp_path: Path) -> None:
     [base] = write_days(tmp_path / "logs", 0)
     plain = schema(tmp_path).to_dict() | {"feature": [], "dense": [{"name": "price"}]}
@@ -488,6 +495,7 @@ def test_unknown_ids_share_row_0_if_no_rows_are_to_be_added(place: Path) -> None
     assert [(piece["rows"], piece["first"]) for piece in entry["changed"]] == [(1, 0)]
 
 
+@pytest.mark.slow
 def test_rows_without_a_label_are_refused_and_leave_nothing(place: Path) -> None:
     before = contents(place / "run")
     with pytest.raises(DataError, match="300 rows of 300 have no label"):
@@ -497,6 +505,7 @@ def test_rows_without_a_label_are_refused_and_leave_nothing(place: Path) -> None
     assert not [name for name in changed if not name.startswith(("updates", "checkpoints/update_000001", "head.json"))]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_changes_nothing(place: Path) -> None:
     base = find_checkpoint(place / "run")
     with pytest.raises(StokerError, match="no longer finite"):
@@ -515,6 +524,7 @@ def test_runs_that_cannot_be_updated(place: Path) -> None:
         stoker.update(place / "data", logs(place, 1))
 
 
+@pytest.mark.slow
 def test_training_does_not_resume_an_updated_run(place: Path) -> None:
     stoker.update(place / "run", logs(place, 1))
     with pytest.raises(ConfigError, match=r"was updated with newer rows.*rollback"):
@@ -543,6 +553,7 @@ def test_rollback_and_the_same_day_again(place: Path) -> None:
         stoker.rollback(run)
 
 
+@pytest.mark.slow
 def test_a_roll_back_goes_to_a_whole_model_of_the_past_alone(place: Path) -> None:
     run = place / "run"
     for number in (1, 2):
@@ -584,6 +595,7 @@ def test_an_update_that_was_exchanged_is_named(place: Path) -> None:
     assert stoker.load(run).step < stoker.update(run, logs(place, 1)).step
 
 
+@pytest.mark.slow
 def test_a_head_that_is_replaced_while_it_is_followed_is_read_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -815,6 +827,7 @@ def test_another_update_takes_nothing_of_a_stopped_one(place: Path, monkeypatch:
     assert contents(run / "checkpoints") == contents(other / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_directory_is_watched(place: Path) -> None:
     incoming = place / "incoming"
     incoming.mkdir()
@@ -856,6 +869,7 @@ def test_files_that_appear_together_are_in_the_order_of_their_numbers(place: Pat
     assert [log["name"] for log in line["logs"]] == [f"part-{number}.csv" for number in (1, 2, 9, 10, 11, 30)]
 
 
+@pytest.mark.slow
 def test_files_without_rows_end_no_watch(place: Path) -> None:
     incoming, log, slept = place / "incoming", pl.read_csv(place / "logs/day_2.csv"), list[float]()
     incoming.mkdir()
@@ -880,6 +894,7 @@ def test_files_without_rows_end_no_watch(place: Path) -> None:
     assert all(name in str(warned[0].message) for name in ("empty.csv.gz", "header.csv", "table.parquet"))
 
 
+@pytest.mark.slow
 def test_a_row_without_a_header_that_cannot_be_read_ends_a_watch(tmp_path: Path) -> None:
     """Its only line is no header, so that the log has a row: it is not left out as a log without one."""
     day(0, 900).write_csv(tmp_path / "day_0.csv", include_header=False)
@@ -914,6 +929,7 @@ def test_damaged_records_are_named(place: Path) -> None:
         stoker.load(run)
 
 
+@pytest.mark.slow
 def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
     write_days(tmp_path / "logs", 1)
     first_run(tmp_path, row_optimizer="adam", shards=2, schedule="cosine", dtype="bfloat16", warmup=2, dense_warmup=100)
@@ -926,6 +942,7 @@ def test_logical_shards_adam_and_a_schedule(tmp_path: Path) -> None:
     assert group["lr"] == group["initial_lr"] == 0.5e-3
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_renames_is_repaired(place: Path) -> None:
     run = place / "run"
     for number in (1, 2):
@@ -1087,6 +1104,7 @@ def test_logs_that_do_not_fit_are_refused_by_name_and_the_run_is_as_before(place
     assert "1 line bad and left out" in " ".join(stoker.update(run, place / "bad.csv").notes)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_run_as_before(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, sync, left = place / "run", os.fsync, [0]
     shutil.copytree(run, place / "whole")
@@ -1123,6 +1141,7 @@ def opening(call: Any) -> Any:
     return opened
 
 
+@pytest.mark.slow
 def test_a_log_that_begins_with_another_of_the_same_update_is_refused(place: Path) -> None:
     """Its rows would be trained on twice. A header alone is no log that others begin with."""
     run, text = place / "run", day(1).write_csv().encode()

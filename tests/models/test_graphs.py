@@ -44,6 +44,7 @@ def model_of(matmul: Any = "fp32", *, replayed: bool) -> RecModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["fp32", "bf16"])
 def test_training_is_the_same(matmul: str) -> None:
     losses = []

@@ -220,6 +220,7 @@ def test_each_example_is_scored_by_itself(case: Any, spec: FeatureSpec) -> None:
         torch.testing.assert_close(alone, together[row : row + 1])
 
 
+@pytest.mark.slow
 def test_every_input_matters(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec, seed=3).eval()  # batch norm, while it trains, takes away what all rows have in common
     batch = random_batch(spec, 4)

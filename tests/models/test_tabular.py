@@ -90,6 +90,7 @@ def test_columns_follow_the_rule_of_fastai() -> None:
     assert model.embeddings(batch_of(4).ids).shape == (4, fastai_columns(30) + 53)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense", [0, 3])
 @pytest.mark.parametrize("dropped", [{}, DROPPED], ids=["whole", "dropout"])
 def test_equals_a_plain_transcription(dense: int, dropped: dict[str, Any]) -> None:

@@ -152,6 +152,7 @@ def test_every_run_of_16_rows_has_one_part_of_its_table(tables, threads):
         assert len(items) >= 2 * threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 16, 65, 200])
 def test_initial_rows(dim, dtype):

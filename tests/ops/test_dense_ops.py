@@ -70,6 +70,7 @@ def products(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relu_last", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 1], [13, 64, 16], [40, 32, 8, 1], [5, 1, 4]])
 @pytest.mark.parametrize("batch", [1, 33])

@@ -49,6 +49,7 @@ def close(mine: torch.Tensor, plain: torch.Tensor) -> None:
     torch.testing.assert_close(mine, plain, rtol=0, atol=2e-6 * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 40, 3000])
 def test_kernels_equal_the_plain_form(shape: TTShape, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trie, values, slices = both_ways(shape, count)

@@ -51,6 +51,7 @@ def trained(made: EmbeddingTables, grads: list[Tensor], touched: range = range(R
     return made.rows("t")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "make"),
     [
@@ -101,6 +102,7 @@ def algorithm_1(grads: np.ndarray, alpha: float, beta: float, l1: float, l2: flo
     return w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alpha", "beta", "l1", "l2"), [(0.1, 1.0, 0.0, 0.0), (0.5, 1.0, 2.0, 0.0), (0.2, 0.0, 0.5, 3.0), (1.0, 2.0, 1, 1)]
 )

@@ -24,6 +24,7 @@ def profile(data: Dataset) -> stoker.HotProfile:
     return stoker.profile(data, device_memory="8KiB", embedding_dim=4, sample=None)
 
 
+@pytest.mark.slow
 def test_the_share_of_hot_rows_is_the_profiles(data: Dataset, profile: stoker.HotProfile, tmp_path: Path) -> None:
     made = stoker.classify(data, profile, tmp_path / "out")
     assert made.hot_cold is not None

@@ -194,6 +194,7 @@ def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
     assert wide.groups[0].beside_bytes == without.groups[0].beside_bytes + 4_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["cached", "hot-cold"])
 def test_several_tables_in_a_file_keep_the_budget_with_their_index(strategy: str):
     sizes = {"a": 2_000_000, "b": 400_000, "c": 100_000, "d": 1000}

@@ -345,6 +345,7 @@ def _edited(change: Any, *, rehash: bool = False) -> Any:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

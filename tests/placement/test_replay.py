@@ -280,6 +280,7 @@ def batches_of(data: Dataset, batch_size: int, seed: int | None, steps: int) -> 
                 return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "steps"), [(None, None), (5, None), (5, 20), (None, 3)])
 def test_a_dataset_is_read_as_the_trainer_reads_it(data: Dataset, seed: int | None, steps: int | None) -> None:
     found = stoker.replay(

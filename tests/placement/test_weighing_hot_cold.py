@@ -65,6 +65,7 @@ def in_transit(hot: list[int], in_flight: int) -> tuple[int, int]:
     return come, max(map(len, flights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("slots", [900, 2000, 6000, 20_000])
 def test_the_most_used_rows_are_hot_with_room_for_the_others(slots: int, in_flight: int) -> None:
@@ -235,6 +236,7 @@ def test_unknown_counts_leave_the_choice_to_a_cache() -> None:
         assert not any(isinstance(one, HotCold) for one in planned(memory, counts=None).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot", [None, 1], ids=["all hot", "all cold"])
 @pytest.mark.parametrize("strategy", ["cached", "host-pipelined"])
 def test_batches_that_are_all_of_one_kind_are_planned_like_shuffled_ones(hot: int | None, strategy: str) -> None:

@@ -162,6 +162,7 @@ def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
     assert [is_export(path) for path in (made, run)] == [True, False]
 
 
+@pytest.mark.slow
 def test_inspect_shows_an_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
 
@@ -202,6 +203,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_updated_meanwhile_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows would be those of one update, and its features those of another that got the same number."""
     monday, tuesday = make_daily_run(tmp_path / "run")

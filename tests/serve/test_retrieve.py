@@ -128,6 +128,7 @@ def test_a_graph_of_vectors_that_were_replaced_meanwhile_is_not_used(run: Path) 
         assert retriever._index is (index and graphs[index])
 
 
+@pytest.mark.slow
 def test_users_need_nothing_that_features_of_the_item_read(tmp_path: Path) -> None:
     schema = stoker.Schema.from_dict({
         "name": "shop", "label": "bought", "timestamp": {"column": "at", "type": "datetime", "format": "%d.%m.%Y"},

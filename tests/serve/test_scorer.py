@@ -248,6 +248,7 @@ def test_warming_up_is_no_training(tmp_path: Path) -> None:
     assert scorer.score(day.drop("click")).tobytes() == np.asarray(offline.scores).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [{"type": "int"}, {"type": "datetime", "format": "%d.%m.%Y"}])
 def test_warming_up_takes_a_time_that_rows_must_have(tmp_path: Path, time: dict[str, str]) -> None:
     schema = Schema.from_dict({

@@ -99,6 +99,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return run, make_daily_run(run, days=2)
 
 
+@pytest.mark.slow
 def test_requests_of_any_sizes_get_the_scores_of_predict(shop: tuple[Path, Any]) -> None:
     run, [log, _] = shop
     rows = log.select("item", "user")
@@ -563,6 +564,7 @@ def test_an_error_of_the_system_does_not_end_following(tmp_path: Path) -> None:
     assert problems[1:3] == ["OSError: [Errno 24] Too many open files"] * 2
 
 
+@pytest.mark.slow
 def test_each_change_of_the_model_is_a_line_of_the_log_and_is_counted(tmp_path: Path) -> None:
     run, lines = tmp_path / "run", list[str]()
     [day] = make_daily_run(run, days=1)
@@ -662,6 +664,7 @@ def test_scores_are_not_torn_while_a_model_is_followed_in_another_thread(tmp_pat
     assert len(truth) == 2
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_figures_whoever_is_asked_for_them(tmp_path: Path) -> None:
     [day] = make_daily_run(tmp_path / "run", days=1)
     scorer = stoker.Scorer(tmp_path / "run", follow=True)

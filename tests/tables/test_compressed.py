@@ -410,6 +410,7 @@ def test_what_is_stored():
     assert len({table.name: table for table in make("device", names=("small",)).stored}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 10, 1000])
 def test_rows_and_cores_read_by_name(chunk):
     tables = make("device", "adam")
@@ -479,6 +480,7 @@ def through_state_dict(tables: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_state_dict])
 @pytest.mark.parametrize("where", ["device", "cached"])
 def test_copies_are_whole_and_their_own(copied, where):

@@ -117,6 +117,7 @@ def behind_device(seed, **settings):
     return tables, storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_writeback_that_failed_is_kept_and_its_buffer_is_free_again(seed, monkeypatch):
     tables, storage = behind_device(seed, buffers=1, buffer_bytes=100)
@@ -181,6 +182,7 @@ def simulated_job(link, slots):
     return _BufferedWriteback(0, places, link._take_off(places))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", numbers(20))
 def test_rows_written_in_the_middle_of_training_are_those_that_it_goes_on_with(seed):
     tables, _ = behind_device(seed, buffers=2, buffer_bytes=300)

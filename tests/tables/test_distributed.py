@@ -216,6 +216,7 @@ def same(ranks: list[dict[Any, Any]], name: Any, expected: dict[str, Tensor]) ->
                 assert torch.equal(found[name][each], value), each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_ranks_under_ddp_are_one_process(ranks: list[dict[Any, Any]], case: Any) -> None:
     """Also where one rank gives offsets and the other does not, and bags are of other lengths."""

@@ -99,6 +99,7 @@ def test_training_fetches_no_more_than_belady(
         assert best.misses < simulate(trace, CacheStrategy.parse("lookahead-1"), 190, 1).misses
 
 
+@pytest.mark.slow
 def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code finds and orders the distinct rows, reads the ids and plans."""
     monkeypatch.setattr("stoker.ops.distinct.HAVE_NUMBA", False)
@@ -109,6 +110,7 @@ def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) 
     test_training_fetches_no_more_than_belady(data, 5, 3, False)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(30), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(0, 4))
 def test_and_so_on_random_traces(seed: int, spare: int, lookahead: int) -> None:

@@ -439,6 +439,7 @@ def test_tables_that_cannot_grow(change: dict[str, Any], words: str) -> None:
         TableConfig(**{"name": "item", "num_embeddings": 9, "embedding_dim": 4, "grow": Grow(), **change})
 
 
+@pytest.mark.slow
 def test_what_does_not_go_with_growing() -> None:
     table = TableConfig(name="item", num_embeddings=9, embedding_dim=4, grow=Grow())
     for options, words in (

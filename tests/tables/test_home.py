@@ -707,6 +707,7 @@ class FakeDisk:
         return real(fd, [view[:size]], at)
 
 
+@pytest.mark.slow
 def test_a_disk_that_moves_a_little_at_a_time_is_waited_for(held, monkeypatch):
     home, rows = held
     disk = FakeDisk(home, monkeypatch, most=PAGE if home.direct else 100)

@@ -50,6 +50,7 @@ def in_use(home: LogHome) -> int:
     return home._used - len(home._free) - len(home._cleaned)
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(100))
 @example(rows=283, dim=300, seed=0, calls=[(1.0, False)] * 3)  # segments that a cleaned one fills to the last row
 @given(
@@ -76,6 +77,7 @@ def test_a_log_holds_what_was_stored_last_in_bounded_space(rows, dim, seed, call
         home.close()
 
 
+@pytest.mark.slow
 def test_cleaning_happens_and_the_file_stays_within_a_quarter_of_the_rows():
     home = log_of(20_000)
     rng = np.random.default_rng(0)

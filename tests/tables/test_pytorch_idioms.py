@@ -145,6 +145,7 @@ def test_accumulation_with_adagrad_as_an_optimizer(where: str) -> None:
     torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one loss", "two backwards"])
 def test_two_lookups_in_one_step(where: str, how: str) -> None:
     tables, bags = made(where), Bags()
@@ -772,7 +773,7 @@ def test_models_that_threads_train_give_what_each_gives_alone(as_optimizer: bool
                 each.fill_(0.1 + seed)
         optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
         rows = [tables.as_optimizer()] if as_optimizer else []
-        for ids in batches(60, seed=seed):
+        for ids in batches(40, seed=seed):
             head(tables(ids).flatten(1)).sum().backward()
             if as_optimizer:
                 nn.utils.clip_grad_norm_([*head.parameters(), tables.handle], 1.0)
@@ -1364,6 +1365,7 @@ def test_one_step_a_backward_is_no_trouble_whatever_else_steps() -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_schedulers_drive_the_learning_rate(where: str, in_backward: bool) -> None:
     tables, bags = made(where), Bags()
@@ -1390,6 +1392,7 @@ def test_the_learning_rate_can_be_set_and_keeps_the_state() -> None:
         tables.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_a_gradient_scale(where: str) -> None:
     tables, bags = made(where), Bags()
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
@@ -1611,6 +1614,7 @@ def test_ids_changed_between_forward_and_backward_are_refused(where: str) -> Non
     assert torch.equal(tables.rows("t"), start())
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     tables, bags = made(where), Bags()
     optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
@@ -1799,6 +1803,7 @@ def test_print_says_where_rows_are() -> None:
     assert "Device, on cpu" in repr(made())
 
 
+@pytest.mark.slow
 def test_autocast(where: str) -> None:
     tables, bags = made(where), Bags()
     ours, theirs = nn.Linear(FEATURES * DIM, 1), nn.Linear(FEATURES * DIM, 1)
@@ -1983,6 +1988,7 @@ def test_evaluation_inside_a_staged_loop(where: str, background: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_two_stages_that_take_turns(where: str, background: bool) -> None:
     tables, plain = made(where), made()
@@ -1996,6 +2002,7 @@ def test_two_stages_that_take_turns(where: str, background: bool) -> None:
     assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
+@pytest.mark.slow
 def test_an_iterator_that_was_left_open(where: str) -> None:
     """As in a notebook whose cell was interrupted."""
     tables, plain = made(where), made()
@@ -2025,6 +2032,7 @@ def given(ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Batch:
     return Batch(dense=torch.zeros((len(offsets) - 1) // FEATURES, 0), ids=ids, offsets=offsets, weights=weights)
 
 
+@pytest.mark.slow
 def test_a_staged_lookup_uses_the_weights_and_offsets_it_is_given(where: str) -> None:
     tables, plain = made(where), made()
     for module, stream in (
@@ -2101,6 +2109,7 @@ def test_batches_of_a_dataloader_with_workers(where: str) -> None:
     assert torch.equal(tables.rows("t"), plain.rows("t"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_a_stream_that_fails_does_so_behind_the_batches_before_it(where: str, background: bool) -> None:
     """As without a stage, which looks ahead."""

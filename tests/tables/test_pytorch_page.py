@@ -47,6 +47,7 @@ def tests() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split(" | ")[0].strip("| `"))
 def test_each_line_of_the_page_names_tests_that_run(line: str, tests: dict[str, str]) -> None:
     cells = line.strip("| ").split(" | ")
@@ -292,6 +293,7 @@ def test_data_parallel_is_refused(model: Model) -> None:
         model.tables._replicate_for_data_parallel()  # which DataParallel asks each module for
 
 
+@pytest.mark.slow
 def test_threads_that_train_lose_no_step(model: Model) -> None:
     plain, failed = Model(), []
     model.tables.load_state_dict({**model.tables.state_dict(), "t.weight": torch.ones(ROWS, DIM)})
@@ -317,6 +319,7 @@ def test_threads_that_train_lose_no_step(model: Model) -> None:
     assert torch.equal(model.rows(), plain.rows())
 
 
+@pytest.mark.slow
 def test_an_average_of_the_dense_part(model: Model) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(model.head)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.5)
@@ -394,6 +397,7 @@ def bag(optimizer: Any = None) -> TTEmbeddingBag:
     return TTEmbeddingBag(100, 8, rank=4, mode="sum", seed=0, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_a_bag_without_optimizer_is_parameters() -> None:
     module = bag()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
@@ -443,6 +447,7 @@ def test_a_frozen_bag_stays() -> None:
     assert module.tick == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, stoker.SGD(lr=0.1)], ids=["plain", "optimizer"])
 def test_a_compiled_bag(optimizer: Any) -> None:
     plain, module = nn.Sequential(bag(optimizer), nn.Linear(8, 1)), nn.Sequential(bag(optimizer), nn.Linear(8, 1))
@@ -463,6 +468,7 @@ def test_types_of_a_bag() -> None:
         bag(stoker.SGD(lr=0.1)).double()(*BAG)
 
 
+@pytest.mark.slow
 def test_our_own_loop_takes_no_notice_of_scalers_elsewhere(tmp_path: Path) -> None:
     from stoker.testing import make_dataset
 

@@ -61,6 +61,7 @@ CALLS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(200), deadline=None)
 @given(
     rows=st.integers(1, 60), frames=st.integers(1, 9), block=st.integers(1, 9), store=st.sampled_from(sorted(STORES)),

@@ -173,6 +173,7 @@ def test_the_cases_notice_sums_that_know_an_order(monkeypatch):
     pytest.fail("sums in the order of slots went unnoticed")
 
 
+@pytest.mark.slow
 def test_batches_that_come_in_parts_are_among_the_cases():
     spilled = 0
     for seed in range(120):

@@ -77,6 +77,7 @@ def test_more_in_flight_than_lookahead_and_slots_hold_changes_no_number(backgrou
     assert torch.equal(rows, trained(tables_with(), Source()))
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_fit_yet_keep_their_turn() -> None:
     """With more in flight than the slots hold, no row is fetched for a batch whose slots another one then takes."""
     tables = [TableConfig(name=name, num_embeddings=500, embedding_dim=dim) for name, dim in (("a", 4), ("b", 8))]

@@ -252,6 +252,7 @@ def test_a_bucket_that_is_missing_is_named_and_none_is_made(s3: Any) -> None:
     assert not s3.exists("elsewhere")
 
 
+@pytest.mark.slow
 def test_missing_credentials_are_named(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

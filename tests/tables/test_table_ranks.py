@@ -250,6 +250,7 @@ def test_ranks_with_gradients_of_other_parameters_are_refused() -> None:
         assert "gradients of 18, 12 numbers" in said
 
 
+@pytest.mark.slow
 def test_a_batch_without_examples_on_all_ranks_moves_nothing() -> None:
     def work(group: Ranks) -> tuple[int, list[float]]:
         assert isinstance(group, Replicas)
@@ -339,6 +340,7 @@ def test_replicas_with_another_optimizer_state_are_refused() -> None:
         assert ") of rank 1 is not that of rank 0, but all ranks must have the same rows" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["before", "replicated", "averaged", "divided", "divided, other rows"])
 @pytest.mark.parametrize("load", [False, True])
 def test_rows_that_one_rank_alone_writes_are_noticed(how: str, load: bool) -> None:
@@ -575,6 +577,7 @@ def test_widths_may_be_odd_and_a_batch_may_have_one_row(dim: int, divided: bool)
         assert on_threads(ranks, work) == [work(None)] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["header", "rows", "between"])
 def test_an_interrupt_within_a_message_ends_all_ranks(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop may catch Ctrl-C and go on, while the others wait for the rest of the message."""
@@ -675,6 +678,7 @@ def test_ranks_send_the_gradients_of_their_rows_and_no_more() -> None:
         assert sent == rows * 4 * (16 + 4), "a sum is its D values with row, node and count"
 
 
+@pytest.mark.slow
 def test_data_goes_with_its_header_once_all_ranks_know_how_much_comes() -> None:
     sizes = (8, 8, 8, 64, 8, 8, 8, 8, 8)
 
@@ -863,6 +867,7 @@ def test_a_checkpoint_of_one_process_opens_in_divided_tables(tmp_path: Path) -> 
     assert on_threads(3, work) == [digest(alone)] * 3
 
 
+@pytest.mark.slow
 def test_divided_tables_write_the_checkpoint_of_one_process(tmp_path: Path) -> None:
     def work(group: Ranks | None) -> None:
         tables = make(optim.Adam(lr=0.1), "cached", ranks=group)
@@ -958,6 +963,7 @@ def test_a_stage_brings_what_other_ranks_look_up(divided: bool, place: str, ahea
             assert max(reach) > 10 or place not in ("cached", "file") or "lookahead" in ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["device", "cached"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_copies_are_averaged_every_few_steps(ranks: int, place: str) -> None:

@@ -213,6 +213,7 @@ def test_updates_inside_backward_are_those_of_the_textbook(kind, backend, shape)
     assert bag.tick == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("rank", [32, (3, 40)])
 def test_back_ends_give_the_same_bits(kind, rank):
@@ -230,6 +231,7 @@ def test_back_ends_give_the_same_bits(kind, rank):
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one loss", "accumulate"])
 def test_several_lookups_are_one_step(how):
     """Equal to cores that are parameters, with torch's optimizer."""
@@ -334,6 +336,7 @@ def through_state_dict(module: nn.Module) -> nn.Module:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save, through_state_dict])
 @pytest.mark.parametrize("optimizer", [None, OPTIMIZERS["adam"], OPTIMIZERS["schedule"]], ids=["none", "adam", "sgd"])
 def test_copies_are_whole_and_their_own(copied, optimizer):
@@ -477,6 +480,7 @@ def test_no_two_bags_start_alike_unless_told():
         assert torch.equal(made[0].cores[2], made[1].cores[2])
 
 
+@pytest.mark.slow
 def test_fresh_rows_have_the_deviation_asked_for():
     for std in (1.0, 0.01):
         found = [rows_of(TTEmbeddingBag(3000, 16, seed=seed, std=std)).detach().double() for seed in range(6)]

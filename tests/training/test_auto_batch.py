@@ -75,6 +75,7 @@ def test_few_rows_begin_with_smaller_batches(tmp_path: Path, monkeypatch: pytest
     assert asked == [4]
 
 
+@pytest.mark.slow
 def test_a_real_measurement_leaves_nothing_behind(data: stoker.Dataset) -> None:
     before = torch.get_rng_state()
     rate, grown = step_time._measure(data, CONFIG.replace(batch_size=64, backend="reference"))

@@ -72,6 +72,7 @@ def test_baselines_are_stored_with_the_dataset(tmp_path: Path) -> None:
     assert saved_baselines(data) is None
 
 
+@pytest.mark.slow
 def test_no_more_rows_than_given_are_fitted_and_steps_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

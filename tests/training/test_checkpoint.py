@@ -104,6 +104,7 @@ def test_many_small_shards_hold_the_same_rows(tmp_path: Path) -> None:
         assert torch.equal(loaded.embeddings.rows(table.name), model.embeddings.rows(table.name))
 
 
+@pytest.mark.slow
 def test_the_files_say_nothing_of_place_and_time(saved: Path) -> None:
     text = (saved / "manifest.json").read_text()
     assert str(saved.parent) not in text
@@ -113,6 +114,7 @@ def test_the_files_say_nothing_of_place_and_time(saved: Path) -> None:
     assert set(files(saved)) == {*manifest["files"], "manifest.json"}
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(40), deadline=None)
 @given(data=st.data())
 def test_any_damage_is_named_and_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -138,6 +140,7 @@ def test_any_damage_is_named_and_refused(tmp_path_factory: pytest.TempPathFactor
         assert f"{len(content):,} bytes" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     (saved / "manifest.json").write_text(json.dumps(seal({**manifest, "format_version": 99})))
@@ -156,6 +159,7 @@ def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> Non
         stoker.load(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"top: saved \[5\], given \[6\]"):
         stoker.load(saved, build(top=(6,)))
@@ -169,6 +173,7 @@ def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
         stoker.load(saved, other)
 
 
+@pytest.mark.slow
 def test_a_taken_name_is_refused_and_replaced_on_request(saved: Path) -> None:
     before = files(saved)
     with pytest.raises(CheckpointError, match="exists"):
@@ -180,6 +185,7 @@ def test_a_taken_name_is_refused_and_replaced_on_request(saved: Path) -> None:
     assert sorted(entry.name for entry in saved.parent.iterdir()) == ["a"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing_half_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(saved)
     real = os.fsync
@@ -197,6 +203,7 @@ def test_a_full_disk_leaves_nothing_half_written(saved: Path, monkeypatch: pytes
     assert files(saved) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", range(12))
 def test_a_kill_while_writing_never_leaves_half_a_checkpoint(
     tmp_path: Path, survives: int, monkeypatch: pytest.MonkeyPatch
@@ -288,6 +295,7 @@ def test_a_model_that_is_not_finite_is_not_written(tmp_path: Path, bad: float) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_rows_that_a_checkpoint_lacks_begin_as_row_0_without_state(tmp_path: Path) -> None:
     model, first = build(), batch(0)
     first.ids[0] = 0
@@ -312,6 +320,7 @@ def test_rows_that_a_checkpoint_lacks_begin_as_row_0_without_state(tmp_path: Pat
         loading.load_larger(saved, larger, torch.optim.Adam(larger.dense_parameters(), lr=0.01))
 
 
+@pytest.mark.slow
 def test_files_of_another_checkpoint_than_the_manifest_that_was_read_are_refused(saved: Path) -> None:
     manifest = checkpoint.read_manifest(saved)
     with checkpoint.reading(saved, manifest):
@@ -323,6 +332,7 @@ def test_files_of_another_checkpoint_than_the_manifest_that_was_read_are_refused
         pass
 
 
+@pytest.mark.slow
 def test_a_segment_does_not_replace_what_it_needs(tmp_path: Path) -> None:
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0)

@@ -166,6 +166,7 @@ def test_a_resumed_run_keeps_its_own(data: stoker.Dataset, tmp_path: Path) -> No
     assert [kept[name] for name in ("batch_size", "epochs", "patience")] == [128, 2, None]
 
 
+@pytest.mark.slow
 def test_find_lr_and_runs_use_the_same_batch(data: stoker.Dataset) -> None:
     found = stoker.find_lr(data, lr_steps=20, trial_steps=20, **{k: v for k, v in MODEL.items() if k != "tensorboard"})
     assert found.batch_size == 128

@@ -171,6 +171,7 @@ class Noted(Display):
         self.steps.append(done)
 
 
+@pytest.mark.slow
 def test_log_loss_decides_where_there_is_no_auc(tmp_path: Path) -> None:
     shown = Noted()
     settings = {**SMALL, "display": shown}

@@ -219,6 +219,7 @@ def test_the_curve_in_characters_marks_its_suggestions(finding: Finding) -> None
     assert f"{min(finding.smoothed):.4f}" in lines[11]
 
 
+@pytest.mark.slow
 def test_a_picture(finding: Finding, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     finding.plot(tmp_path / "lr.png")

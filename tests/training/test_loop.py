@@ -183,6 +183,7 @@ def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path, save_e
     assert again.step == result.step, "resuming a stopped run stops at once"
 
 
+@pytest.mark.slow
 def test_evaluation_rows_are_fixed(data: Dataset, tmp_path: Path) -> None:
     result = stoker.train(data, out=tmp_path / "run", valid_rows=100, **SMALL)
     assert result.valid["rows"] == 100

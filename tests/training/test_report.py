@@ -119,6 +119,7 @@ def test_rows_are_placed_as_in_the_run(made: Path, tmp_path: Path, monkeypatch: 
     assert seen[1] - {"Device"}, "no rows are in slots or in a file"
 
 
+@pytest.mark.slow
 def test_a_run_faster_than_the_measured_limit_has_a_reason(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "run", run)
@@ -187,6 +188,7 @@ def test_columns_that_tell_the_label_save_log_loss_and_others_do_not(tmp_path: P
     assert sum(each["rows"] for each in found["calibration"]) == found["rows"]
 
 
+@pytest.mark.slow
 def test_slices_have_the_values_of_the_log(tmp_path: Path) -> None:
     import polars as pl
 
@@ -223,6 +225,7 @@ def test_settings_that_the_rows_decide_are_not_called_given(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_no_time_leaves_columns_out(made: Path) -> None:
     model, data = stoker.load(made / "run").model, stoker.Dataset(made / "d")
     assert analyse(model, data, stoker.TrainConfig(), seconds=-1)["columns"] == []
@@ -309,6 +312,7 @@ def _digits(row: int, factors: tuple[int, ...]) -> list[int]:
     return found[::-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_ranks_shows_what_decides_and_no_log_loss_as_its_loss(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", rows=1000)
     settings = {"model": "two-tower", "model_options": {"item": ("C1",)}, "loss": "in-batch", "metric": "recall_50"}
@@ -427,6 +431,7 @@ def test_advice_names_the_metric_that_decided() -> None:
     assert advise(QUIET | {"valid_curve": nothing}, None) == []
 
 
+@pytest.mark.slow
 def test_a_run_without_validation_rows_is_measured(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     log = pl.DataFrame({"y": random.integers(0, 2, 300), "item": random.integers(0, 9, 300)})
@@ -438,6 +443,7 @@ def test_a_run_without_validation_rows_is_measured(tmp_path: Path) -> None:
     assert "no checkpoint" not in said
 
 
+@pytest.mark.slow
 def test_raw_ids_are_not_called_known(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     users = pl.Series(random.integers(0, 500, 1000)).set(pl.Series(random.random(1000) < 0.5), None)
@@ -475,6 +481,7 @@ def test_charts_of_one_point_and_of_none() -> None:
     assert len(long) < 10_000
 
 
+@pytest.mark.slow
 def test_the_command(made: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     done = runner.invoke(app, ["report", str(made / "run"), "--out", str(tmp_path / "a.html"), "--json"])
@@ -496,6 +503,7 @@ def test_read_takes_the_best_figures_of_a_finished_run(made: Path) -> None:
     assert read(directory)["valid"] == directory.read("report.json")["valid"]
 
 
+@pytest.mark.slow
 def test_files_that_are_not_what_a_run_writes(made: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(made / "run", run)

@@ -223,6 +223,7 @@ def test_scattered_rows_are_gathered_without_opening_a_file_for_each(
     assert max(seen.values()) == 2
 
 
+@pytest.mark.slow
 def test_each_row_of_a_chain_can_be_read_alone(tmp_path: Path) -> None:
     """Also the first and the last row of a file of a segment."""
     run = Training(tmp_path)

@@ -92,6 +92,7 @@ def test_another_type_of_weights_needs_another_trial() -> None:
     assert {same for key, same in tried if key[-1] == frozenset([torch.bfloat16])} == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38])
 def test_values_that_are_not_finite_change_no_other_bits(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(512, 0)
