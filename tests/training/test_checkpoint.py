@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,25 @@ def test_a_segment_after_another_row_optimizer_is_refused(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"the row optimizer was adagrad in .* and is adam now"):
         stoker.save(tmp_path / "next", tables, parent=base)
     stoker.save(tmp_path / "whole", tables)
+
+
+def test_a_file_that_was_whole_is_read_again_once_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed chooses its checkpoint by checksums, and need not compute them again to load it."""
+    at = stoker.save(tmp_path / "c", build())
+    count, read, seen = len(json.loads((at / "manifest.json").read_text())["files"]), checkpoint.hash_file, []
+    monkeypatch.setattr(checkpoint, "hash_file", lambda path: (seen.append(path), read(path))[1])
+    for _ in range(2):  # young files: their times need not change with the next write
+        checkpoint.verify(at)
+    assert len([path for path in seen if path.name != "manifest.json"]) == 2 * count
+    monkeypatch.setattr(checkpoint, "_TICK", 0)
+    time.sleep(0.02)
+    for expected in (count, 0):
+        seen.clear()
+        checkpoint.verify(at)
+        assert len([path for path in seen if path.name != "manifest.json"]) == expected
+    damaged = at / "dense.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"dense.safetensors is damaged"):
+        checkpoint.verify(at)
