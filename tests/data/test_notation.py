@@ -1185,6 +1185,36 @@ def test_texts_beside_a_file_of_numbers_are_numbers(tmp_path: Path, kind: Any) -
             assert (one.ids[4, :3] == found[9, :3]).all()
 
 
+@pytest.mark.parametrize("texts", [["true", "false", "2.50"], ["2024-01-05", "2024-01-06", "2.50"]])
+def test_words_and_days_beside_numbers_hide_no_text_of_the_log(tmp_path: Path, texts: list[str]) -> None:
+    rows = pl.DataFrame({"label": [0, 1] * 15})
+    rows.with_columns(v=pl.Series(texts * 10)).write_csv(tmp_path / "day_1.csv")
+    rows.with_columns(v=pl.Series([2.5, 1.5, None] * 10)).write_parquet(tmp_path / "day_2.parquet")
+    data = stoker.prepare(stoker.Schema.from_dict({"label": "label", "categorical": [{"name": "v"}]}),
+                          [tmp_path / "day_1.csv", tmp_path / "day_2.parquet"], out=tmp_path / "data",
+                          split="random:1,0")  # fmt: skip
+    found = next(iter(data.train.batches(60))).ids
+    encoder = RowEncoder(FittedSchema.of(Like(data.path)))
+    for new, ids in ((texts, found[:3]), ([2.5, 1.5], found[30:32]), (["2.5", "1.50"], found[30:32])):
+        asked = pl.DataFrame({"v": new})
+        assert encoder.encode(asked).ids.tolist() == ids.tolist()
+        again = stoker.prepare(None, asked.with_columns(label=0), like=data)
+        assert next(iter(again.test.batches(len(new)))).ids.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("buckets", [{}, {"categorical": [{"name": "u"}, {"name": "v", "hash_buckets": 97}]}])
+def test_texts_that_only_features_keep_stay_as_they_are_beside_numbers(tmp_path: Path, buckets: dict[str, Any]) -> None:
+    """The dataset does not say how they were written, so each text of the log must be found again as it is."""
+    rows = pl.DataFrame({"label": [0, 1] * 15, "u": "u"})
+    rows.with_columns(v=pl.Series(["2.50", "v1", "2.50"] * 10)).write_csv(tmp_path / "day_1.csv")
+    rows.with_columns(v=pl.Series([2.5, 1.5, None] * 10)).write_parquet(tmp_path / "day_2.parquet")
+    values = {"label": "label", "categorical": [{"name": "u"}], "derive": ["count by=v name=n"], **buckets}
+    data = stoker.prepare(stoker.Schema.from_dict(values), [tmp_path / "day_1.csv", tmp_path / "day_2.parquet"],
+                          out=tmp_path / "data", split="random:1,0")  # fmt: skip
+    asked = RowEncoder(FittedSchema.of(Like(data.path))).encode(pl.DataFrame({"v": ["2.50", "v1"], "u": "u"}))
+    assert asked.dense.tolist() == next(iter(data.train.batches(60))).dense[:2].tolist()
+
+
 def test_texts_beside_a_column_of_nulls_may_be_versions(tmp_path: Path) -> None:
     """pandas writes numbers if all values of a day are missing."""
     rows = pl.DataFrame({"label": [0, 1] * 20, "v": ["2.1", "2.10"] * 20})

@@ -745,6 +745,32 @@ def test_tables_that_are_gone_leave_nothing_on_parameters() -> None:
     idle.step()
 
 
+@pytest.mark.parametrize("moved", ["the other model", "the rows"])
+def test_models_that_one_thread_began_and_two_go_on_with_are_apart(moved: str) -> None:
+    """The optimizer of the other one has stepped in the thread of the rows, and was taken for one of theirs."""
+    tables, other = made(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def begin() -> None:
+        for ids in batches(2):
+            tables(ids).sum().backward()
+            other(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def backward_beside(_: Tensor) -> None:
+        pool.submit(lambda: other(torch.ones(2)).sum().backward()).result()
+
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as pool:
+        (begin() if moved == "the other model" else before.submit(begin).result())
+        pool.submit(optimizer.step).result()
+        for ids in batches(3 if moved == "the other model" else 260):
+            out = tables(ids)
+            out.register_hook(backward_beside)
+            out.sum().backward()
+        pool.submit(optimizer.step).result()
+
+
 def test_a_model_that_another_thread_trains_is_left_alone() -> None:
     """Its backwards, which run during those of the rows, are not counted, and nothing is put on its parameters."""
     tables, other = made(), nn.Linear(2, 1)

@@ -82,7 +82,8 @@ class Accumulation:
     def __init__(self) -> None:
         self.steps = 0  # of the rows
         self.handle: Tensor | None = None  # which is no dense parameter
-        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that train beside the rows
+        self.own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that backwards of the rows reach
+        self.near: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that step in their thread
         #: steps of the rows when each optimizer last stepped
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._latest = 0  # those when an optimizer last stepped
@@ -122,8 +123,9 @@ class Accumulation:
         for optimizer in optimizers:
             if optimizer not in self.own and any(map(_was_reached, parameters_of(optimizer))):
                 self.own.add(optimizer)
-                self._watched[optimizer] = {}
-            if (watched := self._watched.get(optimizer)) is not None:
+                self._watched[optimizer] = self._watched.get(optimizer, {}) if optimizer in self.near else {}
+            watched = self._watched.get(optimizer) if optimizer in self.own or optimizer in self.near else None
+            if watched is not None:
                 reached = [each for each in watched.values() if each.arrived >= task]
                 for each in reached or [each for each in self._watch_all(optimizer, 0) if _was_reached(each.parameter)]:
                     each.reached = True
@@ -146,7 +148,7 @@ class Accumulation:
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer; watch one of the parameters that took part in the last step of the rows."""
-        self.own.add(optimizer)
+        self.near.add(optimizer)
         alone = self._stepped.get(optimizer) == self.steps  # the rows have not stepped since its last step
         self._stepped[optimizer] = self._latest = self.steps
         if all(self._stepped.get(each) == self.steps for each in optimizers):
@@ -170,6 +172,7 @@ class Accumulation:
         self._stepped.update(dict.fromkeys(optimizers, self.steps))
         self._settled, self._resumes = self.steps, max(self._resumes, self.steps + pause)
         self._watched.clear()
+        self.own, self.near = weakref.WeakSet(), weakref.WeakSet()  # another thread may train the rows
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -115,9 +115,11 @@ def check_notation(task: Task) -> None:
 def with_one_notation(task: Task) -> Task:
     """Return a task whose text columns have one notation, if some files have numbers or times and others texts or days.
 
-    Next to numbers no text is a version. Texts say how times are written; without them, a day is the time it begins at.
+    Next to numbers no text of a vocabulary is a version. Texts say how times are written; else a day is its first time.
     """
     found: dict[str, str] = {}
+    listed = {one.raw for one in task.schema.features if one.type == "string" and one.hash_buckets is None}
+    listed = listed if task.recipe.derive is None else set()
     with suppress(DataError):  # if a file cannot be read, the first pass explains it better
         kinds = {path: source_kind(path, task.schema.source.kind) for path in task.files}
         types = {path: parquet_types(path) if kind == "parquet" else pl.Schema() for path, kind in kinds.items()}
@@ -125,12 +127,10 @@ def with_one_notation(task: Task) -> Task:
         for name, item in {item.column: item for item in raw_fields(task.schema) if item.kind == "string"}.items():
             own = {path: _inner(types[path].get(name, pl.String())) for path in task.files}
             shapes = {_shape(kind) for kind in own.values() if kind != pl.Null}
-            if task.recipe.derive is not None:
-                continue
-            numbers = {path for path, kind in own.items() if kind.is_numeric() and "text" in shapes}
+            numbers = {path for path, kind in own.items() if kind.is_numeric() and name in listed and "text" in shapes}
             if numbers and _first_values(one for one in sources_of(task, [item]) if one.path in numbers):
                 found[name] = PLAIN
-            if not any(kind.is_temporal() for kind in own.values()):
+            if task.recipe.derive is not None or not any(kind.is_temporal() for kind in own.values()):
                 continue
             if len(shapes) > 1 and "text" in shapes:
                 first = _first_values(one for one in sources_of(task, [item]) if _shape(own[one.path]) == "text")

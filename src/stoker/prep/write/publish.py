@@ -444,7 +444,7 @@ def _finish(
         manifest[NOTATION] |= {name: made["notation"] for name, made in fitting.tables.items() if "notation" in made}
         for name, way in _tables_of_numbers(task).items() if like is None else ():
             base = manifest[NOTATION].get(name, MIXED).partition("|")[0]
-            if base in ("", WHOLE, FLAGS) or base.startswith(TYPED):
+            if base in ("", WHOLE, FLAGS) or base.startswith(TYPED) or (way == PYTHON and base != MIXED):
                 manifest[NOTATION][name] = f"{VALUE if base == FLAGS else PLAIN}|{way}"
     twins = {name: made["twins"] for name, made in fitting.tables.items() if made.get("twins")}
     manifest |= {"twins": twins} if twins else {}  # table -> number of values with several texts, two texts of one
