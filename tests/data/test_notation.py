@@ -1029,6 +1029,7 @@ def test_a_rule_of_the_label_meets_its_text_in_any_type(
         assert batch.labels.tolist() == [1.0, 0.0] * 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["== '1e-5'", "== '1E-5'", "== '1.0E-5'", "== '1e-05'"])
 def test_a_rule_with_an_exponent_meets_its_number(rule: str) -> None:
     """No version has one, so it is compared by its value, in texts too."""
@@ -1048,6 +1049,7 @@ def test_a_rule_that_no_truth_value_meets_is_refused(text: str) -> None:
         stoker.prepare(stoker.Schema.from_dict(values), rows, split="random:1,0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["007", "+1", ".5", "00.5", "0.000001", "click"])
 def test_a_rule_with_a_text_that_no_number_is_written_as_is_refused(text: str) -> None:
     """Else all rows of a table would have label 0, while those of a file with texts meet it."""
@@ -1127,6 +1129,7 @@ def test_a_condition_on_a_column_that_is_read_as_numbers_compares_numbers(
             assert one.ids[:, -1].tolist() == [1, 0, 0] * 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", [{"dense": [{"name": "v"}]}, {"categorical": [{"name": "v", "type": "float"}]}])
 def test_a_pattern_finds_whole_numbers_without_a_point(tmp_path: Path, column: dict[str, Any]) -> None:
     rows = pl.DataFrame({"label": [0, 1] * 30, "u": "u", "v": ["5", "-3", "2.5", "1" + "0" * 16, "", "nan"] * 10})
@@ -1157,6 +1160,7 @@ def test_crosses_take_minus_zero_for_zero() -> None:
     assert batch.ids[0].tolist() == batch.ids[1].tolist() != batch.ids[2].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pl.Float64, pl.Float32, pl.Decimal(12, 4)])
 def test_texts_beside_a_file_of_numbers_are_numbers(tmp_path: Path, kind: Any) -> None:
     """Two files that have 2.5 and 2.50 had two ids, crosses and window features of it, without a word."""

@@ -190,6 +190,7 @@ def test_evaluation_rows_are_fixed(data: Dataset, tmp_path: Path) -> None:
     assert result.valid["auc"] == stoker.evaluate(result.model, data.valid, rows=100)["auc"]
 
 
+@pytest.mark.slow
 def test_resuming_with_more_epochs_equals_a_longer_run(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "long", epochs=3, **SMALL)
     stoker.train(data, out=tmp_path / "short", epochs=1, **SMALL)
@@ -201,6 +202,7 @@ def test_resuming_with_more_epochs_equals_a_longer_run(data: Dataset, tmp_path: 
         assert [[line.get(k) for k in keep] for line in ours] == [[line.get(k) for k in keep] for line in theirs]
 
 
+@pytest.mark.slow
 def test_the_record_of_the_last_steps_gives_way_to_those_of_a_longer_run(data: Dataset, tmp_path: Path) -> None:
     settings = {**SMALL, "eval_every": 5, "log_every": 8}
     stoker.train(data, out=tmp_path / "long", steps=30, **settings)
@@ -246,6 +248,7 @@ def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: 
     assert -128 - signal.SIGTERM in ends, "no run was stopped in time: make the runs longer"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
@@ -263,6 +266,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, 
     assert manifest["step"] == manifest["tick"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["Feed", "facts", "finish"])
@@ -285,6 +289,7 @@ def test_a_signal_outside_the_loop_says_how_to_go_on(
     assert stoker.train(resume=tmp_path / "run", display="quiet").step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("nth", [0, 2])
 def test_a_signal_during_evaluation_loses_nothing(
@@ -328,6 +333,7 @@ class Minutes(Display):
         self.notes.append(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_memory", [None, "8KiB"])
 def test_a_checkpoint_every_few_minutes_costs_a_killed_run_no_epoch(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_memory: str | None
@@ -394,6 +400,7 @@ def test_records_without_room_are_named_once(tmp_path: Path) -> None:
     assert [line["step"] for line in records(run.path, "train")] == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,6 +458,7 @@ def test_rows_that_are_not_finite_are_never_saved(
     assert RunDirectory(tmp_path / "run").steps() == [5, 10]
 
 
+@pytest.mark.slow
 def test_a_damaged_best_checkpoint_does_not_cost_the_run(data: Dataset, tmp_path: Path) -> None:
     settings = {**SMALL, "row_lr": 3.0, "metric": "log_loss"}
     stoker.train(data, out=tmp_path / "run", steps=60, eval_every=10, **settings)
@@ -571,6 +579,7 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX file locks, which this system lacks")
 def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
@@ -604,6 +613,7 @@ def test_compiling_without_a_compiler_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rich", "plain", "json"])
 def test_every_display_shows_a_run(data: Dataset, tmp_path: Path, mode: Any, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {**SMALL, "display": mode}
@@ -642,6 +652,7 @@ def test_config_round_trip_and_unknown_settings() -> None:
         TrainConfig.from_dict({"modle": "dcn"})
 
 
+@pytest.mark.slow
 def test_tensorboard_holds_the_curves(data: Dataset, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -653,6 +664,7 @@ def test_tensorboard_holds_the_curves(data: Dataset, tmp_path: Path) -> None:
     assert events.Scalars("valid/auc")[0].value == pytest.approx(lines[0]["auc"])
 
 
+@pytest.mark.slow
 def test_predictions_are_written_whole(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 

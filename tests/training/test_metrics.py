@@ -27,6 +27,7 @@ def stream(logits: torch.Tensor, labels: torch.Tensor, cuts: list[int], **option
     return metrics.compute()
 
 
+@pytest.mark.slow
 @settings(max_examples=scaled(200), deadline=None)
 @given(ROWS, st.lists(st.integers(0, 60), max_size=4))
 def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, bool]], cuts: list[int]) -> None:

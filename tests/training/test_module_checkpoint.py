@@ -150,6 +150,7 @@ def tables_of(net: nn.Module) -> list[Tensor]:
     return [value.clone() for value in net.state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("device", "file"), ("file", "cached"), ("cached", "hot"), ("hot", "device")]
 )
@@ -436,6 +437,7 @@ def save_until(survives: int, path: Path, net: nn.Module, monkeypatch: pytest.Mo
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [None, 3, 9])
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(
     again: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -469,6 +471,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(
     assert survives >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory through /proc, which is not here"
 )

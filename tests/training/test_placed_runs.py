@@ -64,11 +64,13 @@ def is_slotted(result: TrainResult) -> bool:
     return any(isinstance(group.storage, SlottedRows) for group in result.model.embeddings.groups)
 
 
+@pytest.mark.slow
 def test_a_placed_run_ends_with_the_files_of_a_resident_one(resident: Path, tenth: TrainResult) -> None:
     assert is_slotted(tenth)
     assert_same_run(tenth.run, resident)
 
 
+@pytest.mark.slow
 def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tmp_path: Path) -> None:
     window = {"in_flight": 3, "lookahead": 5, "spill": "refuse"}
     home = {**FILE, "home_path": str(tmp_path / "home")}
@@ -80,6 +82,7 @@ def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tm
     assert not list((tmp_path / "home").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", [{}, pytest.param(FILE, marks=pytest.mark.slow)], ids=["memory", "file"])
 def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     data: Dataset, resident: Path, tmp_path: Path, home: dict[str, Any]
@@ -95,6 +98,7 @@ def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
     assert moved[0] < 0.97 * moved[1]
 
 
+@pytest.mark.slow
 def test_a_ram_tier_over_a_file_ends_with_the_files_of_a_resident_run(tmp_path: Path) -> None:
     """Also where it is stopped and goes on, and under another nesting."""
     data = make_dataset(tmp_path / "d", rows=4000, num_embeddings=(20_000, 8_000))
@@ -113,6 +117,7 @@ def test_a_ram_tier_over_a_file_ends_with_the_files_of_a_resident_run(tmp_path: 
     assert not list((tmp_path / "home").glob("*"))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_an_epoch_goes_on_with_epoch_lookahead(data: Dataset, resident: Path, tmp_path: Path) -> None:
     """And back: it is a setting that may change."""
     out = tmp_path / "run"
@@ -127,6 +132,7 @@ def test_a_run_stopped_in_an_epoch_goes_on_with_epoch_lookahead(data: Dataset, r
     assert all(reference[name] == content for name, content in last.items() if "manifest" not in name)
 
 
+@pytest.mark.slow
 def test_progress_of_a_recording_is_shown(data: Dataset, tmp_path: Path) -> None:
     class Watching(Display):
         def __init__(self) -> None:
@@ -165,6 +171,7 @@ def strategies(result: TrainResult) -> set[str]:
     return {type(group.strategy).__name__ for group in result.model.embeddings.groups} - {"Device"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["hot-cold", "host-pipelined"])
 def test_other_strategies_end_with_the_same_files(data: Dataset, resident: Path, tmp_path: Path, strategy: str) -> None:
     result = stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=HALF, strategy=strategy)
@@ -174,6 +181,7 @@ def test_other_strategies_end_with_the_same_files(data: Dataset, resident: Path,
     assert stoker.verify(tmp_path / "run", steps=4).identical
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(data: Dataset, resident: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = stoker.train(data, out=out, steps=70, **SHORT, device_memory=HALF, strategy="hot-cold")
@@ -185,12 +193,14 @@ def test_a_run_goes_on_under_another_strategy(data: Dataset, resident: Path, tmp
     assert all(reference[name] == content for name, content in kept.items() if "manifest" not in name)
 
 
+@pytest.mark.slow
 def test_a_budget_that_holds_all_rows_makes_the_run_resident(data: Dataset, resident: Path, tmp_path: Path) -> None:
     result = stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory="1GiB")
     assert not is_slotted(result)
     assert_same_run(tmp_path / "run", resident)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     stoker.train(data, out=out, steps=45, **SHORT, device_memory=TENTH)
@@ -206,6 +216,7 @@ def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_p
     assert ours["extra"]["settings"] == theirs["extra"]["settings"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, **FILE}])
 def test_a_stopped_run_resumed_under_another_budget_is_whole(
@@ -279,6 +290,7 @@ def test_totals_are_those_of_the_whole_timeline(draw: st.DataObject) -> None:
     assert totals.seconds() == pytest.approx({name: expected.get(name, 0.0) for name in STAGES})
 
 
+@pytest.mark.slow
 def test_evaluation_is_no_part_of_what_moved(data: Dataset, tmp_path: Path) -> None:
     found = []
     for name, every in (("a", 5), ("b", 1000)):
@@ -347,6 +359,7 @@ def test_a_stage_and_its_stream_agree_on_the_position(data: Dataset) -> None:
         model.loss(batch).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_scores_of_a_model_that_does_not_fit(
     data: Dataset, resident: Path, tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
@@ -377,6 +390,7 @@ class _OnGpu(torch.Tensor):
         return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
 
 
+@pytest.mark.slow
 def test_scores_of_batches_whose_labels_are_on_a_gpu(
     data: Dataset, resident: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

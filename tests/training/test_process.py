@@ -145,6 +145,7 @@ def test_training_restores_the_allocator(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines("given", MALLOC_MMAP_THRESHOLD_=str(2**24)) == ["True False True False False"] * 2
 
 
+@pytest.mark.slow
 def test_runs_in_threads_have_the_numbers_of_runs_one_by_one(data: stoker.Dataset, tmp_path: Path) -> None:
     """Only the state of torch's generator, which they share, may differ."""
 

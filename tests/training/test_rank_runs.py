@@ -232,6 +232,7 @@ def test_hot_and_cold_batches_on_ranks_are_those_of_one_process(
     assert [line["loss"] for line in records(tmp_path / "run", "schedule")] == [line["loss"] for line in swaps]
 
 
+@pytest.mark.slow
 def test_shards_default_to_8_and_batches_may_be_smaller_than_shards(
     workers: Workers, data: Dataset, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_equals_the_definitions_with_ties_and_scattered_lists(rows: list[tuple[f
     assert measured(scores, labels, groups, k) == pytest.approx(by_hand(scores, labels, groups, k), nan_ok=True)
 
 
+@pytest.mark.slow
 def test_equals_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.metrics import ndcg_score, roc_auc_score
 
@@ -146,6 +147,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     )
 
 
+@pytest.mark.slow
 def test_a_run_chooses_its_best_checkpoint_by_mrr(data: Dataset, tmp_path: Path) -> None:
     settings = {**SMALL, "metric": "mrr", "ranking_k": 3, "eval_every": 10, "epochs": 2, "row_lr": 0.5}
     result = stoker.train(data, out=tmp_path / "a", **settings)

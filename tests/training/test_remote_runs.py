@@ -148,6 +148,7 @@ def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:
         check_out(Path("memory://b/ordered"), overwrite=False)
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_is_updated(tmp_path: Path, memory: Any) -> None:
     days = make_daily_run(tmp_path / "run", days=3)
     memory.put(f"{tmp_path}/run-data/", "/b/data", recursive=True)

@@ -104,6 +104,7 @@ def test_compiled_is_near(logs: dict[str, Dataset], model: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_them(
     logs: dict[str, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

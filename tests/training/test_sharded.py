@@ -80,6 +80,7 @@ def test_threads_and_placements_change_no_file(model: str, data: Dataset, tmp_pa
     assert checkpoint_files(alone) != checkpoint_files(first), "shards are part of the numbers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [
     {"row_optimizer": "lamb", "dense_optimizer": "lamb"},
     {"row_optimizer": "adam", "dtype": "bfloat16", "row_cow_clip": (1.0, 1e-4), "dense_optimizer": "sgd"},
@@ -92,6 +93,7 @@ def test_no_optimizer_depends_on_threads(more: dict[str, Any], data: Dataset, tm
     assert_same_run(*runs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_shards(data: Dataset, tmp_path: Path) -> None:
     whole = run(data, tmp_path / "whole", "tabular", threads=2)
     part = run(data, tmp_path / "part", "tabular", threads=1, steps=7)
@@ -101,6 +103,7 @@ def test_a_resumed_run_keeps_its_shards(data: Dataset, tmp_path: Path) -> None:
     assert_same_run(whole, part, kinds=("valid",))
 
 
+@pytest.mark.slow
 def test_a_loaded_run_scores_by_shards(data: Dataset, tmp_path: Path) -> None:
     wide = {"model_options": {"bottom": (300,), "top": (300, 200)}}
     out = run(data, tmp_path / "run", "dlrm", threads=2, **wide)
@@ -386,6 +389,7 @@ def test_ranks_with_other_models_are_refused() -> None:
         assert "gradients of 4, 5 numbers" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -429,6 +433,7 @@ def test_ranks_that_differ_in_their_own_loop_are_refused(what: str, said: str) -
         assert message.startswith(f"rank 1 {said}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True])
 def test_scores_of_ranks_are_those_of_one_process(trained: bool, tmp_path: Path) -> None:
     """80 rows in blocks of their own, and 3 rows, of which some ranks have none."""
@@ -444,6 +449,7 @@ def test_scores_of_ranks_are_those_of_one_process(trained: bool, tmp_path: Path)
         assert on_threads(ranks, work) == [work(None)] * ranks
 
 
+@pytest.mark.slow
 def test_a_loss_under_autocast_is_that_of_one_process(tmp_path: Path) -> None:
     """Its shards are bfloat16, which ranks add in float32."""
     data = make_dataset(tmp_path / "d", rows=800, num_embeddings=(120, 60, 10))

@@ -39,6 +39,7 @@ def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pyt
     assert measured.train > 0
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_in_the_groups_of_its_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "_SECONDS", 0.05)
     data = make_dataset(tmp_path / "d", rows=1000)

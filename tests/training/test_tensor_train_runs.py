@@ -27,6 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
     return make_dataset(tmp_path_factory.mktemp("tt") / "d", rows=1500, num_embeddings=ROWS)
 
 
+@pytest.mark.slow
 def test_a_run_stores_cores_and_goes_on_from_them(data: stoker.Dataset, tmp_path: Path) -> None:
     whole = stoker.train(data, out=tmp_path / "whole", **TRAINS)
     names = [table.name for table in whole.model.embeddings.stored]
@@ -43,6 +44,7 @@ def test_a_run_stores_cores_and_goes_on_from_them(data: stoker.Dataset, tmp_path
     assert checkpoint_files(tmp_path / "parts", 20) == checkpoint_files(tmp_path / "whole", 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["placed first", "resident first"])
 def test_tables_beside_tensor_trains_may_lie_anywhere(data: stoker.Dataset, tmp_path: Path, order: str) -> None:
     stoker.train(data, out=tmp_path / "resident", **TRAINS)

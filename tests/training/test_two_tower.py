@@ -138,6 +138,7 @@ def test_training_learns_and_no_placement_changes_a_bit(data: Dataset, tmp_path:
     assert result.test["recall_rows"] == int(sum(batch.labels.sum() for batch in data.test.batches(64)))
 
 
+@pytest.mark.slow
 def test_rows_of_label_0_are_negatives_of_bce(
     data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_columns_of_the_item_are_found_or_asked_for() -> None:
         stoker.TrainConfig(model="two-tower", loss="in-batch", compile=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("feature", "named"), [
     ("match column=kind values=item", ""),
     ("previous by=user column=item order=at", ""),

@@ -49,6 +49,7 @@ def contents(path: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch_lookahead", [False, True])
 @pytest.mark.parametrize("home", ["memory", "file"])
 def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str, epoch_lookahead: bool) -> None:
@@ -80,6 +81,7 @@ class Dropping(stoker.DLRM):
         return super().dense_part(dense, torch.nn.functional.dropout(embedded, 0.3, self.training))
 
 
+@pytest.mark.slow
 def test_what_a_model_draws_follows_from_the_seed(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_what_a_model_draws_follows_from_the_seed(
     assert stoker.verify(runs[0], steps=5, device_memory="4KiB").identical, "both replays draw the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"row_optimizer": "sgd"}, {"dtype": "bfloat16", "row_optimizer": "adagrad"}])
 def test_a_run_with_its_own_budget(data: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
     stoker.train(data, out=tmp_path / "run", steps=10, device_memory="4KiB", **SMALL, **settings)
@@ -129,6 +132,7 @@ def batches_of(run: Path, data: Dataset) -> list[Any]:
     return list(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_lost_writeback_is_found(run: Path, data: Dataset, monkeypatch: pytest.MonkeyPatch, staged: bool) -> None:
     """The row and the first step that could have noticed."""
