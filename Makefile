@@ -53,7 +53,7 @@ test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a
 # the package compiled. One process more than two cores, since tests wait for those that they start.
 PYTEST = OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3
 
-# Numbers of programs and of kills: FIRST:LAST, the last excluded. `make test` runs programs of 0:125 and kills of 0:2.
+# Numbers of programs and of kills: FIRST:LAST, the last excluded. `make test` runs 125 programs and 2 kills in turn.
 # STOKER_EFFORT is the share of a whole campaign (tests/campaigns.py).
 SEEDS ?= 20000:40000
 KILLS ?= 50

@@ -383,7 +383,7 @@ def test_records_of_a_killed_run_are_cut_to_its_checkpoint(tmp_path: Path) -> No
 
 def test_records_without_room_are_named_once(tmp_path: Path) -> None:
     """Closing the log writes nothing, so the error of a full disk, or another one, is not lost."""
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="limits of a process exist on POSIX systems only")
     run = RunDirectory.create(tmp_path / "run", {})
     log, before = RunLog(run, 0, tensorboard=False), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))

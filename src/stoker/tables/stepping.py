@@ -491,9 +491,9 @@ class RowStepper:
 
     def _trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return False for an optimizer of another thread's model; that thread may be writing gradients now."""
-        if other := self._thread != threading.get_ident():
+        if not (here := self._thread == threading.get_ident()):
             self._accumulation.near.discard(optimizer)  # it may be of another model from now on
-        return not other or optimizer in self._accumulation.own
+        return here or optimizer in self._accumulation.own
 
     def _once_for(self, optimizer: torch.optim.Optimizer, count: int) -> ConfigError:
         return ConfigError(
