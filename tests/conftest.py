@@ -16,8 +16,6 @@ from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 from workers import fork_workers
 
-from stoker.placement import planner
-from stoker.placement.profile import Profile
 from stoker.training import defaults
 
 gc.disable()  # until tests run: modules and tests never become garbage, and looking through them takes seconds
@@ -81,15 +79,6 @@ def one_epoch() -> Iterator[None]:
     """Train on small logs for one epoch where a test gives none, so that it stays short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defaults, "EPOCHS", 1)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def known_machine() -> Iterator[None]:
-    """Let the planner weigh strategies by given costs: measuring takes a second of each process, and differs."""
-    costs = Profile(row_bytes=68, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "measure_profile", lambda **_: costs)
         yield
 
 

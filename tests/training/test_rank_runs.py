@@ -92,7 +92,7 @@ def test_random_runs_on_ranks_are_those_of_one_process(
         result = stoker.train(data, out=out, threads=1, **settings_of(model, number))
         return out, (result.step, result.best_step, result.valid, result.test)
 
-    for seed in numbers(240 if EFFORT >= 0.25 else 120):  # 15 in CI
+    for seed in numbers(240 if EFFORT >= 0.25 else 480):  # 60 in CI
         draw = random.Random(seed)
         model, number = draw.choice(sorted(MODELS)), draw.randrange(len(ROWS))
         ranks, again = draw.randint(1, 4), draw.randint(1, 4)
