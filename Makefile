@@ -44,10 +44,10 @@ env: $(VENV)/.runtime  ## The environment alone, in .venv
 demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real purchases, in minutes
 	@$(PY) examples/demo.py
 
-# Tests marked slow take turns: each commit runs a twelfth of them.
-TURN ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/12
+# Tests marked slow take turns: each commit runs a sixteenth of them.
+TURN ?= $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/16
 
-test: $(VENV)/.dev  ## Run the tests, and a twelfth of those that take long (TURN=0/1: all of them)
+test: $(VENV)/.dev  ## Run the tests, and a sixteenth of those that take long (TURN=0/1: all of them)
 	@STOKER_TURN=$(TURN) $(PYTEST) --dist worksteal
 
 test-quick: $(VENV)/.dev  ## Run the fast tests of every package, in less than a minute

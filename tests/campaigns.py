@@ -1,8 +1,8 @@
 """How much of a campaign the tests do: random programs, kills, examples of a property.
 
 Tests give the numbers of a whole campaign. `make test`, and CI, do an eighth of each, `make soak` and `make kills` more
-(``STOKER_EFFORT``). Tests marked `slow` take turns (``STOKER_TURN=3/12``: the fourth twelfth of them): `make test` runs
-those of the commit, ``pytest`` alone all of them. The numbered trials of a campaign take turns, too.
+(``STOKER_EFFORT``). Tests marked `slow` take turns (``STOKER_TURN=3/16``: the fourth sixteenth of them): `make test`
+runs those of the commit, ``pytest`` alone all of them. The numbered trials of a campaign take turns, too.
 """
 
 from __future__ import annotations
