@@ -45,11 +45,11 @@ from stoker.tables.growing.state import (
 )
 
 if HAVE_NUMBA:
-    from stoker.ops.codegen.jit import PLAIN, jit
+    from stoker.ops.codegen.jit import INNER, PLAIN, jit
     from stoker.ops.codegen.llvm_memory import fetch_add, prefetch
     from stoker.ops.codegen.native import Kernel, arguments
 else:
-    PLAIN = {}
+    INNER = PLAIN = {}
 
     def jit(function=None, **options):  # type: ignore[misc]
         """Run the loops as they are."""
@@ -63,7 +63,7 @@ _BLOCK = 64  # lookups whose first places in the map are read together, so that 
 _M1, _M2 = np.int64(-7046029254386353131), np.int64(-4658895280553007687)  # of splitmix64, as signed numbers
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _ideal(key, mask):
     """Return the place of a key in an empty map."""
     z = (key ^ ((key >> np.int64(32)) & np.int64(0xFFFFFFFF))) * _M1
@@ -71,7 +71,7 @@ def _ideal(key, mask):
     return (z >> np.int64(20)) & mask
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _find(s, m, key):
     """Return the entry of a key in a pool; -1 if it has none."""
     base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
@@ -83,7 +83,7 @@ def _find(s, m, key):
         at = (at + 1) & mask
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _map(s, m, r, key):
     """Enter a key, which is not in the map."""
     first, mask = s.pools[m, MAP], s.pools[m, MASK]
@@ -94,7 +94,7 @@ def _map(s, m, r, key):
     s.pools[m, LIVE] += 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _unmap(s, m, r, key):
     """Delete a key, and close the gap: a search ends at the first empty place."""
     base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
@@ -115,7 +115,7 @@ def _unmap(s, m, r, key):
     s.pools[m, LIVE] -= 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _free_one(s, m, r):
     """Add an entry to the heap of free ones."""
     base, at = s.pools[m, BASE], s.pools[m, FREE]
@@ -129,7 +129,7 @@ def _free_one(s, m, r):
     s.pools[m, FREE] += 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _take_free(s, m):
     """Remove the smallest free entry from the heap and return it."""
     base, count = s.pools[m, BASE], s.pools[m, FREE] - 1
@@ -147,7 +147,7 @@ def _take_free(s, m):
     return found
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _before(s, base, a, b):
     """Whether entry ``a`` leaves before entry ``b``."""
     x, y = base + a, base + b
@@ -158,7 +158,7 @@ def _before(s, base, a, b):
     return a < b
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _rise(s, base, at):
     r = s.heap[base + at]
     while at > 0:
@@ -173,7 +173,7 @@ def _rise(s, base, at):
     s.place[base + r] = at
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _sink(s, base, at, count):
     r = s.heap[base + at]
     while 2 * at + 1 < count:
@@ -190,7 +190,7 @@ def _sink(s, base, at, count):
     s.place[base + r] = at
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _rank(s, m, r):
     """Set the rank of an entry; return whether it was another."""
     g, lfu = s.pools[m, BASE] + r, s.pools[m, POLICY] == LFU
@@ -200,7 +200,7 @@ def _rank(s, m, r):
     return not same
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _push(s, m, r):
     """Add a live entry to the heap of victims; none may be set aside at its end."""
     base, count = s.pools[m, BASE], s.pools[m, HEAP]
@@ -210,7 +210,7 @@ def _push(s, m, r):
     _rise(s, base, count)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _drop(s, m, r):
     """Remove an entry from the heap of victims."""
     base, at = s.pools[m, BASE], np.int64(s.place[s.pools[m, BASE] + r])
@@ -229,7 +229,7 @@ def _drop(s, m, r):
         _rise(s, base, np.int64(s.place[base + moved]))
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _victim(s, m, step):
     """Return the live entry that is evicted first, of those that this step has not used; -1 if there is none."""
     base = s.pools[m, BASE]
@@ -258,7 +258,7 @@ def _victim(s, m, step):
     return np.int64(-1)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _end(s, m, made, start, stop):
     """Add what was set aside, and the entries made in this step, to the heap of victims."""
     base = s.pools[m, BASE]
@@ -276,7 +276,7 @@ def _end(s, m, made, start, stop):
             _push(s, m, r)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _record(s, m, r, w):
     """Keep what an entry holds."""
     table = m >> 1
@@ -288,7 +288,7 @@ def _record(s, m, r, w):
     w.counts[table, CHANGED] += 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _remove(s, m, r, w):
     """Free a live entry."""
     g = s.pools[m, BASE] + r
@@ -303,7 +303,7 @@ def _remove(s, m, r, w):
         _free_one(s, m, r)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _obtain(s, m, w):
     """Return a free entry, the smallest, or that of a victim; -1 if none may be evicted."""
     base = s.pools[m, BASE]
@@ -328,7 +328,7 @@ def _obtain(s, m, w):
     return _take_free(s, m)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _insert(s, m, r, key, count, w):
     g = s.pools[m, BASE] + r
     _record(s, m, r, w)
@@ -336,7 +336,7 @@ def _insert(s, m, r, key, count, w):
     _map(s, m, r, key)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _touch(s, m, r, w):
     """Count a use."""
     g = s.pools[m, BASE] + r
@@ -352,13 +352,13 @@ def _touch(s, m, r, w):
     s.entries[g, COUNT] += 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _expired(s, m, r, now):
     ttl = s.pools[m, TTL]
     return ttl >= 0 and now - s.entries[s.pools[m, BASE] + r, TIME] > ttl
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _sweep(s, m, w):
     """Free the expired entries among the next of a pool; all are looked at once in so many steps."""
     size, base, now = s.pools[m, SIZE], s.pools[m, BASE], w.clock[0]
@@ -371,7 +371,7 @@ def _sweep(s, m, w):
             _remove(s, m, r, w)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _probe(s, w, m, begin, end):
     """Put into ``w.made`` the entries in the ideal places of some lookups, or -1; fetch their cache lines."""
     base, first, mask = s.pools[m, BASE], s.pools[m, MAP], s.pools[m, MASK]
@@ -383,7 +383,7 @@ def _probe(s, w, m, begin, end):
         prefetch(s.entries, 4 * (base + w.made[i]))
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _look_up(s, w, table):
     """Look up the raw ids of a table that have a row; return where the list of the others ends."""
     m, now = 2 * table, w.clock[0]
@@ -414,7 +414,7 @@ def _look_up(s, w, table):
     return unknown
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _await(s, m, key, made, w):
     """Count a lookup of a raw id that waits for admission; return its entry, or -1; note a new one in ``made``."""
     c = _find(s, m, key)
@@ -508,7 +508,7 @@ def swap(s, changes, touches, undo):
         _swap_touches(s, touches)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _swap_touches(s, touches):
     for i in range(len(touches)):
         g = s.pools[touches[i, 0], BASE] + touches[i, 1]

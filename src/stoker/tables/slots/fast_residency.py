@@ -34,7 +34,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from stoker.base.errors import ConfigError
-from stoker.ops.codegen.jit import PLAIN, jit
+from stoker.ops.codegen.jit import INNER, PLAIN, jit
 from stoker.ops.codegen.llvm_memory import prefetch
 from stoker.tables.slots.residency import FARTHEST, NEVER, Hints, Ints, Residency, SlotPlan
 from stoker.tables.stores.kernels import segment_of
@@ -53,20 +53,20 @@ USER = 4  # unit of the count of batches in flight, above the flags
 FREE, PARKED, RECORDS, HEAP, KEPT, POPPED, BASE, TRANSIENT = range(8)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _hash(key):
     h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(32))
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _prefetch_record(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
     for line in range(3):  # where the search ends in most cases
         prefetch(directory, at * 4 + line * 8)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _find(directory, row):
     """Return the place of the record of ``row``, or of the free record where it belongs."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -77,7 +77,7 @@ def _find(directory, row):
     return np.int64(at)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _insert(directory, row, counters):
     """Return the place of the record of ``row``; create it if it is missing."""
     at = _find(directory, row)
@@ -90,7 +90,7 @@ def _insert(directory, row, counters):
     return at
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _remove(directory, at, counters):
     """Remove a record, and move up records that would no longer be found."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -107,13 +107,13 @@ def _remove(directory, at, counters):
     counters[RECORDS] -= 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _forget_idle(directory, row, counters):
     """Drop the record of a row that is neither resident nor announced nor being written back."""
     _forget_at(directory, _find(directory, row), counters)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _forget_at(directory, at, counters):
     if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, USE] < 0:
         _remove(directory, at, counters)
@@ -141,7 +141,7 @@ def _highest_bit(typingctx, word):
     return signature, codegen
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _rank_of(row, ranks):
     """Return the place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
     first_row, start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3], ranks[4]
@@ -151,7 +151,7 @@ def _rank_of(row, ranks):
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _row_of_rank(rank, ranks):
     first_row, start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[3], ranks[5]
     segment = segment_of(base, rank)
@@ -160,7 +160,7 @@ def _row_of_rank(rank, ranks):
     return first_row[table] + local
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _mark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -171,7 +171,7 @@ def _mark(tree, levels, rank):
         rank = word
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _unmark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -182,7 +182,7 @@ def _unmark(tree, levels, rank):
         rank = word
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _take_highest(tree, levels, ranks, words):
     """Remove the highest ranks from the tree, as many as ``ranks`` holds; write them, falling; return their number.
 
@@ -211,13 +211,13 @@ def _take_highest(tree, levels, ranks, words):
     return found
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _key(slot, slots, counters):
     step = slots[slot, NEXT] - counters[BASE]
     return (step << _RANK_BITS) | slots[slot, RANK]
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _sink(heap, size, at):
     """Move the key at ``at`` down to its place."""
     key = heap[at]
@@ -234,7 +234,7 @@ def _sink(heap, size, at):
     heap[at] = key
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _rebuild(slots, order, counters):
     """Build the heap of all parked slots with a known use."""
     heap, size = order[2], 0
@@ -253,7 +253,7 @@ def _rebuild(slots, order, counters):
     counters[HEAP], counters[KEPT], counters[POPPED] = size, 1, 0
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _push(slot, slots, order, counters):
     """Enter a parked slot that has a known use, if the heap exists."""
     heap = order[2]
@@ -275,7 +275,7 @@ def _push(slot, slots, order, counters):
     heap[at] = key
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _pop(directory, slots, order, ranks, counters):
     """Take the parked slot with the farthest known use, then the rarest row; there must be one."""
     heap = order[2]
@@ -293,7 +293,7 @@ def _pop(directory, slots, order, ranks, counters):
             return slot
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _park(slot, slots, order, counters):
     """Allow plans to give the slot up."""
     slots[slot, FLAGS] |= PARKED_FLAG
@@ -306,7 +306,7 @@ def _park(slot, slots, order, counters):
     counters[PARKED] += 1
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _unpark(slot, slots, order, counters):
     """Forbid plans to give the slot up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
@@ -315,7 +315,7 @@ def _unpark(slot, slots, order, counters):
         _unmark(order[0], order[1], slots[slot, RANK])
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _set_next(slot, step, slots, order, counters):
     """Record the next use of the row in ``slot``: at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
@@ -332,7 +332,7 @@ def _set_next(slot, step, slots, order, counters):
         _push(slot, slots, order, counters)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _take_all(victims, slots, parked, counters):
     """Take all slots that are still parked, in the order of their release."""
     at, found = 0, 0
@@ -346,7 +346,7 @@ def _take_all(victims, slots, parked, counters):
     counters[PARKED] = 0
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _take_farthest(needed, victims, words, directory, slots, order, ranks, counters):
     """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be enough."""
     if counters[TRANSIENT]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stoker.ops.codegen.jit import PLAIN, jit
+from stoker.ops.codegen.jit import INNER, PLAIN, jit
 from stoker.tables.slots.residency import Ints, Places, SlotPlan
 
 
@@ -15,7 +15,7 @@ def _turn(block, shards):
     return np.int64((np.uint64(block) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(61)) & (shards - 1)
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _shard(row, bits):
     return (row ^ _turn(row >> bits, np.int64(1) << bits)) & ((np.int64(1) << bits) - 1)
 
@@ -37,7 +37,7 @@ def _divide(rows, bits, blocks, order, begins):
     begins[0] = 0
 
 
-@jit(**PLAIN)
+@jit(**INNER)
 def _move(blocks, at, shard, bits, first, moved):
     shards = np.int64(1) << bits
     for i in range(blocks.size):

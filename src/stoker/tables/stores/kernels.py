@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 from llvmlite import ir
 
-from stoker.ops.codegen.jit import PLAIN, jit
+from stoker.ops.codegen.jit import INNER, PLAIN, jit
 from stoker.ops.codegen.llvm import BYTE, I32, I64, Int, Row, operation
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, row_move, set_bits
 from stoker.ops.codegen.llvm_rows import row_init
@@ -149,7 +149,7 @@ def _transfer(call, error, fd, buffer, size, offset, direct):
     return done, 0
 
 
-@jit
+@jit(**INNER)
 def _offset(position, per_block, block, record):
     return position // per_block * block + position % per_block * record
 
