@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import mmap
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,22 @@ def test_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.resolve_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="has 2 GPUs, counted from 0"):
         device.resolve_device("cuda:2")
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc/stat, which this system lacks")
+def test_cores_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, began = device._worked(), time.process_time()
+    while time.process_time() < began + 0.1:
+        pass
+    assert device._worked() >= before + 5  # ticks of 10 ms
+    monkeypatch.setattr(device, "cpu_count", lambda: 2)
+    for cores, others, found in [(2, 0.4, 0.0), (2, 0.6, 0.6), (64, 61.0, 0.0), (64, 62.5, 62.5)]:
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(device, "_worked", iter([1000, 1000 + others]).__next__)
+        assert device.contending(0.01) == pytest.approx(found)
+    monkeypatch.undo()
+    monkeypatch.setattr(device, "_read", lambda path: None)  # not Linux
+    assert device.contending(0.01) == 0.0
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo, which this system lacks")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from calling import SMALL, call, output
 
+from stoker import cli as command_line
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import seal
 from stoker.cli.options import interruption, message_of
@@ -47,6 +48,30 @@ def say(capsys: pytest.CaptureFixture[str]) -> Any:
         return code, " ".join(out.split()), " ".join(err.split())
 
     return told
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "policy"),
+    [(0.0, {}, None), (0.6, {}, "passive"), (0.6, {"OMP_WAIT_POLICY": "active"}, "active"), (0.6, {"RANK": "1"}, None)],
+)
+def test_threads_sleep_while_they_wait_if_other_programs_use_the_cores(
+    cores: float, environment: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch, say: Any
+) -> None:
+    monkeypatch.setattr(command_line, "contending", lambda: cores)
+    for name in ("OMP_WAIT_POLICY", "RANK"):
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        del os.environ[name]
+    for name, value in environment.items():
+        os.environ[name] = value
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torch")
+        command_line._yield_cores()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    monkeypatch.setattr(command_line, "_yield_cores", lambda: 1 / 0)
+    for command in ("plan", "inspect", "serve", "--help"):
+        assert say(command, "--help")[0] == 0
+    with pytest.raises(ZeroDivisionError):
+        call("train", "data")
 
 
 OPTIONS = {"batch_size": "--batch-size", "home_path": "--home", "epochs": "--epochs", "out": "--out"}

@@ -84,6 +84,20 @@ def check_threads(threads: int | None) -> int:
     return threads or cores
 
 
+def contending(seconds: float = 0.1) -> float:
+    """Return how many cores other programs use, if they leave fewer than this process may use; else 0."""
+    before = _worked()
+    time.sleep(seconds)
+    others = (_worked() - before) / (100 * seconds)
+    return others if others > 0.5 and others + cpu_count() > (os.cpu_count() or 1) else 0.0
+
+
+def _worked() -> int:
+    """Return how long all cores have worked since the machine started, in ticks of its clock."""
+    ticks = [int(each) for each in (_read(Path("/proc/stat")) or "").split()[1:9]]
+    return sum(ticks) - sum(ticks[3:5])  # idle, and waiting for a disk
+
+
 def _quotas() -> Iterator[int]:
     """Yield the whole cores in the quota of this process's control group, and of each group above it."""
     for line in (_read(_GROUPS) or "0::/").splitlines():

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stoker.base.checks import near
+from stoker.base.device import contending
 from stoker.base.errors import ConfigError, DependencyError, StokerError, missing_package
 from stoker.base.progress import listening
 from stoker.base.settings import RENAMED
@@ -173,6 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     ranks.typed[:] = arguments
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
+    if COMMANDS.get("".join(arguments[:1]), ("",))[0].endswith((".train", ".runs", ".live")):
+        _yield_cores()
     with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
         try:
             app(arguments, prog_name="stoker")
@@ -189,6 +192,18 @@ def main(arguments: list[str] | None = None) -> None:
                 raise
             error = missing_package(error, "this command") if isinstance(error, Exception) else error
             _explain(error, _options(arguments), ranks.exit_code(error))
+
+
+def _yield_cores() -> None:
+    """Let OpenMP's threads sleep while they wait for each other, if other programs use the cores.
+
+    By default they spin, for milliseconds, on a core that the awaited one may need. On idle cores that is quicker.
+    """
+    if "torch" in sys.modules or {"OMP_WAIT_POLICY", "RANK"} & set(os.environ):  # torch reads the policy once
+        return
+    if others := contending():
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        say(f"other programs use {others:.1f} cores: threads sleep while they wait", "dim", error=True)
 
 
 def _current(argument: str) -> str:

@@ -115,10 +115,7 @@ def _show_sent(sent: Sent, shards: int) -> None:
 
 
 def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
-    """Return settings that compress the fewest largest tables so that all rows fit the device.
-
-    The placement and the time of a step with them follow. None: compression saves nothing.
-    """
+    """Return settings that compress the fewest largest tables so that all fit, placement and time; None: no gain."""
     from stoker.optim import Constant
     from stoker.placement.planner import rows_to_compress
     from stoker.tables import TensorTrain

@@ -120,10 +120,7 @@ def _lines(fields: Sequence[Bytes], separator: str, **truth: NDArray) -> Rendere
 
 
 def _runs(rows: Ints, sizes: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """Return for each row its owner (user, session), its place among the owner's rows, and their number, [n] each.
-
-    Owners take turns with these ``sizes``, over and over.
-    """
+    """Return each row's owner (in turns with ``sizes``), its place among the owner's, and their number, [n] each."""
     number = np.repeat(np.arange(len(sizes)), sizes)
     place = np.concatenate([np.arange(size) for size in sizes])
     at = rows % len(number)
@@ -373,10 +370,7 @@ _SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 1
 
 
 def _properties(chooser: _Chooser, start: int, stop: int) -> RenderedBlock:
-    """Return lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
-
-    Items whose popularity ranks have the same power of two prefer the same amenity of each set.
-    """
+    """Return ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity."""
     item, of = np.arange(start, stop), chooser.options.belonging
     worth = draw.normal(draw.key_of(chooser.options.world, "worth"), item)
     stars = np.searchsorted(np.array([-0.84, -0.25, 0.25, 0.84]), worth)

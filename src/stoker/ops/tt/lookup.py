@@ -239,10 +239,7 @@ def _common(weight: Tensor, shape: TTShape) -> list[Tensor]:
 
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:
-    """Return the ``rank`` left singular vectors of the largest singular values.
-
-    They are eigenvectors of the matrix times its transpose, in float64: the left side is the small one.
-    """
+    """Return the ``rank`` first left singular vectors, as eigenvectors in float64: the left side is the small one."""
     size = len(matrix)
     if size > _LARGEST:
         raise ConfigError(

@@ -161,10 +161,7 @@ def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
 
 
 def _may_change(data: bytes, schema: dict[str, pl.DataType]) -> bool:
-    """Return True if Polars would change the text of a value.
-
-    It turns lists and objects into text, 1.50 into 1.5, and half of a surrogate pair into a zero byte.
-    """
+    """Return True if Polars would change the text of a value: lists, objects, 1.50, half of a surrogate pair."""
     if b"\\" in data and b"\\u" in data and _LONE_SURROGATE.search(data):
         return True
     return bool(any(kind in _ODD for kind in schema.values()) and re.search(_entry(schema, _ODD), data))

@@ -299,10 +299,7 @@ class _Ticket(NamedTuple):
 
 
 class _Buffer:
-    """Memory for n rows in flight, on the host and on the device, with their slots and addresses.
-
-    All methods but :meth:`hold` are work to queue.
-    """
+    """Memory for n rows in flight, here and on the device, with slots and addresses; :meth:`hold` queues no work."""
 
     def __init__(self, home: Home, streams: Streams, stream: Any) -> None:
         self._home, self._streams, self._stream = home, streams, stream

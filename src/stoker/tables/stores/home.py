@@ -434,10 +434,7 @@ class MemoryHome(Home):
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
-    """Return zeroed lazy memory in ``unit`` bytes, a power of two, of its own.
-
-    So a row of whole cache lines shares no line with another row, and page-locked pages belong to one tensor.
-    """
+    """Return zeroed lazy memory that shares no ``unit`` of bytes, a power of two: no cache line, or no page."""
     count = int(np.prod(shape, dtype=np.int64))
     memory = allocate((count + 2 * unit // dtype.itemsize,), dtype)
     skip = -memory.data_ptr() % unit // dtype.itemsize

@@ -190,10 +190,7 @@ def _values(data: Dataset, table: str, size: int) -> list[str]:
 def _slices(
     model: RecModel, data: Dataset, batch: Batch, known: Tensor, logits: Floats, labels: Floats
 ) -> list[dict[str, Any]]:
-    """Return metrics of rows with each id of small tables, and with unknown and known ids of large ones.
-
-    Tables that grow have no slices.
-    """
+    """Return metrics of rows with each id of small tables, and (un)known ids of large ones that do not grow."""
     found = []
     for f, feature in enumerate(model.spec.features):
         if feature.table in model.spec.grow or not bool((batch.lengths(f) == 1).all()):

@@ -53,10 +53,7 @@ def _ordered(logits: Tensor) -> Ordered:
 
 
 def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
-    """Return the share of (positive, negative) pairs in the right order, where a tie counts half.
-
-    Neither array is empty. Both are sorted in place. Counts are exact integers.
-    """
+    """Return the share of (positive, negative) pairs in the right order, a tie half, exactly; both get sorted."""
     positives.sort()
     negatives.sort()
     doubled = 0

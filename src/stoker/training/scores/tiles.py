@@ -120,10 +120,7 @@ def _try(model: RecModel, inputs: Sequence[Tensor], size: int, threads: int) -> 
 
 
 def _moved_alike(model: RecModel, inputs: Sequence[Tensor], spread: int) -> bool | None:
-    """Return whether random rows have the same logits wherever they are in a block, ``spread`` places for each.
-
-    None: a logit is not finite.
-    """
+    """Return whether random rows have the same logits at ``spread`` places of a block each; None: one is not finite."""
     random = torch.Generator().manual_seed(0)
     rows = TILE // spread
     drawn = [torch.rand((rows, *each.shape[1:]), generator=random).to(each.dtype) for each in inputs]
