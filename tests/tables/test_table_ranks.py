@@ -1239,9 +1239,10 @@ def test_divided_tables_refuse_means_copies_and_other_ranks() -> None:
 # ---- processes
 
 
-def _join(rank: int, ranks: int, folder: str) -> Ranks:
+def _join(rank: int, ranks: int, folder: str, timeout: float = 60.0) -> Ranks:
+    """``timeout``: where nobody stops, long enough for a busy machine."""
     join(rank, ranks, f"{folder}/meet")
-    return Ranks(timeout=4.0)
+    return Ranks(timeout=timeout)
 
 
 def _train_all(rank: int, ranks: int, folder: str) -> None:
@@ -1305,7 +1306,7 @@ def test_the_example_of_the_documentation_writes_the_same_rows_on_any_number_of_
 
 
 def _end_one(rank: int, ranks: int, folder: str, number: int) -> None:
-    group = _join(rank, ranks, folder)
+    group = _join(rank, ranks, folder, timeout=4.0)
     tables = make(RULES[0])
     tables.replicate(group)
     train(tables, 7, 37, "single")
