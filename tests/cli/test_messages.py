@@ -68,7 +68,7 @@ def test_threads_sleep_while_they_wait_if_other_programs_use_the_cores(
         command_line._yield_cores()
     assert os.environ.get("OMP_WAIT_POLICY") == policy
     monkeypatch.setattr(command_line, "_yield_cores", lambda: 1 / 0)
-    for command in ("plan", "inspect", "serve", "--help"):
+    for command in ("plan", "inspect", "serve", "train", "--help"):
         assert say(command, "--help")[0] == 0
     with pytest.raises(ZeroDivisionError):
         call("train", "data")

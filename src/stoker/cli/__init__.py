@@ -174,7 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     ranks.typed[:] = arguments
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
-    if COMMANDS.get("".join(arguments[:1]), ("",))[0].endswith((".train", ".runs", ".live")):
+    computes = COMMANDS.get("".join(arguments[:1]), ("",))[0].endswith((".train", ".runs", ".live"))
+    if computes and not {"-h", "--help"} & set(arguments):
         _yield_cores()
     with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
         try:
