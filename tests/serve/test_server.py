@@ -43,7 +43,7 @@ from stoker.cli import app
 from stoker.prep.requests import as_frame
 from stoker.serve.bodies import RequestError, _written, arrow_rows
 from stoker.serve.client import _plain
-from stoker.serve.server import Server
+from stoker.serve.server import Server, serve
 from stoker.serve.settings import ServeSettings
 from stoker.testing import make_daily_run
 from tests.campaigns import scaled
@@ -379,6 +379,26 @@ def test_other_paths_and_methods_are_refused(small: Server) -> None:
         stoker.Client("http://127.0.0.1:9").topk({}, [{}], 1)
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"SSH-2.0-OpenSSH\r\n"])
+def test_an_answer_that_breaks_off_or_is_no_http_is_an_error_of_the_server(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def work() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(10_000):
+                    pass
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with pytest.raises(stoker.StokerError, match="gives no answer"):
+            stoker.Client(f"http://127.0.0.1:{other.getsockname()[1]}").topk({"user": 1}, [{"item": 2}], 1)
+        thread.join()
+
+
 def test_a_client_sends_values_of_numpy_and_times_and_names_the_column_of_others(small: Server) -> None:
     client = stoker.Client(f"http://127.0.0.1:{small.port}")
     best = client.topk({"user": np.int64(1)}, [{"item": np.int32(2)}, {"item": np.array(3)}], 1)
@@ -541,6 +561,38 @@ def test_too_much_work_is_refused(shop: tuple[Path, Any]) -> None:
         for thread in threads:
             thread.join()
         assert set(found) == {200, 503}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the loop takes no signals there")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_that_has_come_is_answered_before_the_server_ends(
+    shop: tuple[Path, Any], number: signal.Signals
+) -> None:
+    scorer, threads, found = stoker.Scorer(shop[0]), list[threading.Thread](), list[Any]()
+    score = scorer.score_together
+
+    def slow(requests: Any) -> Any:
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)  # the server notices, and waits
+        return score(requests)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt  # as the command line has it
+
+    def started(server: Server) -> None:
+        body = {"rows": [{"item": 1, "user": 2}]}
+        threads.append(threading.Thread(target=lambda: found.append(ask(server, "/score", body))))
+        threads[0].start()
+
+    scorer.score_together = slow  # type: ignore[method-assign]
+    before = signal.signal(number, stop)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve(Server(scorer, ServeSettings(port=0)), started))
+    finally:
+        signal.signal(number, before)
+    threads[0].join(60)
+    assert [status for status, _ in found] == [200]
 
 
 @pytest.mark.slow

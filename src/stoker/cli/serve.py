@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,9 +162,8 @@ def _serve(
         if speaks:
             say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
 
-    try:
+    with suppress(KeyboardInterrupt):  # where the loop takes no signals
         log = say if speaks else None
         asyncio.run(run_server(Server(scorer, chosen, retriever, listening, log), started))
-    except KeyboardInterrupt:
-        if speaks:
-            say("stopped")
+    if speaks:
+        say("stopped")

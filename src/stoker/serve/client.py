@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -94,15 +95,14 @@ class Client:
         headers = {"Content-Type": kind, "Accept": kind}
         try:
             with urlopen(Request(self.url + path, bytes(body), headers), timeout=self.timeout) as answer:
-                found: bytes = answer.read()
-                return found
+                return bytes(answer.read())
         except HTTPError as error:
             try:
                 cause = str(json.loads(error.read())["error"])
             except (ValueError, KeyError, TypeError):
                 cause = error.reason
             raise (StokerError if error.code >= 500 else DataError)(f"{self.url}{path}: {cause}") from error
-        except (URLError, TimeoutError, ConnectionError) as error:
+        except (OSError, HTTPException) as error:  # HTTPException: it breaks off, or is none of HTTP
             raise StokerError(f"{self.url} gives no answer: {error}. Check that stoker serve runs there.") from error
 
 

@@ -13,10 +13,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from stoker.base.errors import StokerError, require
 from stoker.base.units import parse_size
@@ -36,6 +38,7 @@ from stoker.serve.bodies import RequestError, arrow_rows
 from stoker.serve.retrieve import Retrieved, Retriever
 from stoker.serve.scorer import ScoreArray, Scorer
 from stoker.serve.settings import ServeSettings
+from stoker.serve.workers import GRACE
 
 ARROW = "application/vnd.apache.arrow.stream"
 _LARGE = 2**18  # bytes of a body that takes more than some milliseconds to read
@@ -103,9 +106,7 @@ class Server:
         self._searcher = ThreadPoolExecutor(1, thread_name_prefix="stoker-retrieve")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-read")
         owned: Any = scorer.lock  # while requests wait for it, the follower should not sleep
-        self._follower = ThreadPoolExecutor(
-            1, thread_name_prefix="stoker-follow", initializer=give_way, initargs=(owned._is_owned,)
-        )
+        self._follower = ThreadPoolExecutor(1, "stoker-follow", give_way, (owned._is_owned,))
 
     def application(self) -> web.Application:
         """Return the routes."""
@@ -123,6 +124,7 @@ class Server:
         runner = web.AppRunner(
             self.application(), access_log=None, keepalive_timeout=60.0,
             auto_decompress=False,  # a few bytes can become any number
+            shutdown_timeout=GRACE / 2,  # aiohttp waits twice
         )  # fmt: skip
         await runner.setup()
         self._connections = lambda: len(runner.server.connections) if runner.server else 0
@@ -155,9 +157,7 @@ class Server:
     # Requests.
 
     @web.middleware
-    async def _answered(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn errors into answers with their cause."""
         try:
             response = await handler(request)
@@ -370,8 +370,6 @@ class Server:
             for each, (_, since) in idle.items():
                 if now - since > self.settings.read_timeout:
                     each.force_close()
-                    if each.transport is not None:
-                        each.transport.close()
 
 
 def _named(version: Mapping[str, Any]) -> str:
@@ -416,7 +414,11 @@ def _search(retriever: Retriever, users: list[dict[str, Any]], k: int) -> Retrie
 
 
 async def serve(server: Server, started: Callable[[Server], None]) -> None:
-    """Serve until the task is cancelled; call ``started`` when requests are answered."""
+    """Serve until Ctrl-C or SIGTERM, then answer what has come; call ``started`` when requests are answered."""
+    ending = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows
+            asyncio.get_running_loop().add_signal_handler(number, ending.set)
     async with server.running():
         started(server)
-        await asyncio.Event().wait()
+        await ending.wait()

@@ -13,10 +13,11 @@ from threading import Event, Thread
 
 from stoker.base.errors import ConfigError, StokerError
 
-__all__ = ["listen", "processes"]
+__all__ = ["GRACE", "listen", "processes"]
 
 _LOST = "stoker-lost"  # a thread whose process ended by itself
-_ENDS = 5.0  # seconds in which the first process ends, if Ctrl-C came for all
+GRACE = 6.0  # seconds after Ctrl-C or SIGTERM in which requests that have come are answered
+_ENDS = GRACE + 2.0  # seconds in which the first process ends, if Ctrl-C came for all
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -72,9 +73,7 @@ def processes(count: int) -> Iterator[int]:
         os.close(alive)
         os.close(until)
     if any(thread.name == _LOST for thread in waiting):
-        raise StokerError(
-            "a worker process ended, so the server did. Look for an error of it, or for a lack of memory."
-        )
+        raise StokerError("a worker process ended, so the server did. Look for its error, or for a lack of memory.")
 
 
 def _then(wait: Callable[[], object], unless: Event | None = None) -> Thread:
