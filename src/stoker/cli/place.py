@@ -115,7 +115,7 @@ def _show_sent(sent: Sent, shards: int) -> None:
 
 
 def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
-    """Return settings that compress the fewest largest tables so that all fit, placement and time; None: no gain."""
+    """Return settings that compress the fewest largest tables so that all fit, with placement and time, or None."""
     from stoker.optim import Constant
     from stoker.placement.planner import rows_to_compress
     from stoker.tables import TensorTrain

@@ -28,7 +28,7 @@ from stoker.base.progress import compiling
 
 # Without reference counts of arrays, kernels compile a fifth faster; a function called in a loop saves 10 ns an array.
 PLAIN: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
-INNER = PLAIN | dict.fromkeys(["no_cpython_wrapper", "no_cfunc_wrapper"], True)  # only kernels can call these
+INNER = PLAIN | dict.fromkeys(["no_cpython_wrapper", "no_cfunc_wrapper"], True)  # a call from Python crashes
 USED = ("base", "ops", "dataset", "optim")  # packages that kernels of any package may use
 TEMPORARY = "stoker-kernels-"  # and the number of the user: the directory of the last resort
 T = TypeVar("T")

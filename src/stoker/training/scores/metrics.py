@@ -53,7 +53,7 @@ def _ordered(logits: Tensor) -> Ordered:
 
 
 def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
-    """Return the share of (positive, negative) pairs in the right order, a tie half, exactly; both get sorted."""
+    """Return the share of (positive, negative) pairs in the right order, a tie half, exactly; sorts both arrays."""
     positives.sort()
     negatives.sort()
     doubled = 0
