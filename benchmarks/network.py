@@ -164,8 +164,7 @@ def measure_network(run: Run) -> Outcome:
 
 def _times(lookahead: int) -> tuple[float, float]:
     """Return the seconds of a step in a fast network, and in the slow one."""
-    started = multiprocessing.get_context("forkserver")
-    started.set_forkserver_preload(["torch", "stoker"])
+    started = multiprocessing.get_context("spawn")  # children of this process, so that their time is not others'
     with Network(RANKS) as network:
         mine, theirs = started.Pipe()
         running = [
