@@ -31,13 +31,13 @@ LINES = {
     "placement": 2_770,
     "training": 11_070,
     "rewrite": 1_810,
-    "prep": 13_710,
+    "prep": 13_740,
     "synthetic": 1_660,
     "cli": 3_440,
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_120
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,6 +138,7 @@ def test_columns_that_are_left_out(tmp_path: Path, values: Sequence[Any], reason
         ("rating", [1, 2, 3, 4, 5], ">= 4"),
         ("rating", [i / 2 for i in range(1, 11)], ">= 4"),
         ("score", list(range(1, 11)), ">= 7"),
+        ("overall", [1, 2, 3, 4, 5], ">= 4"),
         ("clicks", [0, 1, 2, 3, 4], "> 0"),
         ("event", ["view", "cart", "purchase"], "== 'purchase'"),
     ],
@@ -447,6 +449,29 @@ def test_a_messy_log_prepares_and_trains(tmp_path: Path, capsys: pytest.CaptureF
     assert {column.name: column.raw for column in schema.features}["a_b"] == "a/b"
     assert "Preis (EUR)" in schema.dense_names
     assert f"stoker prepare {out} '{log}' --out data" in shown
+
+
+@pytest.mark.parametrize("recipe", ["movielens", "avazu", "criteo", "globo", "online-retail", "trivago", "ebnerd"])
+def test_a_log_of_a_recipe_is_recognized(tmp_path: Path, recipe: str) -> None:
+    log = next(file for file in generated(tmp_path, recipe, 40) if "item" not in file.name)
+    found = draft_log(log)
+    said = f"looks like a log that the recipe {recipe} knows: stoker prepare {recipe} {log} --out data"
+    assert next(found.notes) == f"this {said}"
+    assert f"# This {said}" in found.text
+    if found.label is None:
+        with pytest.raises(SchemaError, match=re.escape(said)):
+            found.schema()
+
+
+def test_other_logs_are_not_taken_for_those_of_recipes(tmp_path: Path) -> None:
+    clicks = {f"x{i}": list(range(9)) for i in range(40)}
+    logs = [
+        write(tmp_path / "five.csv", dict(list(clicks.items())[:5]), header=False),  # as many as Taobao's
+        write(tmp_path / "forty.csv", clicks, header=False),  # Criteo's has tabs
+        write(tmp_path / "named.tsv", clicks, "\t"),
+        write(tmp_path / "users.csv", {"user": range(9), "gender": "mfmfmfmfm", "age": range(9)}),
+    ]
+    assert [draft_log(log).known for log in logs] == [""] * 4
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def _show_columns(draft: Draft) -> None:
 def _show_draft(draft: Draft, out: Path, command: str) -> None:
     _show_columns(draft)
     for note in draft.notes:
-        if note.startswith("unsure"):
+        if not note.startswith("left out"):
             say(f"  {note}", "yellow")
     doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")

@@ -47,6 +47,7 @@ class Draft:
     features: int  # number of columns that a model would see
     rows: int  # number of rows read
     unsure: int  # number of comments that ask a question
+    known: str = ""  # which recipe knows such a log, and the command
 
     def role(self, column: Guess) -> str:
         """Return the role of a column in the draft: label, dense, categorical, sequence, time or left out."""
@@ -60,7 +61,8 @@ class Draft:
 
     @property
     def notes(self) -> Iterator[str]:
-        """Yield each doubt, and each column that is left out."""
+        """Yield a recipe that knows the log, each doubt, and each column that is left out."""
+        yield from [f"this {self.known}"] if self.known else []
         for part in self.text.split("\n\n"):
             name = re.search(r"^(?:name|column) = (.*)", part, re.MULTILINE)
             for doubt in re.findall(r"^# unsure: (.*)", part, re.MULTILINE):
@@ -86,7 +88,8 @@ class Draft:
             columns = [f"{one.name} ({one.reason})" if one.reason else one.name for one in self.columns]
             raise SchemaError(
                 f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
-                "Draft a schema with stoker init LOG, fill in what is missing, and prepare with that file."
+                + (f"It {self.known}. Or draft" if self.known else "Draft")
+                + " a schema with stoker init LOG, fill in what is missing, and prepare with that file."
                 + " If all rows are positive, such as purchases, uncomment [negatives] there."
                 * (lacking == "label")
             )
@@ -168,6 +171,12 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
         "Comments that begin with `unsure:` want your answer; docs/prepare.md describes every key. Then:",
         f"  {command or usual}",
     ]
+    from stoker.prep import recipes  # they import much
+
+    recipe, known = recipes.known(files[0].name, sample.frame.columns, sample.source), ""
+    if recipe is not None:
+        known = f"looks like a log that the recipe {recipe.name} knows: {usual.replace('schema.toml', recipe.name)}"
+        head.append(f"This {known}")
     features = [column for column in columns if column is not label and column.kind in COLUMNS]
     if not features:
         head.append(
@@ -186,7 +195,9 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
     text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
     unsure = sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines())
     name = label.name if label else None
-    return Draft(text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure)
+    return Draft(
+        text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure, known=known
+    )
 
 
 def _choose_time(columns: Sequence[Guess], label: Guess | None) -> Guess | None:

@@ -292,7 +292,7 @@ _OUTCOME_NAME = re.compile(
     r"subscribed|churn(ed)?|engaged|watched|skip(ped)?|applied|completed)\??$", re.I,
 )  # fmt: skip
 _IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
-_RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
+_RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|overall|review_?score)($|_)", re.I)
 _EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
 _YES = ("true", "yes", "y", "t", "ja", "oui", "sí", "si")
 _NO = ("false", "no", "n", "f", "nein", "non")

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.base.checks import near
 from stoker.base.errors import ConfigError
-from stoker.prep.recipe import OWN_SCHEMA, Recipe
+from stoker.prep.recipe import OWN_SCHEMA, RawInput, Recipe
 from stoker.prep.recipes.ads import avazu, criteo, movielens
 from stoker.prep.recipes.lists import ebnerd, globo, trivago
 from stoker.prep.recipes.shops import online_retail, taobao
+from stoker.prep.source_format import SourceFormat
 
 _RECIPES: dict[str, Callable[..., Recipe]] = {
     name.replace("_", "-"): build
@@ -46,6 +47,25 @@ def lookups(manifest: Mapping[str, Any], files: Iterable[str]) -> set[str]:
     made: Any = manifest.get("recipe")
     known = isinstance(made, Mapping) and made["preset"] != OWN_SCHEMA and made["name"] in names()
     return set(get(made["name"]).lookups(files)) if known else set()
+
+
+def known(file: str, columns: Sequence[str], source: SourceFormat) -> Recipe | None:
+    """Return the recipe for a raw file of this name, with these columns and in this format; None if none fits.
+
+    If the file has no header (``source.columns``), only separator and number of columns tell; fewer than ten are no
+    sign, unless the separator is a rare one.
+    """
+    for recipe in (build() for build in _RECIPES.values()):
+        first, lines = recipe.input_of(file), recipe.schema().source
+        raw = recipe.inputs[first] if first else RawInput(format=lines, columns=dict.fromkeys(lines.columns, "string"))
+        like, rare = raw.format, len(raw.columns) >= 10 or len(raw.format.separator or "") > 1
+        if source.columns:
+            same = rare and (len(like.columns), like.separator) == (len(columns), source.separator)
+        else:
+            same = len(raw.columns) >= 4 and set(raw.columns) <= set(columns)
+        if same:
+            return recipe
+    return None
 
 
 def names() -> list[str]:
