@@ -90,8 +90,7 @@ class Draft:
                 f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
                 + (f"It {self.known}. Or draft" if self.known else "Draft")
                 + " a schema with stoker init LOG, fill in what is missing, and prepare with that file."
-                + " If all rows are positive, such as purchases, uncomment [negatives] there."
-                * (lacking == "label")
+                + " If all rows are positive, such as purchases, uncomment [negatives] there." * (lacking == "label")
             )
         time = next((one for one in self.columns if self.role(one) == "time" and len(one.formats) > 1), None)
         if time is not None:
