@@ -22,12 +22,12 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_252,
+    "base": 2_352,
     "ops": 7_140,
-    "dataset": 3_080,
-    "optim": 600,
+    "dataset": 3_086,
+    "optim": 607,
     "tables": 13_290,
-    "models": 2_000,
+    "models": 1_960,
     "placement": 2_770,
     "training": 11_070,
     "rewrite": 1_810,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_120
+ALL_LINES = 66_196
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

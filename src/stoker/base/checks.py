@@ -1,18 +1,21 @@
-"""Build dataclasses from plain values; errors name the place and the key, and suggest the nearest name."""
+"""Build dataclasses from plain values, and check them; errors name the place and the key, and the nearest name."""
 
 from __future__ import annotations
 
+import math
+import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stoker.base.errors import SchemaError, errors_as, install, require
+from stoker.base.errors import ConfigError, SchemaError, errors_as, install, require
 
 Build = Callable[[Any, str], Any]  # (plain value, place) -> object
 
@@ -100,21 +103,105 @@ def _value(hint: Any, value: Any, where: str, key: str, build: Build | None) -> 
         if not isinstance(value, list | tuple):
             raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
         return tuple(build(item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
-    if not any(_matches(value, kind) for kind in kinds):
-        raise SchemaError(f"{where}: {key} must be {' or '.join(map(_word, kinds))}, found {value!r}.")
+    if (problem := _problem(value, hint)) is not None:
+        raise SchemaError(f"{where}: {key} {problem}.")
     return value
 
 
-def _matches(value: Any, kind: Any) -> bool:
-    if typing.get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    if typing.get_origin(kind) is not None:
-        return isinstance(value, Mapping) and all(isinstance(item, str) for item in value.values())
-    if kind in (int, float):
-        return isinstance(value, int | kind) and not isinstance(value, bool)
-    return isinstance(value, kind)
+_Check = tuple[str, Callable[[Any], bool]]  # the expected type, in words, and a check of a value
 
 
-def _word(kind: Any) -> str:
-    plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
-    return plain.get(kind) or ("a list of texts" if typing.get_origin(kind) is tuple else "a table of texts")
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    """Return a check for the type of a value; true and false are not numbers."""
+    return lambda value: isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(fits, value))
+
+
+def _object_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(_is(str), value)) and all(map(fits, value.values()))
+
+
+def _any_of(tests: Sequence[Callable[[Any], bool]], value: Any) -> bool:
+    return any(fits(value) for fits in tests)
+
+
+def _each_of(tests: Sequence[Callable[[Any], bool]], value: Any) -> bool:
+    listed = isinstance(value, list | tuple) and len(value) == len(tests)
+    return listed and all(fits(each) for fits, each in zip(tests, value, strict=True))
+
+
+_KNOWN: dict[Any, _Check] = {
+    int: ("a whole number", _is(Integral)),
+    float: ("a number", _is(Real)),
+    str: ("a text", _is(str)),
+    bool: ("true or false", _is(bool)),
+    type(None): ("null", _is(type(None))),
+    Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(_is(Integral))),
+    Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(_is(Real))),
+    Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(_is(str))),
+    Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(_is(Integral))),
+    Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(_is(str))),
+}
+
+
+def expected(hint: Any) -> _Check | None:
+    """Return what values of a type hint are, in words, and a check; None for a hint that is not known here."""
+    origin, given = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
+    if origin is tuple and ... in given:
+        hint = Sequence[given[0]]  # type: ignore[valid-type]
+    elif origin is tuple or origin in (typing.Union, types.UnionType):
+        known = [check for each in given if (check := expected(each)) is not None]
+        if len(known) < len(given):
+            return None
+        words, tests = zip(*known, strict=True)
+        if origin is tuple:
+            return f"a list of {' and '.join(words)}", partial(_each_of, tests)
+        return " or ".join(words), partial(_any_of, tests)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return f"a {hint.__name__}", partial(lambda kind, value: isinstance(value, kind), hint)
+    return _KNOWN.get(hint) if isinstance(hint, Hashable) else None
+
+
+def _problem(value: Any, hint: Any) -> str | None:
+    """Return why a value is not of the type of a hint; None if it is, or the hint is not known."""
+    known = expected(hint)
+    return None if known is None or known[1](value) else f"must be {known[0]}, found {value!r}"
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """Return a value of the type that a hint declares: a number of NumPy as Python's, a path as text.
+
+    Raises:
+        TypeError: it has another type; the message begins with "must be".
+    """
+    if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
+        return os.fspath(value)
+    if (problem := _problem(value, hint)) is not None:
+        raise TypeError(problem)
+    if not isinstance(value, int | float) and isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
+def check_types(made: Any, owner: str) -> None:
+    """Raise ConfigError for a field of a frozen dataclass that has another type than its default and its hint."""
+    hints = hints_of(type(made))  # type: ignore[arg-type]
+    for item in fields(made):
+        value = getattr(made, item.name)
+        if value is not item.default:
+            try:
+                object.__setattr__(made, item.name, typed(value, hints[item.name]))
+            except TypeError as error:
+                raise ConfigError(f"{owner}: {item.name} {error}.") from None
+
+
+def check_not_negative(owner: str, **values: float | None) -> None:
+    """Raise ConfigError for a value that is negative or not finite; None passes."""
+    for name, value in values.items():
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{owner}({name}={value}) must be finite and not negative.")

@@ -26,7 +26,7 @@ from typing import (
     get_origin,
 )
 
-from stoker.base.checks import hints_of, near
+from stoker.base.checks import hints_of, near, typed
 from stoker.base.errors import ArgumentError, ConfigError
 from stoker.base.units import parse_setting
 
@@ -179,9 +179,18 @@ class Settings:
         choices = choices_of(type(self), name)
         if choices and isinstance(value, str) and value not in choices:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
-        if value is None or value == default_of(item):
+        default = default_of(item)
+        if type(value) is type(default) and value == default:
             return
         least, most, parse = limits["least"], limits["most"], limits["parse"]
+        if parse is None and limits["choices"] is tuple:
+            try:
+                value = typed(value, hints_of(type(self))[name])  # type: ignore[arg-type]
+            except TypeError as error:
+                self._refuse(f"{name} {error}.", name)
+            self._set(name, value)
+        if value is None:
+            return
         number = value if parse is None else parse_setting(name, parse, value)
         if isinstance(number, int) and abs(number) > _LARGEST:
             bound = f"most {_LARGEST}" if number > 0 else f"least {-_LARGEST}"

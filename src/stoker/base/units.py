@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from numbers import Integral
 from typing import Any, TypeVar
 
 from stoker.base.errors import ConfigError
@@ -28,7 +29,7 @@ _NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0
 
 def _split(text: str, what: str) -> tuple[float, int]:
     """Return the number in a text and the factor of its unit."""
-    match = _NUMBER.fullmatch(text)
+    match = _NUMBER.fullmatch(str(text))
     if match is None:
         kind = "a number from 0 to 100 %" if what == "share" else "a number with a unit"
         raise ConfigError(f"{what} {text!r} is not {kind}. Write for example {_EXAMPLE[what]}.")
@@ -38,10 +39,12 @@ def _split(text: str, what: str) -> tuple[float, int]:
     return float(match[1].replace("_", "").replace(",", "")), _UNITS[what][unit]
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: Any) -> int:
     """Return the bytes of ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes."""
-    if isinstance(text, int):
-        return text
+    if isinstance(text, Integral):
+        if text < 0:
+            raise ConfigError(f"size {text} is negative. Write for example {_EXAMPLE['size']}.")
+        return int(text)
     value, factor = _split(text, "size")
     return int(value * factor)
 

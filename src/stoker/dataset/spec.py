@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.base.units import plural
 
@@ -30,12 +31,11 @@ class Grow:
     candidates: int | None = None  # raw ids that may wait for admission at a time; None: as many as rows
 
     def __post_init__(self) -> None:
+        check_types(self, "Grow")
         for name, least in (("admit", 1), ("ttl", 0), ("candidates", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"Grow: {name} is {value}; it must be at least {least}.")
-        if self.evict not in ("lru", "lfu", None):
-            raise ConfigError(f"Grow: evict {self.evict!r} is unknown. Choose 'lru', 'lfu' or None.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,11 @@ class Feature:
     table: str  # several features may share one table
     sequence: bool = False  # a bag of 0..max_length ids instead of exactly one
     max_length: int = 1  # most ids in a bag
+
+    def __post_init__(self) -> None:
+        check_types(self, "Feature")
+        if self.max_length < 0:
+            raise ConfigError(f"feature {self.name!r}: max_length is {self.max_length}; it must not be negative.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,7 @@ class FeatureSpec:
     grow: Mapping[str, Grow] = field(default_factory=dict)  # tables whose ids are raw
 
     def __post_init__(self) -> None:
+        check_types(self, "FeatureSpec")
         names = [*self.dense, *(feature.name for feature in self.features)]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

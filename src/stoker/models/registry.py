@@ -6,15 +6,14 @@ import importlib
 import inspect
 import os
 import sys
-import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
+from stoker.base.checks import expected
 from stoker.base.errors import ConfigError
 from stoker.models.base import RecModel
 from stoker.models.dcn import DCN
@@ -129,36 +128,6 @@ def _attribute(module: Any, name: str, path: str) -> Any:
         ) from error
 
 
-_Check = tuple[str, Callable[[Any], bool]]  # the expected type, in words, and a check of a value
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Return a check for the type of a value; true and false are not numbers."""
-    return lambda value: isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
-
-
-def _list_of(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is(*kinds), value))
-
-
-def _object_of(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and _list_of(str)([*value]) and _list_of(*kinds)([*value.values()])
-
-
-_KNOWN: dict[Any, _Check] = {
-    int: ("a whole number", _is(Integral)),
-    float: ("a number", _is(Real)),
-    str: ("a text", _is(str)),
-    bool: ("true or false", _is(bool)),
-    type(None): ("null", _is(type(None))),
-    Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(Integral)),
-    Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(Real)),
-    Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(str)),
-    Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(Integral)),
-    Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(str)),
-}
-
-
 def own_options(model: type[RecModel]) -> list[str]:
     """Return the options of a model that not every model has."""
     common = inspect.signature(RecModel.__init__).parameters
@@ -177,19 +146,7 @@ def check_options(model: type[RecModel], options: Mapping[str, Any]) -> None:
             with suppress(NameError, TypeError):  # names that only type checkers import
                 hints |= typing.get_type_hints(kind.__init__)
     for name, value in options.items():
-        expected = _expected(hints.get(name))
-        if expected is not None and not expected[1](value):
+        known = expected(hints.get(name))
+        if known is not None and not known[1](value):
             shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"option {name} of model {model.name!r} is {shown!r}, expected {expected[0]}.")
-
-
-def _expected(hint: Any) -> _Check | None:
-    origin, given = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
-    if origin in (Union, types.UnionType):
-        known = [check for each in given if (check := _expected(each)) is not None]
-        if len(known) < len(given):
-            return None
-        return " or ".join(words for words, _ in known), lambda value: any(fits(value) for _, fits in known)
-    return _KNOWN.get(hint) if isinstance(hint, Hashable) else None
+            raise ConfigError(f"option {name} of model {model.name!r} is {shown!r}, expected {known[0]}.")

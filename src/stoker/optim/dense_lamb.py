@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.optim.rows import check_betas, check_not_negative, check_trust
+from stoker.base.checks import check_not_negative
+from stoker.optim.rows import check_betas, check_trust
 
 
 class DenseLAMB(torch.optim.Optimizer):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+from stoker.base.checks import check_not_negative, check_types
 from stoker.base.errors import ConfigError
 from stoker.ops.rule import RULES, RowRule, add_rule
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
@@ -46,10 +47,11 @@ class RowOptimizer:
     cow_clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        self._check_not_negative("lr", "weight_decay", "clip_value", "clip_norm")
+        check_types(self, type(self).__name__)
+        self._check_not_negative("lr", "weight_decay", "clip_value", "clip_norm", *["eps"] * hasattr(self, "eps"))
         check_betas(type(self).__name__, getattr(self, "betas", ()))
         if self.cow_clip is not None:
-            if len(self.cow_clip) != 2 or not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
+            if not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
                 raise ConfigError(
                     f"{type(self).__name__}(cow_clip={self.cow_clip}) must be two numbers (r, zeta), finite and not "
                     "negative, such as (1.0, 1e-5)."
@@ -322,7 +324,7 @@ class LAMB(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_not_negative("l2", "eps")
+        self._check_not_negative("l2")
         check_trust("LAMB", self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
@@ -373,13 +375,6 @@ def register_row_optimizer(made: type[_T]) -> type[_T]:
         add_rule(made.kind, made.step, made.state)
     ROW_OPTIMIZERS[made.kind] = made
     return made
-
-
-def check_not_negative(owner: str, **values: float | None) -> None:
-    """Raise ConfigError for a value that is negative or not finite; None passes."""
-    for name, value in values.items():
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"{owner}({name}={value}) must be finite and not negative.")
 
 
 def check_betas(owner: str, betas: tuple[float, ...]) -> None:

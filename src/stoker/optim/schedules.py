@@ -7,15 +7,30 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from stoker.base.checks import check_not_negative, check_types
 from stoker.base.errors import ConfigError
+
+_NOT_NEGATIVE = {"warmup", "start", "power", "end", "gamma"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """A factor on the learning rate that depends only on the step, so that resuming needs no state."""
+    """A factor on the learning rate that depends only on the step, so that resuming needs no state.
+
+    Raises:
+        ConfigError: a value of another type, or out of its range.
+    """
 
     kind: ClassVar[str]
     warmup: int = 0  # steps in which the factor rises linearly from 1/warmup to 1
+
+    def __post_init__(self) -> None:
+        owner, given = type(self).__name__, vars(self)
+        check_types(self, owner)
+        check_not_negative(owner, **{name: given[name] for name in _NOT_NEGATIVE & given.keys()})
+        for name in {"steps", "every"} & given.keys():
+            if given[name] < 1:
+                raise ConfigError(f"{owner}({name}={given[name]}) must be at least 1.")
 
     def factor(self, step: int) -> float:
         """Return the factor at ``step``, counted from 0."""
@@ -123,6 +138,7 @@ class OneCycle(Schedule):
     final_div: float = 1e5
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 < self.share < 1.0:
             raise ConfigError(f"OneCycle(share={self.share}): the rise must take a share between 0 and 1 of the steps.")
         if not (1.0 <= self.div < math.inf and 1.0 <= self.final_div < math.inf):

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from stoker.base.checks import check_not_negative, check_types
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec, Grow
@@ -31,6 +32,9 @@ class Strategy:
     >>> isinstance(stoker.Cached(fraction=0.1), stoker.Strategy)
     True
     """
+
+    def __post_init__(self) -> None:
+        check_types(self, type(self).__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Slotted(Strategy):
         pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
         hot = tuple(sorted((table, int(rows)) for table, rows in pairs))
         object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
+        super().__post_init__()
         if wrong := [table for table, rows in hot if rows < 0]:
             raise ConfigError(f"{name}: table {wrong[0]!r} has {dict(hot)[wrong[0]]} hot rows; give 0 or more.")
         given = [value for value in (self.slots, self.fraction, self.memory) if value is not None]
@@ -123,9 +128,6 @@ class Slotted(Strategy):
             raise ConfigError(
                 f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
             )
-        if self.writes is not None:
-            _check_choice(name, "writes", self.writes, "append", "in-place")
-        _check_choice(name, "spill", self.spill, "parts", "refuse")
         for size in ("memory", "window"):
             if getattr(self, size) is not None:
                 object.__setattr__(self, size, parse_size(getattr(self, size)))
@@ -276,6 +278,7 @@ class TensorTrain(Strategy):
                 f"rank={self.rank!r} of a tensor train is no whole number; give one, or a sequence of one for each cut."
             )
         object.__setattr__(self, "rank", tuple(map(int, ranks)) if several else int(ranks[0]))  # for hashes and JSON
+        super().__post_init__()
         if self.own is not None and self.own < 1:
             raise ConfigError(f"a row of a tensor train cannot have {self.own} numbers of its own; give at least 1.")
         if self.shape is None:
@@ -341,8 +344,9 @@ class TableConfig:
     grow: Grow | None = None  # ids are raw, any int64, and get rows in training; raw id 0 has row 0
 
     def __post_init__(self) -> None:
-        sizes: list[Any] = [self.num_embeddings, self.embedding_dim]
-        if not all(isinstance(size, Integral) and int(size) >= 1 for size in sizes):
+        check_types(self, f"table {self.name!r}")
+        check_not_negative(f"table {self.name!r}", init_scale=self.init_scale)
+        if min(self.num_embeddings, self.embedding_dim) < 1:
             raise ConfigError(
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
                 "both must be whole numbers of at least 1."
@@ -353,8 +357,6 @@ class TableConfig:
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
                 f"rows. Give an id from {-self.num_embeddings:,} to {self.num_embeddings - 1:,}."
             )
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r} is unknown. Choose one of {sorted(DTYPES)}.")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
         if self.grow is not None:

@@ -117,9 +117,6 @@ class OrderConfig(Settings, panel="Optimization"):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if isinstance(self.shards, int) and self.shards > 0 and self.shards & (self.shards - 1):
-            self._refuse(f"shards is {self.shards}; it must be a power of two, such as 8.", "shards")
-        self._set("swap_rate", float(self.swap_rate))
         if not isinstance(self.batch_size, int | None):
             self._refuse(
                 f"batch_size is {self.batch_size!r}; settings hold a whole number of examples. 'auto' is for "
@@ -127,6 +124,9 @@ class OrderConfig(Settings, panel="Optimization"):
                 "batch_size",
             )
         super().__post_init__()
+        self._set("swap_rate", float(self.swap_rate))
+        if self.shards & (self.shards - 1):
+            self._refuse(f"shards is {self.shards}; it must be a power of two, such as 8.", "shards")
 
     def useless(self) -> Useless:
         yield from super().useless()

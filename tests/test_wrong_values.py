@@ -1,0 +1,104 @@
+"""Public configuration refuses values of another type or out of their range, by name, when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stoker
+from stoker import ConfigError, optim
+from stoker.base.checks import hints_of
+from stoker.optim import ROW_OPTIMIZERS
+
+TABLE = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
+MADE: list[tuple[Any, dict[str, Any]]] = [
+    *((kind, {"lr": 0.1}) for kind in ROW_OPTIMIZERS.values()),
+    (stoker.Constant, {}),
+    (stoker.PolynomialDecay, {"steps": 4}),
+    (stoker.CosineDecay, {"steps": 4}),
+    (stoker.StepDecay, {"every": 2}),
+    (stoker.OneCycle, {"steps": 6}),
+    (stoker.TableConfig, TABLE),
+    (stoker.Cached, {"slots": 4}),
+    (stoker.HostPipelined, {"slots": 4}),
+    (stoker.HotCold, {"slots": 4, "hot": {"t": 2}}),
+    (stoker.Mapped, {}),
+    (stoker.TensorTrain, {}),
+    (stoker.Grow, {}),
+    (stoker.Feature, {"name": "a", "table": "t"}),
+    (stoker.TrainConfig, {}),
+    (stoker.Reordering, {}),
+]
+#: type -> values that are of none that a setting of this type could take
+WRONG = {
+    "int": (2.5, True, math.nan, "x", [1]),
+    "float": (True, "x", [0.5]),
+    "bool": (2, "x", 0.5),
+    "str": (2, True),
+}
+
+
+@pytest.mark.parametrize(("kind", "given"), MADE, ids=lambda each: getattr(each, "__name__", ""))
+def test_wrong_types_are_refused_by_name(kind: Any, given: dict[str, Any]) -> None:
+    tried = 0
+    for item in fields(kind):
+        plain = {"int": int, "float": float, "bool": bool, "str": str}
+        hint, parsed = hints_of(kind)[item.name], item.metadata.get("parse")
+        name = next((name for name, each in plain.items() if hint in (each, each | None)), None)
+        for value in WRONG.get(name or "", ()) if parsed is None else ():
+            with pytest.raises(ConfigError, match=item.name):
+                kind(**{**given, item.name: value})
+            tried += 1
+    assert tried or kind is stoker.TensorTrain
+
+
+def adam(**given: Any) -> Callable[[], Any]:
+    return lambda: stoker.Adam(lr=0.1, **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (adam(eps=-1.0), r"Adam\(eps=-1.0\) must be finite and not negative"),
+        (adam(eps=math.nan), "eps=nan"),
+        (adam(betas=[]), "betas must be a list of a number and a number"),
+        (adam(betas=(0.9, "x")), "betas must be"),
+        (adam(schedule=0.5), "schedule must be a Schedule"),
+        (adam(cow_clip=(1.0,)), "cow_clip must be"),
+        (lambda: stoker.PolynomialDecay(steps=0), r"PolynomialDecay\(steps=0\) must be at least 1"),
+        (lambda: stoker.PolynomialDecay(steps=4, power=-1), r"power=-1\) must be finite and not negative"),
+        (lambda: stoker.CosineDecay(steps=-3), r"steps=-3\) must be at least 1"),
+        (lambda: stoker.CosineDecay(steps=3, end=math.inf), "end=inf"),
+        (lambda: stoker.StepDecay(every=-2), r"every=-2\) must be at least 1"),
+        (lambda: stoker.StepDecay(every=2, gamma=math.nan), "gamma=nan"),
+        (lambda: stoker.Constant(warmup=-1), r"warmup=-1\) must be finite and not negative"),
+        (lambda: stoker.TableConfig(**TABLE, init_scale=-0.5), "init_scale=-0.5"),
+        (lambda: stoker.TableConfig(**TABLE, features="t"), "features must be a list of texts"),
+        (lambda: stoker.TableConfig(**TABLE, dtype="float16"), "dtype must be 'float32' or 'bfloat16'"),
+        (lambda: stoker.Cached(memory=-1), "size -1 is negative"),
+        (lambda: stoker.Cached(slots=4, window=-1), "size -1 is negative"),
+        (lambda: stoker.Cached(slots=4, writes="both"), "writes must be 'append' or 'in-place' or null"),
+        (lambda: stoker.Grow(evict="fifo"), "evict must be 'lru' or 'lfu' or null"),
+        (lambda: stoker.Feature(name="a", table="t", max_length=-1), "max_length is -1"),
+        (lambda: stoker.TrainConfig(strategy=3), "strategy must be 'auto'"),
+        (lambda: stoker.TrainConfig(seed=None), "seed must be a whole number"),
+        (lambda: stoker.TrainConfig(data_memory=-1), "data_memory: size -1 is negative"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:
+    made = stoker.TrainConfig(steps=np.int64(5), dense_lr=np.float32(0.5))
+    assert (type(made.steps), type(made.dense_lr)) == (int, float)
+    assert type(optim.SGD(lr=np.float32(0.5)).lr) is float
+    assert stoker.Cached(slots=np.int32(3), home="file", path=Path("rows")).path == "rows"
+    assert stoker.SGD(lr=1).lr == 1
