@@ -26,7 +26,7 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_290,
+    "tables": 13_296,
     "models": 1_960,
     "placement": 2_770,
     "training": 11_070,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_330,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_196
+ALL_LINES = 66_206
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -96,6 +96,35 @@ def test_values_out_of_range_are_refused_by_name(make: Callable[[], Any], words:
         make()
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seed": 2.5}, "EmbeddingTables: seed must be a whole number"),
+        ({"seed": True}, "seed must be"),  # rows of seed 1 are others than those of a text True
+        ({"include_last_offset": "no"}, "include_last_offset must be true or false"),
+        ({"backend": "gpu"}, "backend"),
+        ({"steps": {"t": "x"}}, "steps must be an object of whole numbers"),
+    ],
+)
+def test_tables_refuse_wrong_arguments(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stoker.EmbeddingTables([stoker.TableConfig(**TABLE)], optimizer=optim.SGD(lr=0.1), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"padding_idx": 2.5}, "TTEmbeddingBag: padding_idx must be a whole number"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"std": math.inf}, "std is inf"),
+        ({"num_embeddings": 10.5}, "num_embeddings must be a whole number"),
+    ],
+)
+def test_a_bag_refuses_wrong_arguments(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stoker.TTEmbeddingBag(**{"num_embeddings": 100, "embedding_dim": 8, **given})
+
+
 def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:
     made = stoker.TrainConfig(steps=np.int64(5), dense_lr=np.float32(0.5))
     assert (type(made.steps), type(made.dense_lr)) == (int, float)

@@ -634,7 +634,7 @@ def test_replicas_hold_the_cores_of_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [2.5, "8", None, (2, 2.5)])
 def test_a_rank_that_is_no_whole_number_is_refused_by_name(rank: Any) -> None:
     for make in (lambda: stoker.TTEmbeddingBag(100, 8, rank=rank), lambda: TensorTrain(rank=rank)):
-        with pytest.raises(stoker.ConfigError, match=r"rank=.* of a tensor train is no whole number"):
+        with pytest.raises(stoker.ConfigError, match="rank must be a whole number or a list of whole numbers"):
             make()
 
 

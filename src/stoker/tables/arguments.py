@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
@@ -30,6 +31,15 @@ class TablesArguments:
     steps: Mapping[str, int] | None = None
     shards: int = 1
     ranks: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, RowOptimizer):
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}; rows need one of their own, such as stoker.SGD(lr=0.1), "
+                "stoker.RowWiseAdagrad(lr=0.05) or stoker.Adam(lr=0.001).",
+                settings=("optimizer",),
+            )
+        check_types(self, "EmbeddingTables")
 
     def check_divided(self) -> None:
         """Check what tables divided among ranks do not do yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import torch
@@ -271,14 +270,9 @@ class TensorTrain(Strategy):
         return {"rows": list(shape.rows), "cols": list(shape.cols), "ranks": list(shape.ranks)}
 
     def __post_init__(self) -> None:
-        several = isinstance(self.rank, Sequence) and not isinstance(self.rank, str)
-        ranks: tuple[Any, ...] = tuple(self.rank) if several else (self.rank,)  # type: ignore[arg-type]
-        if not all(isinstance(each, Integral) for each in ranks):
-            raise ConfigError(
-                f"rank={self.rank!r} of a tensor train is no whole number; give one, or a sequence of one for each cut."
-            )
-        object.__setattr__(self, "rank", tuple(map(int, ranks)) if several else int(ranks[0]))  # for hashes and JSON
         super().__post_init__()
+        if isinstance(self.rank, Sequence):
+            object.__setattr__(self, "rank", tuple(map(int, self.rank)))  # for hashes and JSON
         if self.own is not None and self.own < 1:
             raise ConfigError(f"a row of a tensor train cannot have {self.own} numbers of its own; give at least 1.")
         if self.shape is None:

@@ -104,15 +104,9 @@ class EmbeddingTables(CopiedTables):
     def __init__(self, tables: Sequence[TableConfig], **given: Any) -> None:
         super().__init__()
         asked = TablesArguments(tables, **given)
-        optimizer, seed, device = asked.optimizer, asked.seed, asked.device
+        optimizer, device = asked.optimizer, asked.device
         if not tables:
             raise ConfigError("EmbeddingTables needs at least one TableConfig.")
-        if not isinstance(optimizer, RowOptimizer):
-            raise ConfigError(
-                f"optimizer is {optimizer!r}; rows need one of their own, such as stoker.SGD(lr=0.1), "
-                "stoker.RowWiseAdagrad(lr=0.05) or stoker.Adam(lr=0.001).",
-                settings=("optimizer",),
-            )
         names = [table.name for table in tables]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -125,7 +119,7 @@ class EmbeddingTables(CopiedTables):
         self.features = feature_order(tables, asked.features)
         self.include_last_offset = asked.include_last_offset
         self.shards = asked.shards
-        self.seed = seed
+        self.seed = seed = asked.seed
         self.groups: list[TableGroup] = []
         self.number = next(_numbers)  # compiled code finds these tables by it
         register(self)

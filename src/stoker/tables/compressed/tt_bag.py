@@ -5,6 +5,7 @@ Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from stoker.base.checks import check_types
 from stoker.base.errors import ConfigError
 from stoker.base.settings import method_with_arguments_of
 from stoker.base.units import format_count
@@ -200,6 +202,7 @@ class TTEmbeddingBag(nn.Module):
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__()
         asked = BagArguments(*given, **settings)
+        check_types(asked, "TTEmbeddingBag")
         num_embeddings, embedding_dim, mode, std = asked.num_embeddings, asked.embedding_dim, asked.mode, asked.std
         padding_idx, device, dtype, optimizer = asked.padding_idx, asked.device, asked.dtype, asked.optimizer
         if asked.max_norm is not None or asked.scale_grad_by_freq:
@@ -213,8 +216,10 @@ class TTEmbeddingBag(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ConfigError(f"padding_idx is {padding_idx}, but the table has {num_embeddings:,} rows.")
             padding_idx %= num_embeddings
-        if not std > 0:
-            raise ConfigError(f"std is {std}; it must be above 0: cores of zeros have no gradient and never learn.")
+        if not 0 < std < math.inf:
+            raise ConfigError(
+                f"std is {std}; it must be finite and above 0: cores of zeros have no gradient and never learn."
+            )
         dtype = dtype or (torch.get_default_dtype() if optimizer is None else torch.float32)
         if optimizer is not None and dtype != torch.float32:
             raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
