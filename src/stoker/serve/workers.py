@@ -50,12 +50,13 @@ def processes(count: int) -> Iterator[int]:
     forks, ending = list[int](), Event()
     for number in range(1, count):
         if (fork := os.fork()) == 0:
-            os.close(until)
-            _then(partial(os.read, alive, 1))
-            try:
-                yield number
-            except Exception as error:
-                print(f"error: worker {number}: {error}", file=sys.stderr)
+            with suppress(KeyboardInterrupt):  # SIGTERM or Ctrl-C while it loads
+                os.close(until)
+                _then(partial(os.read, alive, 1))
+                try:
+                    yield number
+                except Exception as error:
+                    print(f"error: worker {number}: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
