@@ -28,7 +28,7 @@ class ServeSettings(Settings, panel="Server"):
     workers: int = setting(
         1, "Processes that answer. Each loads the rows of a run; those of an export are shared.", least=1, most=256
     )
-    wait: float = setting(2.0, "Milliseconds that a request waits under load to share a batch.", least=0, most=60_000)
+    wait: float = setting(2.0, "Milliseconds that a request waits under load to share a batch.", least=0, most=600_000)
     batch_rows: int = setting(1024, "Rows of a batch; a larger request is one batch.", least=1)
     retrieve: Literal["off", "exact", "approximate"] = setting(
         "off", "How POST /retrieve finds the best items, of a two-tower model."
