@@ -497,7 +497,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 4))
-        with pytest.raises(DataError, match=r"the shards need 12 B, but the disk of .* has 4 B free"):
+        with pytest.raises(DataError, match=r"the shards need 1.0 MiB, but the disk of .* has 4 B free"):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("stoker.prep.write.publish.collect_quarantine", no_room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from safetensors import SafetensorError
 
 import stoker
 from stoker.base.files import seal
@@ -190,11 +192,30 @@ def test_inspect_shows_an_export(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert "rows/0.rows was altered" in "".join(capsys.readouterr().err.split("\n"))
 
 
-@pytest.mark.parametrize("place", ["stoker.prep.requests.Ids.write", "stoker.serve.export.sync_folder"])
+@pytest.mark.skipif(os.name != "posix", reason="files have an owner and a group")
+def test_who_may_read_an_export_or_a_checkpoint_may_read_all_of_its_files(run: Path, tmp_path: Path) -> None:
+    """Another user serves what was trained here: safetensors makes files that only their owner can read."""
+    stoker.export(run, tmp_path / "out")
+    files = [each for top in (run, tmp_path / "out") for each in top.rglob("*.*") if each.is_file()]
+    assert len({each.name for each in files if each.suffix == ".safetensors"}) > 1
+    (tmp_path / "plain").touch()
+    assert {each.stat().st_mode for each in files} == {(tmp_path / "plain").stat().st_mode}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "stoker.prep.requests.Ids.write",
+        "stoker.serve.export.sync_folder",
+        "stoker.training.files.checkpoint.save_file",
+    ],
+)
 def test_an_export_that_fails_leaves_nothing(
     run: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
+        if "save_file" in place:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(place, full)

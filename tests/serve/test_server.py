@@ -56,6 +56,12 @@ def test_times_that_end_no_wait_are_refused(name: str, value: float) -> None:
         ServeSettings(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("wait", 1e300), ("max_body", 0), ("max_body", "0.5")])
+def test_settings_by_which_no_request_is_answered_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .*; it must be (0 to 600000|at least 1)\."):
+        ServeSettings(**{name: value})
+
+
 @contextmanager
 def served(
     scorer: stoker.Scorer, retriever: stoker.Retriever | None = None, log: Any = None, **settings: Any
@@ -329,7 +335,7 @@ def test_damaged_streams_do_not_end_the_process() -> None:
     ],
 )  # fmt: skip
 def test_connections_that_break_the_protocol_are_answered_or_closed(
-    small: Server, sent: bytes, answer: bytes | None
+    small: Server, sent: bytes, answer: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_connection(("127.0.0.1", small.port)) as client:
         client.settimeout(30)
@@ -340,6 +346,7 @@ def test_connections_that_break_the_protocol_are_answered_or_closed(
         assert ask(small, "/score", {"rows": [{"item": 1, "user": 2}]})[0] == 200
         found = client.recv(1000)
         assert found == b"" if answer is None else answer in found.split(b"\r\n")[0]
+    assert not [each for each in caplog.records if each.exc_info and answer is None], "tracebacks of what clients do"
 
 
 def test_an_error_of_ours_is_answered_and_the_next_request_is_scored(
@@ -368,13 +375,20 @@ def test_a_lone_client_does_not_wait_for_others(shop: tuple[Path, Any]) -> None:
 
 def test_other_paths_and_methods_are_refused(small: Server) -> None:
     assert ask(small, "/nothing")[0] == 404
-    assert ask(small, "/score")[0] == 405
+    for path, allowed in (("/score", "POST"), ("/healthz", "GET,HEAD")):
+        connection = HTTPConnection("127.0.0.1", small.port, timeout=60)
+        connection.request("DELETE", path)
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Allow"]) == (405, allowed)
+        connection.close()
     assert ask(small, "/healthz") == (200, {"status": "ok", "update": 0, "step": 4, "problem": ""})
     arrow = {"Content-Type": "application/vnd.apache.arrow.stream"}
     assert ask(small, "/score", b"no arrow", **arrow)[0] == 400
     client = stoker.Client(f"http://127.0.0.1:{small.port}")
     with pytest.raises(stoker.DataError, match="k is 0, and it must be"):
         client.topk({"user": 1}, [{"item": 2}], 0)
+    with pytest.raises(stoker.DataError, match="k is 1000000000000, and it must be a whole number from 1 to 2,147,483"):
+        client.topk({"user": 1}, [{"item": 2}], 10**12)
     with pytest.raises(stoker.StokerError, match="gives no answer"):
         stoker.Client("http://127.0.0.1:9").topk({}, [{}], 1)
 
@@ -779,7 +793,7 @@ def test_items_are_found_while_a_run_is_updated(tmp_path: Path) -> None:
             ({"users": [{"user": 1}]}, 400, "expected an object with users, k"),
             ({"users": [], "k": 1}, 400, "users is not a list of one or more objects"),
             ({"users": [{"user": 1}], "k": int("9" * 999)}, 400, "k is 99999999999999999999, and it must be a whole"),
-            ({"users": [{"user": 1}], "k": "3"}, 400, 'k is "3", and it must be a whole number above 0'),
+            ({"users": [{"user": 1}], "k": "3"}, 400, 'k is "3", and it must be a whole number from 1'),
             (rb'{"users": [{"user": 1}], "\u006b": "3"}', 400, 'k is "3", and'),
             (rb'{"users": [{"user": 1}], "\u006B" : "3", "k": 3}', 400, 'k is "3", and'),
             ({"users": [{"user": 1}], "k": 3.0}, 400, "k is 3.0, and"),
@@ -877,3 +891,28 @@ def test_workers_answer_on_one_socket_and_end_together(shop: tuple[Path, Any]) -
             assert process.wait(60) == (2 if how == "a worker is killed" and forks else 0)
             assert ("a worker process ended" in process.stdout.read()) == (process.returncode == 2)
             assert not [each for each in forks if Path(f"/proc/{each}").exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forks")
+@pytest.mark.parametrize("kernels", [0, 3])  # lines about them before the end comes
+def test_workers_that_end_while_they_load_leave_nothing_and_speak_once(
+    shop: tuple[Path, Any], tmp_path: Path, kernels: int
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-u", "-m", "stoker", "serve", str(shop[0]), "--workers", "2", "--port", "0"]
+    own = {**os.environ, "TMPDIR": str(temporary), "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=own) as process:
+        assert process.stdout is not None
+        until = time.monotonic() + 60
+        while not list(temporary.iterdir()) and time.monotonic() < until:
+            time.sleep(0.01)
+        lines = [process.stdout.readline() for _ in range(kernels)]
+        process.terminate()
+        process.wait(60)
+        lines += process.stdout
+    assert not list(temporary.iterdir())
+    done = [line.split(" done in ")[0] for line in lines if "done in" in line]
+    assert len(done) == len(set(done)), lines
+    assert lines.count("interrupted\n") <= 1, lines

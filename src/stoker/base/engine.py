@@ -47,8 +47,9 @@ def full_disk() -> Iterator[None]:
     try:
         yield
     except pl.exceptions.PolarsError as error:
+        text = str(error).replace("thrift: transport error", "(os error 28)")  # what it says of a footer of Parquet
         for number in NO_ROOM:
-            if f"(os error {number})" in str(error):
+            if f"(os error {number})" in text:
                 raise OSError(number, os.strerror(number)) from error
         raise
 
@@ -56,8 +57,6 @@ def full_disk() -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Return the message of a Polars error in one line, without the query plan that it adds."""
     text = " ".join(str(error).split("This error occurred")[0].split())
-    if wrong := re.match(
-        r"conversion from `\w+` to `[fiu]\d+` failed in column '(.*)' for .* values: \[(.+?)[],]", text
-    ):
-        return f"column {wrong[1]!r} holds {wrong[2]}, which is not a number"
+    if bad := re.match(r"conversion from `\w+` to `[fiu]\d+` failed in column '(.*)' for .* values: \[(.+?)[],]", text):
+        return f"column {bad[1]!r} holds {bad[2]}, which is not a number"
     return text[:400].rstrip(".")

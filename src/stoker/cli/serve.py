@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ import typer
 
 from stoker.base.errors import ConfigError, install, require
 from stoker.base.progress import Bars
+from stoker.base.progress import listening as kernels
 from stoker.base.units import format_size, quoted
 from stoker.cli.options import Json, MovedData, printed, say, takes
 from stoker.serve.settings import ExportSettings, ServeSettings
@@ -89,6 +90,7 @@ def serve(
     from stoker.serve.workers import listen, processes
 
     chosen = ServeSettings.from_dict(settings)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if chosen.workers == 1:
         listen(chosen.host, chosen.port).close()  # before the model loads, which may take long
         _serve(source, data, chosen)
@@ -137,12 +139,9 @@ def _serve(
 
     import torch
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(max(1, torch.get_num_threads() // chosen.workers))
-    with _no_collections(), Bars(quiet=not speaks):
+    reported = nullcontext() if speaks else kernels(lambda line: None)
+    with _no_collections(), Bars(quiet=not speaks), reported:
         from stoker.serve.export import is_export
         from stoker.serve.retrieve import Retriever
         from stoker.serve.scorer import Scorer

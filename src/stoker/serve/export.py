@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from stoker.base.errors import CheckpointError, ConfigError, DependencyError, errors_as
 from stoker.base.files import atomic_file, canonical_json, check_target, exchange, seal, sync_folder, unseal
@@ -49,7 +48,7 @@ from stoker.serve.items import ITEMS, Items
 from stoker.serve.settings import ExportSettings
 from stoker.tables.exported import Exported, quantize, width_of
 from stoker.tables.storage import Rows
-from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, verify
+from stoker.training.files.checkpoint import DENSE, Link, read_manifest, reading, remove_folder, verify, write_tensors
 from stoker.training.files.loading import saved_model
 from stoker.training.files.rundir import find_checkpoint, kind_of, newest_rows, trained_rows
 from stoker.training.files.segments import SavedTable
@@ -170,19 +169,15 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
 def _written(target: Path) -> Iterator[Path]:
     """Yield a directory that gets the name of the target at the end of the block, or is deleted."""
     made = target.with_name(target.name + ".tmp")
-
-    def remove(folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    remove(made)
+    remove_folder(made)
     try:
         with errors_as(CheckpointError, f"{target} cannot be written", "Free some space, or choose another disk."):
             made.mkdir(parents=True)
             yield made
             sync_folder(made)
-            exchange(made, target, target.with_name(target.name + ".tmp-old"), remove)
+            exchange(made, target, target.with_name(target.name + ".tmp-old"), remove_folder)
     finally:
-        remove(made)
+        remove_folder(made)
 
 
 def _files(folder: Path) -> dict[str, Any]:
@@ -228,7 +223,7 @@ def _write_rows(
     for name in entries.keys() - dims.keys():
         for start, chunk in SavedTable(links, entries[name]).chunks():
             dense[f"{_CORE}{start}:{name}"] = chunk.weight.contiguous()
-    save_file(dense, out / DENSE)
+    write_tensors(dense, out / DENSE)
     return groups, (written, plain)
 
 

@@ -181,10 +181,8 @@ class Retriever:
             model, encoder, version = self.model, self.scorer.encoder, dict(self.scorer.version)
             items, vectors, index = self.items, self.vectors, self._index
             absent = {name: value for name, value in filled(encoder).items() if name in self._of_item}
-            if isinstance(users, list):
-                batch = encoder.from_objects(users, absent)
-            else:
-                batch = encoder.encode(users, filled=absent)
+            encode = encoder.from_objects if isinstance(users, list) else encoder.encode
+            batch = encode(users, filled=absent)
             with scoring(model):
                 inputs = model.inputs(batch.to(model.device))
                 asked: VectorArray = model._logits(model.users, inputs).cpu().numpy()

@@ -165,7 +165,8 @@ class Server:
             headers = {} if error.retry is None else {"Retry-After": str(error.retry)}
             response = web.json_response({"error": str(error)}, status=error.status, headers=headers)
         except web.HTTPException as error:
-            response = web.json_response({"error": error.text or error.reason}, status=error.status)
+            headers = {key: value for key, value in error.headers.items() if key == "Allow"}
+            response = web.json_response({"error": error.text or error.reason}, status=error.status, headers=headers)
         known = request.match_info.route.resource is not None
         self.figures.requests.labels(request.path if known else "other", str(response.status)).inc()
         return response
@@ -183,6 +184,8 @@ class Server:
             raise RequestError(408, f"the body did not come within {self.settings.read_timeout:g} s.") from None
         except web.HTTPRequestEntityTooLarge:
             raise RequestError(413, f"the body has more than the {limit:,} bytes that are allowed.") from None
+        except ConnectionError as error:  # nobody reads the answer
+            raise RequestError(400, f"the body broke off: {error}.") from None
 
     async def _read(self, read: Callable[..., Any], body: bytes, *more: Any) -> Any:
         """Return what is in a body. A large one is read in a thread, so that others need not wait for it."""
@@ -402,7 +405,7 @@ def _count(found: Any) -> int:
     text = f"a {type(found).__name__}" if isinstance(found, dict | list) else found
     text = text if isinstance(text, str) else json.dumps(text)
     if not (text.isascii() and text.isdigit()) or len(text) > 10 or not 0 < int(text) <= 2**31:
-        raise RequestError(400, f"k is {text[:20]}, and it must be a whole number above 0.")
+        raise RequestError(400, f"k is {text[:20]}, and it must be a whole number from 1 to {2**31:,}.")
     return int(text)
 
 

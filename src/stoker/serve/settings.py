@@ -28,12 +28,12 @@ class ServeSettings(Settings, panel="Server"):
     workers: int = setting(
         1, "Processes that answer. Each loads the rows of a run; those of an export are shared.", least=1, most=256
     )
-    wait: float = setting(2.0, "Milliseconds that a request waits under load for others to share its batch.", least=0)
+    wait: float = setting(2.0, "Milliseconds that a request waits under load to share a batch.", least=0, most=600_000)
     batch_rows: int = setting(1024, "Rows of a batch; a larger request is one batch.", least=1)
     retrieve: Literal["off", "exact", "approximate"] = setting(
         "off", "How POST /retrieve finds the best items, of a two-tower model."
     )
     max_waiting: int = setting(256, "Requests that may wait; others get 503 with Retry-After.", least=1)
-    max_body: int | str = setting("16MiB", "Bytes of a request; larger ones get 413.", parse=parse_size)
+    max_body: int | str = setting("16MiB", "Bytes of a request; larger ones get 413.", least=1, parse=parse_size)
     read_timeout: float = setting(10.0, "Seconds in which a request must arrive; slower ones get 408.", least=0.001)
     poll: float = setting(0.5, "Seconds between two checks for updates of the run.", least=0.001)

@@ -50,6 +50,8 @@ def processes(count: int) -> Iterator[int]:
     forks, ending = list[int](), Event()
     for number in range(1, count):
         if (fork := os.fork()) == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all, and the first process ends the others
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while the block lets it
             os.close(until)
             _then(partial(os.read, alive, 1))
             try:

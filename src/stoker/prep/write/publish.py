@@ -184,7 +184,7 @@ def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
     needed, free = max(0, whole - present), shutil.disk_usage(task.out).free
     if needed > free - _FREE:
         raise DataError(
-            f"the shards need {format_size(needed)}, but the disk of {task.out} has "
+            f"the shards need {format_size(needed + _FREE)}, but the disk of {task.out} has "
             f"{format_size(free)} free. {task.remedy_of_full_disk(kept=True)}"
         )
     most = SHARD_ROWS

@@ -38,6 +38,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -68,6 +69,7 @@ SHARD_BYTES = 256 * 2**20  # of rows and state in one file
 _ID_BYTES = 8  # of the number of a row in a segment
 DENSE = "dense.safetensors"
 _TICK = 10**9  # ns: no clock of a file system is coarser
+remove_folder = partial(shutil.rmtree, ignore_errors=True)
 #: files whose checksum was right, and what they were like: a resumed run chooses a checkpoint by it, and then loads it
 _whole: dict[Path, tuple[Any, ...]] = {}
 
@@ -226,13 +228,13 @@ def writing(
             move(kept, target)  # so that a checkpoint can be loaded while the new one is written
         if target.exists() and not overwrite:
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
-        _remove(temporary)
+        remove_folder(temporary)
         (temporary / "tables").mkdir(parents=True)
 
     def end() -> None:
         for folder in (temporary / "tables", temporary):
             sync_folder(folder)
-        exchange(temporary, target, target.with_name(target.name + ".tmp-old"), _remove)
+        exchange(temporary, target, target.with_name(target.name + ".tmp-old"), remove_folder)
 
     try:
         on_first(ranks, "begin a checkpoint", begin)
@@ -240,7 +242,7 @@ def writing(
         on_first(ranks, "end a checkpoint", end)
     except OSError as error:
         if is_first(ranks):
-            _remove(temporary)
+            remove_folder(temporary)
         limited = error.errno == errno.EFBIG
         remedy = (
             "Raise the limit on the size of files (ulimit -f)" if limited else "Free some space, or lower keep_last"
@@ -251,7 +253,7 @@ def writing(
         ) from error
     except BaseException:
         if is_first(ranks):
-            _remove(temporary)
+            remove_folder(temporary)
         raise
 
 
@@ -324,10 +326,6 @@ def _parent_entry(parent: Path, target: Path, module: nn.Module) -> dict[str, An
     return {"name": parent.name, "step": step, "manifest": digest}
 
 
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def left_by_a_kill(target: Path) -> Path | None:
     """Return the whole copy of ``target`` that exists if :func:`save` was killed between its two renames, else None."""
     for kept in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".tmp-old")):
@@ -344,15 +342,15 @@ def repair(folder: Path) -> None:
         if not target.exists() and (kept := left_by_a_kill(target)) is not None:
             move(kept, target, sync=True)
     for each in folder.glob("*.tmp*"):
-        _remove(each)
+        remove_folder(each)
 
 
 def discard(path: Path) -> None:
     """Delete a checkpoint; if the process is killed here, no incomplete directory has its name."""
     gone = path.with_name(path.name + ".tmp-old")
-    _remove(gone)
+    remove_folder(gone)
     move(path, gone)
-    _remove(gone)
+    remove_folder(gone)
 
 
 def set_aside(path: Path) -> Path:
@@ -361,7 +359,7 @@ def set_aside(path: Path) -> Path:
     Its owner may still want files of it. An earlier directory of that name is deleted.
     """
     aside = path.with_name(path.name + ".damaged")
-    _remove(aside)
+    remove_folder(aside)
     move(path, aside)
     return aside
 
@@ -500,6 +498,18 @@ def verify_files(directory: Path, manifest: Mapping[str, Any], counted: Counted 
     return len(manifest["files"])
 
 
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of tensors, for all who may read its directory. A failure is an OSError."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # it wraps the error of the operating system
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+    with suppress(OSError):  # a disk without such rights
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets only the owner read it
+
+
 class _Writer:
     """Write files of tensors, and collect their sizes and checksums. Of several ranks, the first one does it."""
 
@@ -516,12 +526,7 @@ class _Writer:
         here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         if self.require_finite:
             _check_finite(what, here)
-        try:
-            save_file(here, path)
-        except SafetensorError as error:  # it wraps the error of the operating system
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else errno.EIO
-            raise OSError(number, os.strerror(number), str(path)) from error
+        write_tensors(here, path)
         self.count(name)
 
     def count(self, name: str) -> None:
