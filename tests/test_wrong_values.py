@@ -125,6 +125,13 @@ def test_a_bag_refuses_wrong_arguments(given: dict[str, Any], words: str) -> Non
         stoker.TTEmbeddingBag(**{"num_embeddings": 100, "embedding_dim": 8, **given})
 
 
+@pytest.mark.parametrize("given", [{"lookahead": 2.5}, {"lookahead": math.nan}, {"in_flight": 1.5}, {"in_flight": "2"}])
+def test_a_stage_refuses_numbers_that_are_not_whole(given: dict[str, Any]) -> None:
+    tables = stoker.EmbeddingTables([stoker.TableConfig(**TABLE)], optimizer=optim.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} is .* batches; give"):
+        stoker.stage([], tables, **given)
+
+
 def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:
     made = stoker.TrainConfig(steps=np.int64(5), dense_lr=np.float32(0.5))
     assert (type(made.steps), type(made.dense_lr)) == (int, float)

@@ -200,6 +200,11 @@ def check_types(made: Any, owner: str) -> None:
                 raise ConfigError(f"{owner}: {item.name} {error}.") from None
 
 
+def whole(value: Any, least: int) -> bool:
+    """Return whether a value is a whole number of at least ``least``."""
+    return isinstance(value, Integral) and int(value) >= least
+
+
 def check_not_negative(owner: str, **values: float | None) -> None:
     """Raise ConfigError for a value that is negative or not finite; None passes."""
     for name, value in values.items():
