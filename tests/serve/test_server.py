@@ -39,7 +39,7 @@ pytest.importorskip("aiohttp", reason="the server needs aiohttp")
 pytest.importorskip("prometheus_client", reason="the server's metrics need prometheus_client")
 
 from stoker.base.errors import ConfigError
-from stoker.cli import app
+from stoker.cli import app, main
 from stoker.prep.requests import as_frame
 from stoker.serve.bodies import RequestError, _written, arrow_rows
 from stoker.serve.client import _plain
@@ -607,6 +607,29 @@ def test_a_request_that_has_come_is_answered_before_the_server_ends(
         signal.signal(number, before)
     threads[0].join(60)
     assert [status for status, _ in found] == [200]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_does_not_begin_if_an_import_lost_its_end(
+    shop: tuple[Path, Any], number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Losing(stoker.Scorer):
+        def warm_up(self) -> str:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+                time.sleep(5)
+            return ""
+
+    monkeypatch.setattr("stoker.serve.scorer.Scorer", Losing)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", str(shop[0]), "--port", "0"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 130
+    assert "serving" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -89,17 +89,23 @@ def serve(
     """
     from stoker.serve.workers import listen, processes
 
-    chosen = ServeSettings.from_dict(settings)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    chosen, asked = ServeSettings.from_dict(settings), list[int]()
+
+    def stop(number: int, _: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt  # an import may lose it
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
     if chosen.workers == 1:
         listen(chosen.host, chosen.port).close()  # before the model loads, which may take long
-        _serve(source, data, chosen)
+        _serve(source, data, chosen, asked)
         return
     with TemporaryDirectory(prefix="stoker-serve-") as folder, listen(chosen.host, chosen.port) as listening:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
         _load_modules()
         with processes(chosen.workers) as number:
-            _serve(source, data, chosen, listening, speaks=number == 0)
+            _serve(source, data, chosen, asked, listening, speaks=number == 0)
 
 
 def _check_memory(run: Path, workers: int) -> None:
@@ -130,10 +136,10 @@ def _load_modules() -> None:
 
 
 def _serve(
-    source: Path, data: Path | None, chosen: ServeSettings, listening: socket.socket | None = None, *,
-    speaks: bool = True,
+    source: Path, data: Path | None, chosen: ServeSettings, asked: list[int], listening: socket.socket | None = None,
+    *, speaks: bool = True,
 ) -> None:  # fmt: skip
-    """Serve in this process until Ctrl-C or SIGTERM."""
+    """Serve in this process until Ctrl-C or SIGTERM; ``asked``: those that came before."""
     _load_modules()
     import asyncio
 
@@ -156,6 +162,9 @@ def _serve(
         scorer = Scorer(source, data, follow=of_run) if retriever is None else retriever.scorer
         if (problem := scorer.warm_up()) and speaks:
             say(f"note: the first requests load the kernels, since no row could be scored before them: {problem}")
+
+    if asked:
+        raise KeyboardInterrupt
 
     def started(server: Server) -> None:
         if speaks:
