@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -642,14 +643,31 @@ def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_clipping_by_another_norm_is_refused() -> None:
-    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
-    tables.as_optimizer()
-    head(tables(batches(1)[0]).flatten(1)).sum().backward()
+@pytest.mark.parametrize("whole", [False, True], ids=["may break", "in one graph"])
+def test_compiled_clipping_by_another_norm_is_refused(whole: bool) -> None:
+    """Also between averages of copies, where rows have a norm of each rank; gradients are on after the error."""
+    tables, head, other = made(), nn.Linear(FEATURES * DIM, 1), nn.Linear(3, 2)
+    rows = tables.as_optimizer()
+    (head(tables(batches(1)[0]).flatten(1)).sum() + other(torch.ones(3)).sum()).backward()
     both = [*tables.parameters(), *head.parameters()]
+    expected = get_total_norm([p.grad for p in both if p.grad is not None])
+
+    def clip(parameters: Any, norm: float) -> Any:
+        return torch.compile(
+            lambda: nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=norm), backend="eager", fullgraph=whole
+        )()
+
     with pytest.raises(stoker.ConfigError, match="only the 2-norm is known"):
-        torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0, norm_type=math.inf), backend="eager")()
-    torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0), backend="eager", fullgraph=True)()
+        clip(both, math.inf)
+    assert torch.is_grad_enabled()
+    assert clip([*other.parameters()], math.inf) == 1
+    assert clip(both, 2.0) == expected
+    tables.averages = SimpleNamespace(ranks=SimpleNamespace(size=2))  # type: ignore[assignment]
+    with pytest.raises(stoker.ConfigError, match="differs among ranks"):
+        clip(both, 2.0)
+    tables.averages = None
+    rows.step()
+    assert tables.tick == 1
 
 
 @pytest.mark.parametrize("driven", [False, True])
@@ -1309,6 +1327,27 @@ def test_an_optimizer_that_steps_every_second_time(of: str, clear: str, first: s
                 optimizer.step()
 
     with pytest.raises(stoker.ConfigError, match="SGD steps once for 2") if adds else contextlib.nullcontext():
+        run()
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_head_that_is_checkpointed_apart_from_the_thread_that_looks_up(adds: bool) -> None:
+    """Nothing but its step shows that the optimizer is of these rows: a backward inside theirs writes its gradients."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+
+    def run() -> None:
+        for step, ids in enumerate(batches(6)):
+            out = torch.utils.checkpoint.checkpoint(head, pool.submit(tables, ids).result().flatten(1), use_reentrant=True)
+            out.sum().backward()
+            if step % 2 or not adds:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(stoker.ConfigError, match="SGD steps once for 2") if adds else contextlib.nullcontext(),
+    ):
         run()
 
 

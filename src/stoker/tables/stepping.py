@@ -127,7 +127,7 @@ class RowStepper:
         self._lock = threading.RLock()
         self._accumulation = Accumulation()
         self._steps_before = 0  # of the rows, before a step of an optimizer that calls a closure
-        self._thread = 0  # of the last forward
+        self._thread = self._thread_of_backward = 0  # of the last forward, and of the last backward
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -208,6 +208,7 @@ class RowStepper:
         if trained is None or not gradients:
             return
         if self.checked and not self.deferred:
+            self._thread_of_backward = threading.get_ident()
             self._accumulation.end_backward(task)
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
@@ -449,7 +450,7 @@ class RowStepper:
         if torch._C._current_graph_task_id() < 0:  # else the thread is one of autograd's
             if self._thread:
                 self._accumulation.forget(_ALONE)
-            self._thread = threading.get_ident()
+            self._thread, self._thread_of_backward = threading.get_ident(), 0
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Raise an error if an optimizer is to step once for several steps of the rows; not yet with a ``closure``."""
@@ -491,7 +492,7 @@ class RowStepper:
 
     def _trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return False for an optimizer of another thread's model; that thread may be writing gradients now."""
-        if not (here := self._thread == threading.get_ident()):
+        if not (here := threading.get_ident() in (self._thread, self._thread_of_backward)):
             self._accumulation.near.discard(optimizer)  # it may be of another model from now on
         return here or optimizer in self._accumulation.own
 
@@ -581,6 +582,41 @@ def _check_all(check: Callable[[RowStepper], None]) -> None:
         raise errors[0]
 
 
+def _check_norm(tensors: list[Tensor], norm_type: float, count: int) -> None:
+    """Raise an error for a norm that the handles' gradients among ``tensors``, of ``count`` in all, do not have."""
+    for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
+        grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
+        if not any(grad is each for each in tensors):
+            continue
+        if count > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
+            raise ConfigError(
+                f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
+                "rank steps its own copy of the rows until the next average: the other parameters would drift "
+                "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
+            )
+        if float(norm_type) != 2.0:
+            raise ConfigError(
+                f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
+                f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
+                "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
+            )
+
+
+@torch.library.custom_op("stoker::check_norm", mutates_args=())
+def _check_compiled_norm(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
+    try:
+        _check_norm(tensors, norm_type, count)
+    except ConfigError:
+        torch.set_grad_enabled(True)  # a graph that fails leaves the mode of clip_grad_norm_, which is off
+        raise
+    return torch.zeros((), device=tensors[0].device)
+
+
+@_check_compiled_norm.register_fake
+def _(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
+    return torch.zeros((), device=tensors[0].device)
+
+
 def _refuse_other_norms() -> None:
     """Let ``clip_grad_norm_`` and ``get_total_norm`` raise an error for norms that the handle's gradient does not have.
 
@@ -592,30 +628,14 @@ def _refuse_other_norms() -> None:
     if cell is None or not callable(norm_of) or hasattr(norm_of, "checks_rows"):
         return
 
-    @_disable_dynamo
-    def check(tensors: list[Tensor], norm_type: float) -> None:
-        for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
-            grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
-            if not any(grad is each for each in tensors):
-                continue
-            if len(tensors) > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
-                raise ConfigError(
-                    f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
-                    "rank steps its own copy of the rows until the next average: the other parameters would drift "
-                    "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
-                )
-            if float(norm_type) != 2.0:
-                raise ConfigError(
-                    f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
-                    f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
-                    "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
-                )
-
     @wraps(norm_of)
     def checked(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not torch.compiler.is_compiling() or float(norm_type) != 2.0:  # which break a compiled graph
-            check(tensors, norm_type)
+        if not torch.compiler.is_compiling():
+            _check_norm(tensors, norm_type, len(tensors))
+        elif like_ours := [each for each in tensors if each.shape == (2,)]:  # the graph keeps what has a use
+            zero = torch.ops.stoker.check_norm(like_ours, float(norm_type), len(tensors))
+            return norm_of(tensors, norm_type, *args, **kwargs) + zero
         return norm_of(tensors, norm_type, *args, **kwargs)
 
     vars(checked)["checks_rows"] = True
