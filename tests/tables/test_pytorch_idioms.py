@@ -1635,6 +1635,115 @@ def test_averaged_models_are_refused(tmp_path: Path) -> None:
         by_hand["tables"](batches(1)[0])
 
 
+@pytest.mark.parametrize("change", ["average", "copy"])
+def test_rows_behind_a_cache_that_a_loop_changes_through_their_state_are_refused(where: str, change: str) -> None:
+    """As an EMA of all entries of two states, or a target network; rows on the device are views, as in PyTorch."""
+    tables, bags = made(where), Bags()
+    averaged, plain = copy.deepcopy(tables).eval(), copy.deepcopy(bags).eval()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    ids = batches(1)[0]
+
+    def update(of: nn.Module, by: nn.Module) -> dict[str, Tensor]:
+        state = of.state_dict()
+        for mine, theirs in zip(state.values(), by.state_dict().values(), strict=False):
+            if mine.is_floating_point():
+                mine.copy_(theirs if change == "copy" else mine.lerp(theirs, 0.5))
+        return state
+
+    for module in (tables, bags):
+        loss_of(module(ids), 0).backward()
+    optimizer.step()
+    state, _ = update(averaged, tables), update(plain, bags)
+    if where != "device":
+        with pytest.raises(stoker.ConfigError, match="changed in place, and the rows of t stayed"):
+            averaged(ids)
+        averaged.load_state_dict(state)
+    assert torch.equal(averaged(ids), plain(ids))
+    own = {name: value.clone().zero_() for name, value in tables.state_dict().items()}
+    assert torch.equal(tables(ids), bags(ids))
+    averaged.load_state_dict(own)
+    assert not averaged(ids).any()
+
+
+def test_rows_whose_state_was_changed_do_not_train() -> None:
+    tables, ids = made("cached"), batches(1)[0]
+    for value in tables.state_dict().values():
+        value.zero_()
+    with pytest.raises(stoker.ConfigError, match=r"Give the changed state to load_state_dict"):
+        tables(ids)
+    with torch.inference_mode():
+        tables.state_dict()["t.weight"].zero_()
+    loss_of(tables(ids), 0).backward()
+    assert tables.tick == 1
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would not share rows, as PyTorch's would."""
+    tables = made()
+    with pytest.raises(stoker.ConfigError, match=r"copy.copy of a module shares its parameters, but .* of t "):
+        copy.copy(tables)
+    assert copy.copy(nn.ModuleDict({"tables": tables}))["tables"] is tables
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_with_a_tangent_are_refused(graph: bool) -> None:
+    tables, [(ids, offsets)] = made(), jagged(1)
+    forward_ad = torch.autograd.forward_ad
+    with torch.set_grad_enabled(graph), forward_ad.dual_level():
+        weights = torch.ones(len(ids))
+        tables(ids, offsets, weights)
+        with pytest.raises(stoker.ConfigError, match="per-sample weights have a tangent"):
+            tables(ids, offsets, forward_ad.make_dual(weights, weights))
+
+
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=24)], ids=["device", "cached"])
+def test_sparse_gradients_of_outputs(placement: Any) -> None:
+    """Rows that were looked up serve as the table of a second lookup, whose gradient is sparse."""
+    widths = {"t": 4, "u": 2}
+    configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in widths.items()]
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=placement)
+    expected = {name: tables.rows(name) for name in widths}
+    out = tables(torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    nn.functional.embedding(torch.tensor([0, 2, 2]), out, sparse=True).sum().backward()
+    for name, places in (("t", [1, 5]), ("u", [2, 6])):
+        expected[name][places] -= torch.tensor([[0.5], [1.0]])
+        assert torch.equal(tables.rows(name), expected[name])
+
+
+def test_a_step_of_the_rows_inside_their_backward_is_refused() -> None:
+    """A hook on the handle runs before the gradient of the rows is whole: they stepped by that of the backward before."""
+    tables, ids = made(), batches(1)[0]
+    rows, before = tables.as_optimizer(), tables.rows("t")
+    hook = tables.handle.register_post_accumulate_grad_hook(lambda _: rows.step())
+    with pytest.raises(stoker.ConfigError, match=r"step\(\) of the rows of t was called inside their backward"):
+        loss_of(tables(ids), 0).backward()
+    assert torch.equal(tables.rows("t"), before)
+    hook.remove()
+    loss_of(tables(ids), 0).backward()
+    rows.step()
+    assert tables.tick == 1
+
+
+def test_lbfgs_over_the_handle_is_refused() -> None:
+    """Its step of each parameter depends on the gradients of all."""
+    tables, head, ids = made(), nn.Linear(FEATURES * DIM, 1), batches(1)[0]
+    rows = tables.as_optimizer()
+    both, alone = (torch.optim.LBFGS([*head.parameters(), *more], lr=0.1) for more in (tables.parameters(), ()))
+
+    def closure() -> float:
+        both.zero_grad()
+        loss = head(tables(ids).flatten(1)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    with pytest.raises(stoker.ConfigError, match="LBFGS has the handle of t among its parameters"):
+        both.step(closure)
+    alone.step(closure)
+    rows.step()
+    assert tables.tick == 1
+
+
 def test_a_copy_trains_on_its_own() -> None:
     model = nn.ModuleDict({"tables": made(), "head": nn.Linear(FEATURES * DIM, 1)})
     other = copy.deepcopy(model)

@@ -120,7 +120,7 @@ class RowStepper:
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, from the handle's gradient
-        self._published_times = 0
+        self._published_times = self._turn = 0  # which of _DIRECTIONS the last of these gradients has
         self._published: Tensor | None = None  # the gradient that was given to the handle
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
@@ -273,6 +273,12 @@ class RowStepper:
     def step(self) -> None:
         """Step with the collected gradients."""
         with self._lock:
+            if (inside := self._running.get(torch._C._current_graph_task_id())) is not None and inside() is not None:
+                raise ConfigError(
+                    f"step() of the rows of {self.name} was called inside their backward, by a hook: their gradient is "
+                    "there when it ends. Call step() after backward(); or leave as_optimizer() out, then rows step "
+                    "inside backward by themselves."
+                )
             shared, self._shared = self._shared, ""
             if shared and self._pending and self.trained.handle.grad is None:
                 self.discard()
@@ -308,11 +314,14 @@ class RowStepper:
         trained = self.trained
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
         self._norm = trained.gradient_norm(gradients)
+        # Ranks with rows of their own differ in it, so that an average over ranks by the loop is noticed, too.
+        rank = dist.get_rank() if _several_processes() and trained._summed is None else 0
         self._published_times += 1
+        self._turn = (self._published_times + rank) % len(_DIRECTIONS)
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
     def _direction(self) -> Tensor:
-        return torch.tensor(_DIRECTIONS[self._published_times % len(_DIRECTIONS)])
+        return torch.tensor(_DIRECTIONS[self._turn])
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -394,7 +403,6 @@ class RowStepper:
 
     def check(self) -> None:
         """Raise an error for ranks that train separately, and for gradients clipped or unscaled after a step."""
-        global _hook
         if not self.alone and _several_processes() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {self.name} on its "
@@ -402,16 +410,21 @@ class RowStepper:
             )
         if self.checked:
             if not self._watched:  # reading the set at each step would take longer than all other checks
-                self._watched = True
-                _watched.add(self)
-                _hook = _hook or [
-                    register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
-                ]  # fmt: skip
+                self.watch()
             if self._thread != threading.get_ident():
                 self._change_thread()
             if not self.deferred:
                 self._check_mark()
                 self._accumulation.before_forward()
+
+    def watch(self) -> None:
+        """Look at each step of an optimizer."""
+        global _hook
+        self._watched = True
+        _watched.add(self)
+        _hook = _hook or [
+            register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
+        ]  # fmt: skip
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -461,6 +474,11 @@ class RowStepper:
         if self.deferred:
             if any(p is handle for p in parameters_of(optimizer)):
                 self._shared = type(optimizer).__name__
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    raise ConfigError(
+                        f"LBFGS has the handle of {self.name} among its parameters, and the step of each depends on "
+                        f"the gradients of all: the others would step by a gradient that is not the rows': {_OTHERS}."
+                    )
                 if _enabled_scaler():
                     raise ConfigError(
                         f"{self._shared} has the handle of {self.name} among its parameters, as the optimizer of the "
@@ -655,6 +673,7 @@ class TableOptimizer(torch.optim.Optimizer):
     def __init__(self, trained: Any, steps: RowStepper, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
         steps._accumulation.forget()
+        steps.watch()
         _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 
