@@ -26,18 +26,18 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_080,
     "optim": 600,
-    "tables": 13_290,
+    "tables": 13_370,
     "models": 2_000,
     "placement": 2_770,
-    "training": 11_070,
+    "training": 11_084,
     "rewrite": 1_810,
     "prep": 13_710,
     "synthetic": 1_660,
     "cli": 3_440,
-    "live": 1_330,
+    "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_090
+ALL_LINES = 66_205
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

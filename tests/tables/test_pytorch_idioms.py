@@ -1338,7 +1338,9 @@ def test_a_head_that_is_checkpointed_apart_from_the_thread_that_looks_up(adds: b
 
     def run() -> None:
         for step, ids in enumerate(batches(6)):
-            out = torch.utils.checkpoint.checkpoint(head, pool.submit(tables, ids).result().flatten(1), use_reentrant=True)
+            out = torch.utils.checkpoint.checkpoint(
+                head, pool.submit(tables, ids).result().flatten(1), use_reentrant=True
+            )
             out.sum().backward()
             if step % 2 or not adds:
                 optimizer.step()
@@ -1712,7 +1714,7 @@ def test_sparse_gradients_of_outputs(placement: Any) -> None:
 
 
 def test_a_step_of_the_rows_inside_their_backward_is_refused() -> None:
-    """A hook on the handle runs before the gradient of the rows is whole: they stepped by that of the backward before."""
+    """A hook on the handle runs before it is whole: rows stepped by the gradient of the backward before."""
     tables, ids = made(), batches(1)[0]
     rows, before = tables.as_optimizer(), tables.rows("t")
     hook = tables.handle.register_post_accumulate_grad_hook(lambda _: rows.step())
@@ -1800,6 +1802,51 @@ def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     assert torch.equal(tables.rows("t"), start())
     loss_of(tables(second), 1).backward()
     loss_of(bags(second), 1).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_rows_whose_plan_was_interrupted_are_refused(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says where rows will be. After Ctrl-C between it and their moves, other rows are there."""
+    tables, (first, second) = made("few slots"), batches(2)
+    loss_of(tables(first), 0).backward()
+    residency, stage = tables.groups[0].storage.residency, stoker.stage([second], tables, lookups=lambda ids: ids)
+
+    def interrupted(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            plan(*given)
+            raise KeyboardInterrupt
+
+        return call
+
+    name = "plan" if staged else "plan_now"
+    monkeypatch.setattr(residency, name, interrupted(getattr(residency, name)))
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(stage)) if staged else tables(second)
+    monkeypatch.undo()
+    for use in (lambda: tables(second), lambda: tables.rows("t")):
+        with pytest.raises(stoker.StokerError, match=r"rows could not be moved earlier \(KeyboardInterrupt\)"):
+            use()
+
+
+def test_an_update_that_is_interrupted_before_its_lease_ends_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows were not marked as changed, so they were lost when they left their slots."""
+    tables, bags, ids = made("few slots"), Bags(), batches(1)[0]
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    backend = tables.groups[0].backend
+    update = backend.update
+
+    def interrupted(*given: Any) -> None:
+        update(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(tables(ids), 0).backward()
+    monkeypatch.undo()
+    gc.collect()
+    loss_of(bags(ids), 0).backward()
     optimizer.step()
     same_rows(tables, bags)
 

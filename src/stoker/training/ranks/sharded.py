@@ -304,7 +304,9 @@ class ShardedLoss:
         nodes = self._together.nodes(shards, inputs, part)
         self._run(lambda index: work(nodes[index]), len(nodes))
         # Another thread may have drawn, such as one that reads data.
-        if not all(map(torch.equal, drawn, generator_states(model.device))) and self._draws(shards, inputs, labels, part):
+        if not all(map(torch.equal, drawn, generator_states(model.device))) and self._draws(
+            shards, inputs, labels, part
+        ):
             raise ConfigError(
                 f"the dense part of {type(model).__name__} draws from torch's generator (nn.Dropout?), in the order in "
                 "which threads ask. Draw in inputs(), from a generator of (seed, step, shard) as stoker.Tabular does, "
