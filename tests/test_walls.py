@@ -26,7 +26,7 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_080,
     "optim": 600,
-    "tables": 13_370,
+    "tables": 13_371,
     "models": 2_000,
     "placement": 2_770,
     "training": 11_084,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_205
+ALL_LINES = 66_206
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -653,7 +653,8 @@ def _refuse_other_norms() -> None:
             _check_norm(tensors, norm_type, len(tensors))
         elif like_ours := [each for each in tensors if each.shape == (2,)]:  # the graph keeps what has a use
             zero = torch.ops.stoker.check_norm(like_ours, float(norm_type), len(tensors))
-            return norm_of(tensors, norm_type, *args, **kwargs) + zero
+            total: Tensor = norm_of(tensors, norm_type, *args, **kwargs) + zero
+            return total
         return norm_of(tensors, norm_type, *args, **kwargs)
 
     vars(checked)["checks_rows"] = True
