@@ -26,10 +26,10 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_080,
     "optim": 600,
-    "tables": 13_371,
+    "tables": 13_372,
     "models": 2_000,
     "placement": 2_770,
-    "training": 11_084,
+    "training": 11_085,
     "rewrite": 1_810,
     "prep": 13_710,
     "synthetic": 1_660,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_206
+ALL_LINES = 66_208
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

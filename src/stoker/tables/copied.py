@@ -92,7 +92,8 @@ class CopiedTables(nn.Module):
             own = self.group_of[table.name].storage.weight.untyped_storage().data_ptr()
             if rows.weight.untyped_storage().data_ptr() != own:
                 copies += [each for each in rows.tensors if not each.is_inference()]
-        seen = [each.detach().set_(each.new_empty(0)) for each in copies]  # it shares their versions, not their memory
+        # It shares their versions, not their memory.
+        seen = [each.detach().set_(each.new_empty(0).untyped_storage()) for each in copies]
         self._handed = [(each, each._version) for each in seen]
         destination[f"{prefix}tick"] = torch.tensor(self.tick)
         if self.raw is not None:

@@ -337,7 +337,8 @@ class ShardedLoss:
         """Return True if the dense part draws from torch's generator: compute a shard again, and look at operations."""
         start, stop = next(((a, b) for a, b in zip(shards.bounds, shards.bounds[1:], strict=False) if a < b), (0, 0))
         own = [each[start:stop].detach().clone().requires_grad_(each.requires_grad) for each in inputs]
-        with _Draws() as draws:
+        draws = _Draws()  # type: ignore[no-untyped-call]
+        with draws:
             if start < stop:
                 part(own, labels[start:stop], 1)
         return draws.found
