@@ -26,18 +26,18 @@ LINES = {
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_296,
+    "tables": 13_380,
     "models": 1_960,
     "placement": 2_770,
-    "training": 11_070,
+    "training": 11_090,
     "rewrite": 1_810,
     "prep": 13_740,
     "synthetic": 1_660,
     "cli": 3_440,
-    "live": 1_330,
+    "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_206
+ALL_LINES = 66_334
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -141,6 +141,7 @@ def test_a_refused_setting_leaves_no_consumer_open(kafka: Kafka, tmp_path: Path)
     results = stream(tmp_path / "run", "kafka://here:9092/clicks")
     assert kafka.settings
     results.close()
+    assert not kafka.settings, "though nobody has iterated"
 
 
 def test_a_broker_of_librdkafka(tmp_path: Path) -> None:

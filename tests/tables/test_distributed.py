@@ -172,10 +172,24 @@ def worker(rank: int, folder: str) -> None:
     wrapped(found, rank, "fully_shard that ignores the handle", shard_all_but_tables)
     wrapped(found, rank, "fully_shard", fully_shard)
     attempt(found, "on its own, two backwards", lambda: accumulate_alone(rank))
+    attempt(found, "on its own, averaged by the loop", average_all)
     attempt(found, "own optimizer", lambda: train_bag(rank, stoker.SGD(lr=0.5)))
     attempt(found, "TTEmbeddingBag", lambda: train_bag(rank, None))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def average_all() -> None:
+    """A loop that averages the gradients of all parameters itself, with that of the handle."""
+    model = Model()
+    model.tables.replicate(None)
+    rows = model.tables.as_optimizer()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+    rows.step()
 
 
 def accumulate_alone(rank: int) -> Tensor:
@@ -254,6 +268,12 @@ def test_rows_of_each_rank_accumulate_their_own_gradients(ranks: list[dict[Any, 
         expected = Model().tables.rows("a")
         expected[:2] -= 0.5 * STEPS * 0.5 * 4.0**rank
         assert torch.equal(found["on its own, two backwards"], expected)
+
+
+def test_gradients_of_rows_of_each_rank_that_a_loop_averages_are_refused(ranks: list[dict[Any, Any]]) -> None:
+    """They were multiplied by the ratio of the norms."""
+    for found in ranks:
+        assert "was changed by more than a factor" in found["on its own, averaged by the loop"]
 
 
 @pytest.mark.parametrize(

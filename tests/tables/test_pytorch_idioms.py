@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -642,14 +643,31 @@ def test_clipping_by_another_norm_is_refused(norm: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_clipping_by_another_norm_is_refused() -> None:
-    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
-    tables.as_optimizer()
-    head(tables(batches(1)[0]).flatten(1)).sum().backward()
+@pytest.mark.parametrize("whole", [False, True], ids=["may break", "in one graph"])
+def test_compiled_clipping_by_another_norm_is_refused(whole: bool) -> None:
+    """Also between averages of copies, where rows have a norm of each rank; gradients are on after the error."""
+    tables, head, other = made(), nn.Linear(FEATURES * DIM, 1), nn.Linear(3, 2)
+    rows = tables.as_optimizer()
+    (head(tables(batches(1)[0]).flatten(1)).sum() + other(torch.ones(3)).sum()).backward()
     both = [*tables.parameters(), *head.parameters()]
+    expected = get_total_norm([p.grad for p in both if p.grad is not None])
+
+    def clip(parameters: Any, norm: float) -> Any:
+        return torch.compile(
+            lambda: nn.utils.clip_grad_norm_(parameters, 1.0, norm_type=norm), backend="eager", fullgraph=whole
+        )()
+
     with pytest.raises(stoker.ConfigError, match="only the 2-norm is known"):
-        torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0, norm_type=math.inf), backend="eager")()
-    torch.compile(lambda: nn.utils.clip_grad_norm_(both, 1.0), backend="eager", fullgraph=True)()
+        clip(both, math.inf)
+    assert torch.is_grad_enabled()
+    assert clip([*other.parameters()], math.inf) == 1
+    assert clip(both, 2.0) == expected
+    tables.averages = SimpleNamespace(ranks=SimpleNamespace(size=2))  # type: ignore[assignment]
+    with pytest.raises(stoker.ConfigError, match="differs among ranks"):
+        clip(both, 2.0)
+    tables.averages = None
+    rows.step()
+    assert tables.tick == 1
 
 
 @pytest.mark.parametrize("driven", [False, True])
@@ -1312,6 +1330,29 @@ def test_an_optimizer_that_steps_every_second_time(of: str, clear: str, first: s
         run()
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_head_that_is_checkpointed_apart_from_the_thread_that_looks_up(adds: bool) -> None:
+    """Nothing but its step shows that the optimizer is of these rows: a backward inside theirs writes its gradients."""
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
+
+    def run() -> None:
+        for step, ids in enumerate(batches(6)):
+            out = torch.utils.checkpoint.checkpoint(
+                head, pool.submit(tables, ids).result().flatten(1), use_reentrant=True
+            )
+            out.sum().backward()
+            if step % 2 or not adds:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(stoker.ConfigError, match="SGD steps once for 2") if adds else contextlib.nullcontext(),
+    ):
+        run()
+
+
 def test_an_optimizer_whose_gradients_are_never_cleared_is_refused() -> None:
     """Parameters would add up the gradients of all steps, and rows do not."""
     tables, head = made(), nn.Linear(FEATURES * DIM, 1)
@@ -1596,6 +1637,115 @@ def test_averaged_models_are_refused(tmp_path: Path) -> None:
         by_hand["tables"](batches(1)[0])
 
 
+@pytest.mark.parametrize("change", ["average", "copy"])
+def test_rows_behind_a_cache_that_a_loop_changes_through_their_state_are_refused(where: str, change: str) -> None:
+    """As an EMA of all entries of two states, or a target network; rows on the device are views, as in PyTorch."""
+    tables, bags = made(where), Bags()
+    averaged, plain = copy.deepcopy(tables).eval(), copy.deepcopy(bags).eval()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    ids = batches(1)[0]
+
+    def update(of: nn.Module, by: nn.Module) -> dict[str, Tensor]:
+        state = of.state_dict()
+        for mine, theirs in zip(state.values(), by.state_dict().values(), strict=False):
+            if mine.is_floating_point():
+                mine.copy_(theirs if change == "copy" else mine.lerp(theirs, 0.5))
+        return state
+
+    for module in (tables, bags):
+        loss_of(module(ids), 0).backward()
+    optimizer.step()
+    state, _ = update(averaged, tables), update(plain, bags)
+    if where != "device":
+        with pytest.raises(stoker.ConfigError, match="changed in place, and the rows of t stayed"):
+            averaged(ids)
+        averaged.load_state_dict(state)
+    assert torch.equal(averaged(ids), plain(ids))
+    own = {name: value.clone().zero_() for name, value in tables.state_dict().items()}
+    assert torch.equal(tables(ids), bags(ids))
+    averaged.load_state_dict(own)
+    assert not averaged(ids).any()
+
+
+def test_rows_whose_state_was_changed_do_not_train() -> None:
+    tables, ids = made("cached"), batches(1)[0]
+    for value in tables.state_dict().values():
+        value.zero_()
+    with pytest.raises(stoker.ConfigError, match=r"Give the changed state to load_state_dict"):
+        tables(ids)
+    with torch.inference_mode():
+        tables.state_dict()["t.weight"].zero_()
+    loss_of(tables(ids), 0).backward()
+    assert tables.tick == 1
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would not share rows, as PyTorch's would."""
+    tables = made()
+    with pytest.raises(stoker.ConfigError, match=r"copy.copy of a module shares its parameters, but .* of t "):
+        copy.copy(tables)
+    assert copy.copy(nn.ModuleDict({"tables": tables}))["tables"] is tables
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_with_a_tangent_are_refused(graph: bool) -> None:
+    tables, [(ids, offsets)] = made(), jagged(1)
+    forward_ad = torch.autograd.forward_ad
+    with torch.set_grad_enabled(graph), forward_ad.dual_level():
+        weights = torch.ones(len(ids))
+        tables(ids, offsets, weights)
+        with pytest.raises(stoker.ConfigError, match="per-sample weights have a tangent"):
+            tables(ids, offsets, forward_ad.make_dual(weights, weights))
+
+
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=24)], ids=["device", "cached"])
+def test_sparse_gradients_of_outputs(placement: Any) -> None:
+    """Rows that were looked up serve as the table of a second lookup, whose gradient is sparse."""
+    widths = {"t": 4, "u": 2}
+    configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in widths.items()]
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=placement)
+    expected = {name: tables.rows(name) for name in widths}
+    out = tables(torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    nn.functional.embedding(torch.tensor([0, 2, 2]), out, sparse=True).sum().backward()
+    for name, places in (("t", [1, 5]), ("u", [2, 6])):
+        expected[name][places] -= torch.tensor([[0.5], [1.0]])
+        assert torch.equal(tables.rows(name), expected[name])
+
+
+def test_a_step_of_the_rows_inside_their_backward_is_refused() -> None:
+    """A hook on the handle runs before it is whole: rows stepped by the gradient of the backward before."""
+    tables, ids = made(), batches(1)[0]
+    rows, before = tables.as_optimizer(), tables.rows("t")
+    hook = tables.handle.register_post_accumulate_grad_hook(lambda _: rows.step())
+    with pytest.raises(stoker.ConfigError, match=r"step\(\) of the rows of t was called inside their backward"):
+        loss_of(tables(ids), 0).backward()
+    assert torch.equal(tables.rows("t"), before)
+    hook.remove()
+    loss_of(tables(ids), 0).backward()
+    rows.step()
+    assert tables.tick == 1
+
+
+def test_lbfgs_over_the_handle_is_refused() -> None:
+    """Its step of each parameter depends on the gradients of all."""
+    tables, head, ids = made(), nn.Linear(FEATURES * DIM, 1), batches(1)[0]
+    rows = tables.as_optimizer()
+    both, alone = (torch.optim.LBFGS([*head.parameters(), *more], lr=0.1) for more in (tables.parameters(), ()))
+
+    def closure() -> float:
+        both.zero_grad()
+        loss = head(tables(ids).flatten(1)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    with pytest.raises(stoker.ConfigError, match="LBFGS has the handle of t among its parameters"):
+        both.step(closure)
+    alone.step(closure)
+    rows.step()
+    assert tables.tick == 1
+
+
 def test_a_copy_trains_on_its_own() -> None:
     model = nn.ModuleDict({"tables": made(), "head": nn.Linear(FEATURES * DIM, 1)})
     other = copy.deepcopy(model)
@@ -1652,6 +1802,51 @@ def test_a_backward_that_fails_moves_no_row(where: str) -> None:
     assert torch.equal(tables.rows("t"), start())
     loss_of(tables(second), 1).backward()
     loss_of(bags(second), 1).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_rows_whose_plan_was_interrupted_are_refused(staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says where rows will be. After Ctrl-C between it and their moves, other rows are there."""
+    tables, (first, second) = made("few slots"), batches(2)
+    loss_of(tables(first), 0).backward()
+    residency, stage = tables.groups[0].storage.residency, stoker.stage([second], tables, lookups=lambda ids: ids)
+
+    def interrupted(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            plan(*given)
+            raise KeyboardInterrupt
+
+        return call
+
+    name = "plan" if staged else "plan_now"
+    monkeypatch.setattr(residency, name, interrupted(getattr(residency, name)))
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(stage)) if staged else tables(second)
+    monkeypatch.undo()
+    for use in (lambda: tables(second), lambda: tables.rows("t")):
+        with pytest.raises(stoker.StokerError, match=r"rows could not be moved earlier \(KeyboardInterrupt\)"):
+            use()
+
+
+def test_an_update_that_is_interrupted_before_its_lease_ends_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows were not marked as changed, so they were lost when they left their slots."""
+    tables, bags, ids = made("few slots"), Bags(), batches(1)[0]
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    backend = tables.groups[0].backend
+    update = backend.update
+
+    def interrupted(*given: Any) -> None:
+        update(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(tables(ids), 0).backward()
+    monkeypatch.undo()
+    gc.collect()
+    loss_of(bags(ids), 0).backward()
     optimizer.step()
     same_rows(tables, bags)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -265,6 +266,28 @@ def test_models_that_shards_would_change_are_refused(kind: type[stoker.RecModel]
     model.embeddings.shards = 2
     with pytest.raises(ConfigError, match=message):
         ShardedLoss(model)(batch_of(data, 40))
+
+
+class Beside(Noisy):
+    """A dense part beside which another thread draws, such as one that reads data, or the part itself draws, too."""
+
+    draws = False
+
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.rand, 1).result()
+        embedded = nn.functional.dropout(embedded, 0.5, training=self.draws)
+        noise = torch.rand(len(embedded), generator=torch.Generator().manual_seed(1))
+        return embedded.sum((1, 2)) + noise
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_draws_of_other_threads_are_no_trouble(draws: bool, data: Dataset) -> None:
+    model = Beside(data.schema, embedding_dim=4)
+    model.embeddings.shards, model.draws = 2, draws
+    with pytest.raises(ConfigError, match="draws from torch's generator") if draws else nullcontext():
+        ShardedLoss(model)(batch_of(data, 40)).backward()
+    assert model.embeddings.tick == int(not draws)
 
 
 class Deaf(Noisy):

@@ -54,7 +54,9 @@ def stream(run: str | Path, url: str, *, poll: float = POLL, **settings: Any) ->
     """
     topic = _Topic(run, url)
     try:
-        return topic.closing(watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings))
+        results = topic.closing(watch(run, topic.folder, poll=poll, sleep=topic.fetch, **settings))
+        next(results)  # into its block, so that close() of what nobody iterates closes the topic, too
+        return results
     except BaseException:
         topic.consumer.close()
         raise
@@ -96,9 +98,10 @@ class _Topic:
             self.consumer = self._kafka.Consumer({**settings, **own})
         self._assigned = False
 
-    def closing(self, results: Iterator[UpdateResult]) -> Iterator[UpdateResult]:
-        """Yield the results; close the topic after the last."""
+    def closing(self, results: Iterator[UpdateResult]) -> Iterator[Any]:
+        """Yield None, then the results; close the topic after the last."""
         try:
+            yield
             yield from results
         finally:
             self.consumer.close()

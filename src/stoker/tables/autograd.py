@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from stoker.base.errors import ConfigError
@@ -107,7 +108,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is not None:
             bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
             # It waits until the rows step; kernels see memory, not that it is negated, as behind conj().
-            grad = grad.clone() if is_foreign(grad) else grad.resolve_neg()
+            grad = grad.to_dense() if grad.is_sparse else grad.clone() if is_foreign(grad) else grad.resolve_neg()
             found[5 + index] = call.tables.backward_of(
                 index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.forward,
                 rows=wanted[0], weights=wanted[5 + index],
@@ -119,8 +120,13 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 _refused_twice = once_differentiable(_backward)
 
 
-def check_modes() -> None:
-    """Raise an error inside torch.func or torch.jit.trace, which see no rows."""
+def check_modes(weights: Tensor | None = None) -> None:
+    """Raise an error inside torch.func or torch.jit.trace, which see no rows, and for forward-mode ``weights``."""
+    if weights is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(weights).tangent is not None:
+        raise ConfigError(
+            "per-sample weights have a tangent (torch.autograd.forward_ad), which a lookup would drop: it has a "
+            "gradient only backward. Look rows up without weights, and multiply them outside."
+        )
     if torch._C._are_functorch_transforms_active():
         raise ConfigError(
             "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "

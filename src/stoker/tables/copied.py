@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +22,7 @@ from stoker.tables.storage import Rows
 #: attributes that the constructor creates, which are not copied
 _REMADE = (
     "groups", "number", "splitter", "ranks", "raw", "_births", "_joint", "_copied", "group_of", "_staged", "_steps",
-    "_layout", "changes", "__weakref__",
+    "_layout", "changes", "_handed", "__weakref__",
 )  # fmt: skip
 _CLOCK, _ENTRIES = "clock", ("raw_ids", "waiting")  # of growing tables
 
@@ -44,6 +44,7 @@ class CopiedTables(nn.Module):
     _copied: int | None
     group_of: GroupByTable
     _steps: RowStepper
+    _handed: Sequence[tuple[Tensor, int]] = ()  # tensors with the versions of copies in the last state_dict
 
     if TYPE_CHECKING:  # of the subclass
 
@@ -82,11 +83,18 @@ class CopiedTables(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # parameters and buffers of a subclass
         destination.pop(f"{prefix}handle", None)
+        copies: list[Tensor] = []
         for table in self.stored:
             [(_, rows)] = self.read(table.name, table.num_embeddings)
             destination[f"{prefix}{table.name}.weight"] = rows.weight
             for name, tensor in rows.state.items():
                 destination[f"{prefix}{table.name}.{name}"] = tensor
+            own = self.group_of[table.name].storage.weight.untyped_storage().data_ptr()
+            if rows.weight.untyped_storage().data_ptr() != own:
+                copies += [each for each in rows.tensors if not each.is_inference()]
+        # It shares their versions, not their memory.
+        seen = [each.detach().set_(each.new_empty(0).untyped_storage()) for each in copies]
+        self._handed = [(each, each._version) for each in seen]
         destination[f"{prefix}tick"] = torch.tensor(self.tick)
         if self.raw is not None:
             destination[f"{prefix}{_CLOCK}"] = torch.tensor(self.raw.clock)
@@ -100,6 +108,7 @@ class CopiedTables(nn.Module):
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         absent_here: list[str] = []
+        self._handed = ()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent_here, [], error_msgs)
         missing_keys.extend(key for key in absent_here if key != f"{prefix}handle")
         known = {f"{prefix}tick", *(f"{prefix}{name}" for name in (*self._parameters, *self._buffers))}
@@ -176,6 +185,32 @@ class CopiedTables(nn.Module):
                 f"those of an nn.EmbeddingBag: tables.write({names[0]!r}, 0, state[{weights[0]!r}])."
             )
         return ""
+
+    def check_copy(self) -> None:
+        """Raise an error for a copy whose parameters were averaged: its rows were not."""
+        self._check_handed()
+        if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
+            raise ConfigError(
+                "the parameters of this copy of a model were averaged or replaced (AveragedModel, SWA, EMA), but rows "
+                "of EmbeddingTables are not parameters and stayed as they were when the copy was made. Average the "
+                "dense part alone, or copy the rows of the model that trains with load_state_dict."
+            )
+
+    def _check_handed(self) -> None:
+        """Raise an error if a loop writes into the last ``state_dict``, whose tensors are no rows."""
+        if any(seen._version != version for seen, version in self._handed):
+            self._handed = ()
+            raise ConfigError(
+                f"a tensor of state_dict() was changed in place, and the rows of {self._steps.name} stayed as they "
+                "were: rows that are not on the device are copies there. Give the changed state to load_state_dict(); "
+                "or, if the model is to stay as it is, change copies: {k: v.clone() for k, v in state.items()}."
+            )
+
+    def __copy__(self) -> Self:
+        raise ConfigError(
+            f"copy.copy of a module shares its parameters, but a copy of {self._steps.name} would have rows of its "
+            "own. Use the same tables in both places, or take copy.deepcopy."
+        )
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         if name == "weight":

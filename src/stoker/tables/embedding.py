@@ -354,12 +354,13 @@ class EmbeddingTables(CopiedTables):
             raise ValueError(
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
             )
-        check_modes()
+        check_modes(weights)
         handle = self._steps.check_handle(self._parameters["handle"])
         call = self.splitter.check(ids, offsets, weights, self.groups[0].backend)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
             self._steps.check()
+            self._check_handed()
         else:
             self.check_copy()
         leases, copy, grown = self._take_staged(call)
@@ -673,15 +674,6 @@ class EmbeddingTables(CopiedTables):
         """Write all rows to their backing store, close files and end threads. The tables cannot be used afterwards."""
         for group in self.groups:
             group.storage.close()
-
-    def check_copy(self) -> None:
-        """Raise an error for a copy whose parameters were averaged: its rows were not."""
-        if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
-            raise ConfigError(
-                "the parameters of this copy of a model were averaged or replaced (AveragedModel, SWA, EMA), but rows "
-                "of EmbeddingTables are not parameters and stayed as they were when the copy was made. Average the "
-                "dense part alone, or copy the rows of the model that trains with load_state_dict."
-            )
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
         """Yield canonical rows of one table as (first row, :class:`Rows`) chunks.

@@ -150,6 +150,7 @@ class TableGroup:
         self._note_change(lookups)
 
         def work(lease: Lease) -> None:
+            lease.touched = True
             self.backend.update(
                 self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
             )

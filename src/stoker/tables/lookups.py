@@ -494,5 +494,5 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        joined = apart(ctx.runs, gradient)
+        joined = apart(ctx.runs, gradient.to_dense() if gradient.is_sparse else gradient)
         return None, *(each if want else None for each, want in zip(joined, needed, strict=True))

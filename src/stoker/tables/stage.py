@@ -88,7 +88,7 @@ class _Read:
 
 
 class Stage(Generic[Item]):
-    """Batches of ``stream`` with resident rows; made by :func:`stage`. It is iterable, and a context manager.
+    """Batches of ``stream`` with resident rows; made by :func:`stage`.
 
     Each loop reads ``stream`` once. Leaving a loop early drops the staged batches: they were read from the stream, but
     :meth:`state_dict` is the position after the last yielded batch. Several stages may be open over the same tables;

@@ -120,14 +120,14 @@ class RowStepper:
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, from the handle's gradient
-        self._published_times = 0
+        self._published_times = self._turn = 0  # which of _DIRECTIONS the last of these gradients has
         self._published: Tensor | None = None  # the gradient that was given to the handle
         self._version = 0
         self._marked: Tensor | None = None  # that gradient, if it is only a mark
         self._lock = threading.RLock()
         self._accumulation = Accumulation()
         self._steps_before = 0  # of the rows, before a step of an optimizer that calls a closure
-        self._thread = 0  # of the last forward
+        self._thread = self._thread_of_backward = 0  # of the last forward, and of the last backward
         self._shared = ""  # an optimizer with the handle that stepped before the rows did
         self._expects = False  # whether autograd writes a gradient of the handle in this backward
 
@@ -208,6 +208,7 @@ class RowStepper:
         if trained is None or not gradients:
             return
         if self.checked and not self.deferred:
+            self._thread_of_backward = threading.get_ident()
             self._accumulation.end_backward(task)
         # Gradients are on only in a backward with create_graph=True; turning them off takes a microsecond.
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
@@ -272,6 +273,12 @@ class RowStepper:
     def step(self) -> None:
         """Step with the collected gradients."""
         with self._lock:
+            if (inside := self._running.get(torch._C._current_graph_task_id())) is not None and inside() is not None:
+                raise ConfigError(
+                    f"step() of the rows of {self.name} was called inside their backward, by a hook: their gradient is "
+                    "there when it ends. Call step() after backward(); or leave as_optimizer() out, then rows step "
+                    "inside backward by themselves."
+                )
             shared, self._shared = self._shared, ""
             if shared and self._pending and self.trained.handle.grad is None:
                 self.discard()
@@ -307,11 +314,14 @@ class RowStepper:
         trained = self.trained
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
         self._norm = trained.gradient_norm(gradients)
+        # Ranks with rows of their own differ in it, so that an average over ranks by the loop is noticed, too.
+        rank = dist.get_rank() if _several_processes() and trained._summed is None else 0
         self._published_times += 1
+        self._turn = (self._published_times + rank) % len(_DIRECTIONS)
         self._show(self._direction().to(trained.handle.device) * self._norm)
 
     def _direction(self) -> Tensor:
-        return torch.tensor(_DIRECTIONS[self._published_times % len(_DIRECTIONS)])
+        return torch.tensor(_DIRECTIONS[self._turn])
 
     def _take_changes(self) -> None:
         """Clip, unscale or clear the rows' gradient, as was done to the handle's."""
@@ -393,7 +403,6 @@ class RowStepper:
 
     def check(self) -> None:
         """Raise an error for ranks that train separately, and for gradients clipped or unscaled after a step."""
-        global _hook
         if not self.alone and _several_processes() and dist.get_world_size() > 1:
             raise ConfigError(
                 f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {self.name} on its "
@@ -401,16 +410,21 @@ class RowStepper:
             )
         if self.checked:
             if not self._watched:  # reading the set at each step would take longer than all other checks
-                self._watched = True
-                _watched.add(self)
-                _hook = _hook or [
-                    register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
-                ]  # fmt: skip
+                self.watch()
             if self._thread != threading.get_ident():
                 self._change_thread()
             if not self.deferred:
                 self._check_mark()
                 self._accumulation.before_forward()
+
+    def watch(self) -> None:
+        """Look at each step of an optimizer."""
+        global _hook
+        self._watched = True
+        _watched.add(self)
+        _hook = _hook or [
+            register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step),
+        ]  # fmt: skip
 
     def _check_handle_is_unused(self) -> None:
         """Raise an error if a loss depends on the handle, as if it were the rows."""
@@ -449,7 +463,7 @@ class RowStepper:
         if torch._C._current_graph_task_id() < 0:  # else the thread is one of autograd's
             if self._thread:
                 self._accumulation.forget(_ALONE)
-            self._thread = threading.get_ident()
+            self._thread, self._thread_of_backward = threading.get_ident(), 0
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Raise an error if an optimizer is to step once for several steps of the rows; not yet with a ``closure``."""
@@ -460,6 +474,11 @@ class RowStepper:
         if self.deferred:
             if any(p is handle for p in parameters_of(optimizer)):
                 self._shared = type(optimizer).__name__
+                if isinstance(optimizer, torch.optim.LBFGS):
+                    raise ConfigError(
+                        f"LBFGS has the handle of {self.name} among its parameters, and the step of each depends on "
+                        f"the gradients of all: the others would step by a gradient that is not the rows': {_OTHERS}."
+                    )
                 if _enabled_scaler():
                     raise ConfigError(
                         f"{self._shared} has the handle of {self.name} among its parameters, as the optimizer of the "
@@ -491,7 +510,7 @@ class RowStepper:
 
     def _trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return False for an optimizer of another thread's model; that thread may be writing gradients now."""
-        if not (here := self._thread == threading.get_ident()):
+        if not (here := threading.get_ident() in (self._thread, self._thread_of_backward)):
             self._accumulation.near.discard(optimizer)  # it may be of another model from now on
         return here or optimizer in self._accumulation.own
 
@@ -581,6 +600,41 @@ def _check_all(check: Callable[[RowStepper], None]) -> None:
         raise errors[0]
 
 
+def _check_norm(tensors: list[Tensor], norm_type: float, count: int) -> None:
+    """Raise an error for a norm that the handles' gradients among ``tensors``, of ``count`` in all, do not have."""
+    for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
+        grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
+        if not any(grad is each for each in tensors):
+            continue
+        if count > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
+            raise ConfigError(
+                f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
+                "rank steps its own copy of the rows until the next average: the other parameters would drift "
+                "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
+            )
+        if float(norm_type) != 2.0:
+            raise ConfigError(
+                f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
+                f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
+                "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
+            )
+
+
+@torch.library.custom_op("stoker::check_norm", mutates_args=())
+def _check_compiled_norm(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
+    try:
+        _check_norm(tensors, norm_type, count)
+    except ConfigError:
+        torch.set_grad_enabled(True)  # a graph that fails leaves the mode of clip_grad_norm_, which is off
+        raise
+    return torch.zeros((), device=tensors[0].device)
+
+
+@_check_compiled_norm.register_fake
+def _(tensors: list[Tensor], norm_type: float, count: int) -> Tensor:
+    return torch.zeros((), device=tensors[0].device)
+
+
 def _refuse_other_norms() -> None:
     """Let ``clip_grad_norm_`` and ``get_total_norm`` raise an error for norms that the handle's gradient does not have.
 
@@ -592,30 +646,15 @@ def _refuse_other_norms() -> None:
     if cell is None or not callable(norm_of) or hasattr(norm_of, "checks_rows"):
         return
 
-    @_disable_dynamo
-    def check(tensors: list[Tensor], norm_type: float) -> None:
-        for steps in [each for each in _watched if each.deferred and each.checked and each.trained is not None]:
-            grad = steps.trained.handle.grad if steps._thread == threading.get_ident() else steps._published
-            if not any(grad is each for each in tensors):
-                continue
-            if len(tensors) > 1 and (copies := getattr(steps.trained, "averages", None)) and copies.ranks.size > 1:
-                raise ConfigError(
-                    f"a norm over the rows of {steps.name} and other parameters differs among ranks, because each "
-                    "rank steps its own copy of the rows until the next average: the other parameters would drift "
-                    "apart. Clip those without tables.handle, and rows by clip_norm of their optimizer."
-                )
-            if float(norm_type) != 2.0:
-                raise ConfigError(
-                    f"gradients are measured by their norm of type {norm_type}, but of the gradient of the rows of "
-                    f"{steps.name} only the 2-norm is known. Leave norm_type at 2; or give the row optimizer "
-                    "clip_norm or clip_value, and clip model.parameters() without the tables' handle."
-                )
-
     @wraps(norm_of)
     def checked(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not torch.compiler.is_compiling() or float(norm_type) != 2.0:  # which break a compiled graph
-            check(tensors, norm_type)
+        if not torch.compiler.is_compiling():
+            _check_norm(tensors, norm_type, len(tensors))
+        elif like_ours := [each for each in tensors if each.shape == (2,)]:  # the graph keeps what has a use
+            zero = torch.ops.stoker.check_norm(like_ours, float(norm_type), len(tensors))
+            total: Tensor = norm_of(tensors, norm_type, *args, **kwargs) + zero
+            return total
         return norm_of(tensors, norm_type, *args, **kwargs)
 
     vars(checked)["checks_rows"] = True
@@ -635,6 +674,7 @@ class TableOptimizer(torch.optim.Optimizer):
     def __init__(self, trained: Any, steps: RowStepper, *, in_backward: bool = False) -> None:
         super().__init__([trained.handle], {"lr": trained.optimizer.lr})
         steps._accumulation.forget()
+        steps.watch()
         _refuse_other_norms()
         self._row_steps, self.in_backward = steps, in_backward
 

@@ -103,7 +103,7 @@ class Lease:
 
     __slots__ = (
         "__weakref__", "_give_back", "_lock", "_workers", "bags", "ids", "over", "rows", "space", "staged",
-        "tables", "ticket", "token",
+        "tables", "ticket", "token", "touched",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +116,7 @@ class Lease:
         self._lock = None if give_back is None else threading.Lock()
         self._workers = 0
         self.staged = False  # for a batch that is not yielded yet
+        self.touched = False  # whether an update has begun: it may have been interrupted
         self.over = False  # whether the rows may have left: then the lease must not be used
 
     def use(self, bags: Bags) -> None:
@@ -170,11 +171,11 @@ class Lease:
         give_back, token = self._give_back, self.token
         self._give_back = self.token = self.ticket = self.ids = None
         assert give_back is not None
-        give_back(token, changed)
+        give_back(token, changed or self.touched)
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_lock", None) is not None:  # a failed constructor has nothing to release
+        if not getattr(self, "over", True):  # a failed constructor has nothing to release
             self.release(changed=False)
 
 

@@ -32,7 +32,7 @@ from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
-from stoker.training.ranks.sharded import ShardedLoss, own_threads
+from stoker.training.ranks.sharded import ShardedLoss, generator_states, own_threads
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 from stoker.training.settings import MACHINE, REPLAYED, MachineConfig
@@ -295,15 +295,15 @@ class Rerun(Replica):
         # Next uses are recorded for these steps only: for a whole epoch it could take longer than the steps.
         foreseen = section.begin + section.steps
         self.feed = Feed(stream, end, self.model, config, foreseen=foreseen)
-        self._drawn = _generators(self.model.device)
+        self._drawn = generator_states(self.model.device)
         self._swap()
 
     def step(self, batch: Batch) -> Tensor:
         torch.set_rng_state(self._drawn[0])
-        if self._drawn[1] is not None:
-            torch.cuda.set_rng_state(self._drawn[1], self.model.device)
+        for state in self._drawn[1:]:
+            torch.cuda.set_rng_state(state, self.model.device)
         loss = super().step(batch)
-        self._drawn = _generators(self.model.device)  # so two reruns in turns draw the same numbers
+        self._drawn = generator_states(self.model.device)  # so two reruns in turns draw the same numbers
         self._swap()
         return loss
 
@@ -313,7 +313,3 @@ class Rerun(Replica):
             with span("swap"):
                 self.feed.swap(swap_loss(self.model, self.data, self.config))
                 self.synchronize()
-
-
-def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None

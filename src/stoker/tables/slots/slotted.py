@@ -144,15 +144,19 @@ class SlottedRows(Storage):
         with span("plan"):
             wanted = self.distinct(bags, space)
         with self._lock:
-            with span("plan"):
-                self._enter_returned()
-                while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
+            try:
+                with span("plan"):
                     self._enter_returned()
-            if plan is None:
-                raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
-            self.stats.plan_seconds += time.perf_counter() - begin
-            self.stats.on_demand += len(plan.fetch_rows)
-            lease = self._carry_out(plan, bags, space, wanted)
+                    while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
+                        self._enter_returned()
+                if plan is None:
+                    raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
+                self.stats.plan_seconds += time.perf_counter() - begin
+                self.stats.on_demand += len(plan.fetch_rows)
+                lease = self._carry_out(plan, bags, space, wanted)
+            except KeyboardInterrupt as error:  # of a plan whose rows have not moved
+                self._broken = error
+                raise
             self._link.ready(lease.ticket)
             self.stats.stall_seconds += time.perf_counter() - begin
             return lease
@@ -192,14 +196,19 @@ class SlottedRows(Storage):
     def _enter_returned(self) -> None:
         """Tell the residency which slots were released; raise StokerError if a move of rows failed earlier."""
         if self._broken is not None:
+            cause = str(self._broken) or type(self._broken).__name__
             raise StokerError(
-                f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
+                f"rows could not be moved earlier ({cause}), so these tables no longer hold a whole state. "
                 "Remove the cause and resume from the last checkpoint."
             ) from self._broken
-        while self._returned:
-            slots, changed, mark = self._returned.popleft()
-            self.residency.release(slots, changed=changed)
-            self._link.released(mark)
+        try:
+            while self._returned:
+                slots, changed, mark = self._returned.popleft()
+                self.residency.release(slots, changed=changed)
+                self._link.released(mark)
+        except KeyboardInterrupt as error:  # of slots that the residency does not get back
+            self._broken = error
+            raise
 
     @spanned("plan")
     def _carry_out(self, plan: SlotPlan, bags: Bags, space: AddressSpace, wanted: Distinct) -> Lease:
@@ -403,17 +412,21 @@ class Queue:
         """Make the first batch resident; return None if rows in flight leave too few slots now."""
         storage, begin = self._storage, time.perf_counter()
         with storage._lock:
-            with span("plan"):
-                storage._enter_returned()
-                request, residency = self._waiting[0], storage.residency
-                plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
-            storage.stats.plan_seconds += time.perf_counter() - begin
-            if plan is None:
-                return None
-            self.guesses = self.decides and residency.guesses and storage.num_slots < storage.num_rows
-            self._drop_first()
-            # The lookup will bring offsets and weights.
-            lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
+            try:
+                with span("plan"):
+                    storage._enter_returned()
+                    request, residency = self._waiting[0], storage.residency
+                    plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
+                storage.stats.plan_seconds += time.perf_counter() - begin
+                if plan is None:
+                    return None
+                self.guesses = self.decides and residency.guesses and storage.num_slots < storage.num_rows
+                self._drop_first()
+                # The lookup will bring offsets and weights.
+                lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
+            except KeyboardInterrupt as error:  # of a plan whose rows have not moved
+                storage._broken = error
+                raise
             lease.staged = True
             return lease
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
@@ -33,7 +34,7 @@ from stoker.tables.ranks.share import Share, share_of, whole_of
 from stoker.tables.ranks.transport import checksum
 from stoker.tables.shards import one_thread
 from stoker.training.ranks.sums import Alike, Sums, add_over_ranks, moves_of_ranks
-from stoker.training.ranks.together import Together, compute_part
+from stoker.training.ranks.together import Compute, Together, compute_part
 
 _ALIGNED = 64  # bytes: where tensors of torch begin, and slices of a batch may not
 _arena = Arena()
@@ -286,7 +287,7 @@ class ShardedLoss:
         slices = [_InputGradient(each) if wanted else None for each, wanted in zip(inputs, trained, strict=True)]
         moved: dict[int, list[Moved]] = {}
         part = partial(compute_part, model, parameters, count, Known(), _autocast(model.device.type))
-        drawn = torch.get_rng_state()
+        drawn = generator_states(model.device)
 
         def work(node: Node) -> None:
             start, stop = (shards.bounds[at - shards.first] for at in (node.start, node.start + node.size))
@@ -302,7 +303,10 @@ class ShardedLoss:
 
         nodes = self._together.nodes(shards, inputs, part)
         self._run(lambda index: work(nodes[index]), len(nodes))
-        if not torch.equal(drawn, torch.get_rng_state()):
+        # Another thread may have drawn, such as one that reads data.
+        if not all(map(torch.equal, drawn, generator_states(model.device))) and self._draws(
+            shards, inputs, labels, part
+        ):
             raise ConfigError(
                 f"the dense part of {type(model).__name__} draws from torch's generator (nn.Dropout?), in the order in "
                 "which threads ask. Draw in inputs(), from a generator of (seed, step, shard) as stoker.Tabular does, "
@@ -328,6 +332,16 @@ class ShardedLoss:
         pairs = zip(slices, reached, strict=True)
         joined = [None if each is None else each.joined(reached=wanted) for each, wanted in pairs]
         return found.loss, [*joined, *found.grads]
+
+    def _draws(self, shards: Shards, inputs: Sequence[Tensor], labels: Tensor, part: Compute) -> bool:
+        """Return True if the dense part draws from torch's generator: compute a shard again, and look at operations."""
+        start, stop = next(((a, b) for a, b in zip(shards.bounds, shards.bounds[1:], strict=False) if a < b), (0, 0))
+        own = [each[start:stop].detach().clone().requires_grad_(each.requires_grad) for each in inputs]
+        draws = _Draws()  # type: ignore[no-untyped-call]
+        with draws:
+            if start < stop:
+                part(own, labels[start:stop], 1)
+        return draws.found
 
     def _alike(self, batch: Batch) -> Alike:
         """Return numbers of the batch and the model, which are found anew in steps 1, 2, 4, 8, ... of this loss."""
@@ -386,6 +400,24 @@ class ShardedLoss:
         else:
             for index in range(count):
                 work(index)
+
+
+class _Draws(TorchDispatchMode):
+    """Watch for operations that draw from torch's generators, or may: those of other libraries do not say."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {**(kwargs or {})}
+        own = any(isinstance(each, torch.Generator) for each in (*args, *given.values()))
+        known = func.namespace in ("aten", "prim", "prims", "stoker")
+        self.found |= not known or (torch.Tag.nondeterministic_seeded in func.tags and not own)
+        return func(*args, **given)
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a dense part may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _autocast(kind: str) -> Callable[[], Any]:
