@@ -149,6 +149,11 @@ _KNOWN: dict[Any, _Check] = {
 
 def expected(hint: Any) -> _Check | None:
     """Return what values of a type hint are, in words, and a check; None for a hint that is not known here."""
+    return _expected(hint) if isinstance(hint, Hashable) else None
+
+
+@cache
+def _expected(hint: Any) -> _Check | None:
     origin, given = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
@@ -166,7 +171,7 @@ def expected(hint: Any) -> _Check | None:
         return " or ".join(words), partial(_any_of, tests)
     if isinstance(hint, type) and is_dataclass(hint):
         return f"a {hint.__name__}", partial(lambda kind, value: isinstance(value, kind), hint)
-    return _KNOWN.get(hint) if isinstance(hint, Hashable) else None
+    return _KNOWN.get(hint)
 
 
 def _problem(value: Any, hint: Any) -> str | None:
