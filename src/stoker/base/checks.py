@@ -176,8 +176,7 @@ def _expected(hint: Any) -> _Check | None:
 
 def _problem(value: Any, hint: Any) -> str | None:
     """Return why a value is not of the type of a hint; None if it is, or the hint is not known."""
-    known = expected(hint)
-    if known is None or known[1](value):
+    if (known := expected(hint)) is None or known[1](value):
         return None
     if isinstance(value, str) and known[0].startswith("'"):
         return f"{value!r} is unknown: choose {known[0]}"
@@ -185,11 +184,7 @@ def _problem(value: Any, hint: Any) -> str | None:
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Return a value of the type that a hint declares: a number of NumPy as Python's, a path as text.
-
-    Raises:
-        TypeError: it has another type; the message goes on after a name.
-    """
+    """Return a value of the type of a hint, NumPy's numbers as Python's and paths as texts; else raise TypeError."""
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
         return os.fspath(value)
     if (problem := _problem(value, hint)) is not None:
