@@ -195,9 +195,11 @@ def typed(value: Any, hint: Any) -> Any:
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
         value = os.fspath(value)
     value = _plain(value)
-    if (problem := _problem(value, hint)) is not None:
-        raise TypeError(problem)
-    return value
+    if (problem := _problem(value, hint)) is None:
+        return value
+    if isinstance(value, float) and value.is_integer() and _problem(int(value), hint) is None:
+        return int(value)  # as in steps=1e5
+    raise TypeError(problem)
 
 
 def _plain(value: Any) -> Any:

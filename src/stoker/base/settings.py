@@ -183,9 +183,9 @@ class Settings:
         if type(value) is type(default) and value == default:
             return
         least, most, parse = limits["least"], limits["most"], limits["parse"]
-        if parse is None and limits["choices"] is tuple:
+        if limits["choices"] is tuple:
             try:
-                value = typed(value, hints_of(type(self))[name])  # type: ignore[arg-type]
+                value = typed(value, None if parse else hints_of(type(self))[name])  # type: ignore[arg-type]
             except TypeError as error:
                 self._refuse(f"{name} {error}.", name)
             self._set(name, value)
