@@ -22,11 +22,11 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_358,
+    "base": 2_362,
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
-    "tables": 13_380,
+    "tables": 13_381,
     "models": 1_960,
     "placement": 2_770,
     "training": 11_090,

@@ -417,5 +417,5 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatc
 def test_a_schema_with_keep_goes_to_files_and_back(tmp_path: Path) -> None:
     assert Schema.from_dict(json.loads(json.dumps(SCHEMA.to_dict()))) == SCHEMA
     (tmp_path / "s.toml").write_text('label = "y"\nkeep = "user"\n[[dense]]\nname = "x"\n')
-    with pytest.raises(SchemaError, match="keep must be a list of texts, found 'user'"):
+    with pytest.raises(SchemaError, match=r"keep must be a list of texts such as .*, found 'user'"):
         Schema.from_file(tmp_path / "s.toml")

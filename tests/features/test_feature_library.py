@@ -384,7 +384,10 @@ def test_what_was_fitted_is_kept_and_checked(tmp_path: Path) -> None:
         ),
         (lambda: f.feature_from_dict({"kind": "cuont", "by": ["u"]}, "w"), "w: kind 'cuont'.*Did you mean 'count'"),
         (lambda: f.feature_from_dict({"kind": "count", "bye": ["u"]}, "w"), "unknown key 'bye'.*Did you mean 'by'"),
-        (lambda: f.feature_from_dict({"kind": "count", "by": "u"}, "w"), "by must be a list of texts, found 'u'"),
+        (
+            lambda: f.feature_from_dict({"kind": "count", "by": "u"}, "w"),
+            "list of texts such as .*, found 'u'",
+        ),
         (lambda: f.feature_from_dict({"by": ["u"]}, "w"), "must be a table with a kind"),
     ],
 )

@@ -173,7 +173,9 @@ def _expected(hint: Any) -> _Check | None:
             return None
         words, tests = zip(*known, strict=True)
         if origin is tuple:
-            return f"a list of {' and '.join(words)}", partial(_each_of, tests)
+            alike = len(words) == 2 and words[0] == words[1]
+            said = f"two {words[0][2:]}s" if alike else f"a list of {' and '.join(words)}"
+            return said, partial(_each_of, tests)
         return " or ".join(words), partial(_any_of, tests)
     if isinstance(hint, type) and is_dataclass(hint):
         return f"a {hint.__name__}", partial(lambda kind, value: isinstance(value, kind), hint)
@@ -183,14 +185,18 @@ def _expected(hint: Any) -> _Check | None:
 def _problem(value: Any, hint: Any) -> str | None:
     """Return why a value is not of the type of a hint; None if it is, or the hint is not known."""
     known = expected(hint)
-    return None if known is None or known[1](value) else f"must be {known[0]}, found {value!r}"
+    if known is None or known[1](value):
+        return None
+    if isinstance(value, str) and known[0].startswith("'"):
+        return f"{value!r} is unknown: choose {known[0]}"
+    return f"must be {known[0]}, found {value!r}"
 
 
 def typed(value: Any, hint: Any) -> Any:
     """Return a value of the type that a hint declares: numbers of NumPy as Python's, a path as text.
 
     Raises:
-        TypeError: it has another type; the message begins with "must be".
+        TypeError: it has another type; the message goes on after a name.
     """
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
         value = os.fspath(value)

@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import (
     Any,
@@ -183,7 +183,8 @@ class Settings:
         if type(value) is type(default) and value == default:
             return
         least, most, parse = limits["least"], limits["most"], limits["parse"]
-        if limits["choices"] is tuple:
+        # Python may give an object, such as a SplitRule, where the command line has its text.
+        if limits["choices"] is tuple and not is_dataclass(value):
             try:
                 value = typed(value, None if parse else hints_of(type(self))[name])  # type: ignore[arg-type]
             except TypeError as error:

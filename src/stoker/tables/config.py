@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from stoker.base.checks import check_not_negative, check_types, typed
+from stoker.base.checks import check_not_negative, check_types, typed, whole
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec, Grow
@@ -116,7 +116,8 @@ class Slotted(Strategy):
             raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1.")
-        _check_choice(name, "home", self.home, *store_names())
+        if self.home not in (known := store_names()):
+            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose one of {', '.join(map(repr, known))}.")
         store = store_class(self.home)
         if self.host_memory is not None:
             object.__setattr__(self, "host_memory", parse_size(self.host_memory))
@@ -340,14 +341,13 @@ class TableConfig:
     grow: Grow | None = None  # ids are raw, any int64, and get rows in training; raw id 0 has row 0
 
     def __post_init__(self) -> None:
-        check_types(self, f"table {self.name!r}")
-        check_not_negative(f"table {self.name!r}", init_scale=self.init_scale)
-        if min(self.num_embeddings, self.embedding_dim) < 1:
+        if not (whole(self.num_embeddings, 1) and whole(self.embedding_dim, 1)):
             raise ConfigError(
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
                 "both must be whole numbers of at least 1."
             )
-        _check_choice(f"table {self.name!r}", "pooling", self.pooling, "sum", "mean", "max")
+        check_types(self, f"table {self.name!r}")
+        check_not_negative(f"table {self.name!r}", init_scale=self.init_scale)
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
             raise ConfigError(
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
@@ -382,13 +382,6 @@ class TableConfig:
     def num_bytes(self) -> int:
         """Bytes of the weights."""
         return self.num_embeddings * self.embedding_dim * DTYPES[self.dtype].itemsize
-
-
-def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
-    """Raise ConfigError if ``value`` is not one of the options."""
-    if value not in options:
-        known = ", ".join(repr(each) for each in options[:-1])
-        raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
 
 
 def check_strategies(placement: Any) -> None:

@@ -315,7 +315,8 @@ class RowStepper:
         gradients = [g if each == 1.0 else g.scaled(each) for group, each in self._pending for g in group]
         self._norm = trained.gradient_norm(gradients)
         # Ranks with rows of their own differ in it, so that an average over ranks by the loop is noticed, too.
-        rank = dist.get_rank() if _several_processes() and trained._summed is None else 0
+        apart = trained._summed is None and dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if apart else 0
         self._published_times += 1
         self._turn = (self._published_times + rank) % len(_DIRECTIONS)
         self._show(self._direction().to(trained.handle.device) * self._norm)
