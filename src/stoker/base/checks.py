@@ -155,13 +155,9 @@ _KNOWN: dict[Any, _Check] = {
 }
 
 
+@cache  # an optimizer whose rate changes is made anew in each step
 def expected(hint: Any) -> _Check | None:
     """Return what values of a type hint are, in words, and a check; None for a hint that is not known here."""
-    return _expected(hint) if isinstance(hint, Hashable) else None
-
-
-@cache  # an optimizer whose rate changes is made anew in each step
-def _expected(hint: Any) -> _Check | None:
     origin, given = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
@@ -184,7 +180,7 @@ def _expected(hint: Any) -> _Check | None:
 
 def _problem(value: Any, hint: Any) -> str | None:
     """Return why a value is not of the type of a hint; None if it is, or the hint is not known."""
-    known = expected(hint)
+    known = expected(hint) if isinstance(hint, Hashable) else None
     if known is None or known[1](value):
         return None
     if isinstance(value, str) and known[0].startswith("'"):
