@@ -22,7 +22,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_366,
+    "base": 2_381,
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
@@ -37,7 +37,7 @@ LINES = {
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_334
+ALL_LINES = 66_358
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import InitVar, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -86,6 +86,10 @@ def adam(**given: Any) -> Callable[[], Any]:
         ),
         (lambda: stoker.Cached(memory=-1), "size -1 is negative"),
         (lambda: stoker.Cached(slots=4, window=-1), "size -1 is negative"),
+        (lambda: stoker.HotCold(slots=4, hot={"t": 2.7}), r"hot is \{'t': 2.7\}; give rows of tables"),
+        (lambda: stoker.HotCold(slots=4, hot=5), "hot is 5; give rows of tables"),
+        (lambda: stoker.Feature(name="a", table=Path("t"), max_length=Path("2")), "max_length must be a whole number"),
+        (lambda: stoker.FeatureSpec(dense=Path("ab"), features=(), num_embeddings={}), "dense must be a list of texts"),
         (lambda: stoker.Cached(slots=4, writes="both"), "writes 'both' is unknown: choose 'append' or 'in-place'"),
         (lambda: stoker.Grow(evict="fifo"), "evict 'fifo' is unknown: choose 'lru' or 'lfu'"),
         (lambda: stoker.Feature(name="a", table="t", max_length=-1), "max_length is -1"),
@@ -141,3 +145,47 @@ def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:
     assert type(optim.SGD(lr=np.float32(0.5)).lr) is float
     assert stoker.Cached(slots=np.int32(3), home="file", path=Path("rows")).path == "rows"
     assert stoker.SGD(lr=1).lr == 1
+    size: Any = np.int64(2**20)
+    assert type(stoker.TrainConfig(data_memory=size).data_memory).__name__ == "int"  # for config.json
+    # Tuners give such numbers, and old runs hold them.
+    many: Any = 1e5
+    assert repr([stoker.TrainConfig(steps=many).steps, stoker.Cached(slots=many).slots]) == "[100000, 100000]"
+    assert type(optim.SGD(lr=np.float64(0.5)).lr) is float
+    assert stoker.MomentumSGD(lr=0.1, nesterov=np.True_).nesterov is True
+    betas = optim.Adam(lr=0.1, betas=(np.float32(0.5), 0.75)).betas
+    assert (betas, type(betas[0])) == ((0.5, 0.75), float)
+
+
+def test_subclasses_of_users_may_have_annotations_and_fields_of_their_own() -> None:
+    class Local:
+        """Nobody can look it up."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(stoker.SGD):
+        extra: Local | None = None
+        given: InitVar[int] = 3
+        later: float = field(init=False)
+
+        def __post_init__(self, given: int) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "later", 2.0 * given)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Place(stoker.Device):
+        extra: Local | None = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Stairs(stoker.optim.Schedule):
+        kind: ClassVar[str] = "stairs"
+        steps: tuple[int, ...] = (2, 4)
+        gamma: float = -0.5
+
+        def decay(self, step: int) -> float:
+            return float(self.gamma ** sum(step >= each for each in self.steps))
+
+    made = Mine(lr=0.1, extra=Local(), schedule=Stairs(warmup=1))
+    assert (made.later, made.schedule.factor(3), Place(extra=Local()).extra is not None) == (6.0, -0.5, True)
+    with pytest.raises(ConfigError, match="Mine: lr must be a number"):
+        Mine(lr="x")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Stairs\(warmup=-1\)"):
+        Stairs(warmup=-1)

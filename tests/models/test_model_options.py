@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +16,11 @@ from stoker.testing import make_dataset
 from stoker.training.config import TrainConfig
 
 SIZES = "expected a list of whole numbers such as [64, 32]"
+
+
+@dataclass
+class Tower:
+    width: int
 
 
 class Every(DLRM):
@@ -33,6 +39,8 @@ class Every(DLRM):
         kind: Literal["a", "b"] = "a",
         whatever: Any = None,
         own: Sequence[DLRM] = (),
+        tower: Tower | None = None,
+        nothing: tuple[()] = (),
         **settings: Any,
     ) -> None:
         raise NotImplementedError
@@ -51,6 +59,8 @@ class Every(DLRM):
         ("top", [(4,), []], ["4-2", 4, [4.0], None], "a list of whole numbers such as [64, 32]."),
         ("whatever", [None, 3, "x"], [], ""),
         ("own", [3, "x"], [], ""),  # of a type that is not known here: for the model to say
+        ("tower", [{"width": 3}], [], ""),  # the model makes its own objects of plain values
+        ("nothing", [[]], [], ""),
         ("unheard_of", [3, "x"], [], ""),
     ],
 )

@@ -65,8 +65,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 @cache
 def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the types of all fields."""
-    return typing.get_type_hints(kind)
+    """Return the types of all fields, but not those of a class that names what only a function or a checker knows."""
+    found: dict[str, Any] = {}
+    for each in reversed(kind.__mro__):
+        try:
+            found |= typing.get_type_hints(each)
+        except NameError:
+            found = {name: hint for name, hint in found.items() if name not in vars(each).get("__annotations__", ())}
+    return found
 
 
 def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Build] | None = None) -> Any:
@@ -147,21 +153,17 @@ _KNOWN: dict[Any, _Check] = {
 }
 
 
+@cache  # an optimizer whose rate changes is made anew in each step
 def expected(hint: Any) -> _Check | None:
     """Return what values of a type hint are, in words, and a check; None for a hint that is not known here."""
-    return _expected(hint) if isinstance(hint, Hashable) else None
-
-
-@cache
-def _expected(hint: Any) -> _Check | None:
     origin, given = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
     if origin is tuple and ... in given:
-        hint = Sequence[given[0]]  # type: ignore[valid-type]
-    elif origin is tuple or origin in (typing.Union, types.UnionType):
+        return _KNOWN.get(Sequence[given[0]])  # type: ignore[valid-type]
+    if origin is tuple or origin in (typing.Union, types.UnionType):
         known = [check for each in given if (check := expected(each)) is not None]
-        if len(known) < len(given):
+        if len(known) < len(given) or not given:
             return None
         words, tests = zip(*known, strict=True)
         if origin is tuple:
@@ -176,7 +178,8 @@ def _expected(hint: Any) -> _Check | None:
 
 def _problem(value: Any, hint: Any) -> str | None:
     """Return why a value is not of the type of a hint; None if it is, or the hint is not known."""
-    if (known := expected(hint)) is None or known[1](value):
+    known = expected(hint) if isinstance(hint, Hashable) else None
+    if known is None or known[1](value):
         return None
     if isinstance(value, str) and known[0].startswith("'"):
         return f"{value!r} is unknown: choose {known[0]}"
@@ -184,24 +187,38 @@ def _problem(value: Any, hint: Any) -> str | None:
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Return a value of the type of a hint, NumPy's numbers as Python's and paths as texts; else raise TypeError."""
+    """Return a value of the type that a hint declares: numbers of NumPy as Python's, a path as text.
+
+    Raises:
+        TypeError: it has another type; the message goes on after a name.
+    """
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
-        return os.fspath(value)
-    if (problem := _problem(value, hint)) is not None:
-        raise TypeError(problem)
-    if not isinstance(value, int | float) and isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else float(value)
-    return value
+        value = os.fspath(value)
+    value = _plain(value)
+    if (problem := _problem(value, hint)) is None:
+        return value
+    if isinstance(value, float) and value.is_integer() and _problem(int(value), hint) is None:
+        return int(value)  # as in steps=1e5
+    raise TypeError(problem)
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    value = value.item() if getattr(value, "shape", None) == () else value  # of NumPy or torch
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_types(made: Any, owner: str) -> None:
     """Raise ConfigError for a field of a frozen dataclass that has another type than its default and its hint."""
     hints = hints_of(type(made))  # type: ignore[arg-type]
     for item in fields(made):
-        value = getattr(made, item.name)
-        if value is not item.default:
+        value, hint = getattr(made, item.name, item.default), hints.get(item.name)  # a subclass may set one later
+        if value is not item.default and type(value) is not hint:
             try:
-                object.__setattr__(made, item.name, typed(value, hints[item.name]))
+                object.__setattr__(made, item.name, typed(value, hint))
             except TypeError as error:
                 raise ConfigError(f"{owner}: {item.name} {error}.") from None
 

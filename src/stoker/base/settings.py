@@ -184,9 +184,9 @@ class Settings:
             return
         least, most, parse = limits["least"], limits["most"], limits["parse"]
         # Python may give an object, such as a SplitRule, where the command line has its text.
-        if parse is None and limits["choices"] is tuple and not is_dataclass(value):
+        if limits["choices"] is tuple and not is_dataclass(value):
             try:
-                value = typed(value, hints_of(type(self))[name])  # type: ignore[arg-type]
+                value = typed(value, None if parse else hints_of(type(self))[name])  # type: ignore[arg-type]
             except TypeError as error:
                 self._refuse(f"{name} {error}.", name)
             self._set(name, value)

@@ -7,8 +7,9 @@ import inspect
 import os
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
+from dataclasses import is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,9 @@ def check_options(model: type[RecModel], options: Mapping[str, Any]) -> None:
             with suppress(NameError, TypeError):  # names that only type checkers import
                 hints |= typing.get_type_hints(kind.__init__)
     for name, value in options.items():
-        known = expected(hints.get(name))
+        hint = hints.get(name)
+        made = any(map(is_dataclass, (hint, *typing.get_args(hint))))  # by the model, of plain values
+        known = expected(hint) if isinstance(hint, Hashable) and not made else None
         if known is not None and not known[1](value):
             shown = list(value) if isinstance(value, tuple) else value
             raise ConfigError(f"option {name} of model {model.name!r} is {shown!r}, expected {known[0]}.")

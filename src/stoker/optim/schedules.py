@@ -25,8 +25,8 @@ class Schedule(ABC):
     warmup: int = 0  # steps in which the factor rises linearly from 1/warmup to 1
 
     def __post_init__(self) -> None:
-        owner, given = type(self).__name__, vars(self)
-        check_types(self, owner)
+        given = vars(self) if type(self) in SCHEDULES.values() else {"warmup": self.warmup}  # others may mean others
+        check_types(self, owner := type(self).__name__)
         check_not_negative(owner, **{name: given[name] for name in _NOT_NEGATIVE & given.keys()})
         for name in {"steps", "every"} & given.keys():
             if given[name] < 1:

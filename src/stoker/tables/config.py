@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from stoker.base.checks import check_not_negative, check_types, whole
+from stoker.base.checks import check_not_negative, check_types, typed, whole
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec, Grow
@@ -101,8 +101,10 @@ class Slotted(Strategy):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
-        hot = tuple(sorted((table, int(rows)) for table, rows in pairs))
+        try:
+            hot = tuple(sorted((name, int(rows)) for name, rows in typed(dict(self.hot), Mapping[str, int]).items()))
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: hot is {self.hot!r}; give rows of tables, such as {{'C3': 10_000}}.") from None
         object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
         super().__post_init__()
         if wrong := [table for table, rows in hot if rows < 0]:
@@ -115,7 +117,7 @@ class Slotted(Strategy):
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1.")
         if self.home not in (known := store_names()):
-            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose one of {', '.join(map(repr, known))}.")
+            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose {', '.join(map(repr, known))}.")
         store = store_class(self.home)
         if self.host_memory is not None:
             object.__setattr__(self, "host_memory", parse_size(self.host_memory))

@@ -89,7 +89,7 @@ class CopiedTables(nn.Module):
             destination[f"{prefix}{table.name}.weight"] = rows.weight
             for name, tensor in rows.state.items():
                 destination[f"{prefix}{table.name}.{name}"] = tensor
-            own = self.group_of[table.name].storage.weight.untyped_storage().data_ptr()
+            own = self.group_of[table.name].place(table.name)[0].weight.untyped_storage().data_ptr()
             if rows.weight.untyped_storage().data_ptr() != own:
                 copies += [each for each in rows.tensors if not each.is_inference()]
         # It shares their versions, not their memory.

@@ -202,6 +202,8 @@ class TTEmbeddingBag(nn.Module):
     def __init__(self, *given: Any, **settings: Any) -> None:
         super().__init__()
         asked = BagArguments(*given, **settings)
+        if asked.optimizer is not None:
+            check_cores(asked.optimizer, "TTEmbeddingBag")
         check_types(asked, "TTEmbeddingBag")
         num_embeddings, embedding_dim, mode, std = asked.num_embeddings, asked.embedding_dim, asked.mode, asked.std
         padding_idx, device, dtype, optimizer = asked.padding_idx, asked.device, asked.dtype, asked.optimizer
@@ -227,8 +229,6 @@ class TTEmbeddingBag(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, asked.include_last_offset
         self.shape = TensorTrain(rank=asked.rank, cores=asked.cores, own=asked.own, shape=asked.shape).shape_of(table)
-        if optimizer is not None:
-            check_cores(optimizer, "TTEmbeddingBag")
         self.optimizer, self.backend, self.std = optimizer, asked.backend, std
         self._make_steps()
         self.import_error: float | None = None  # relative, if made from a table
