@@ -102,7 +102,7 @@ class Slotted(Strategy):
     def __post_init__(self) -> None:
         name = type(self).__name__
         try:
-            hot = tuple(sorted((name, int(rows)) for name, rows in typed(dict(self.hot), Mapping[str, int]).items()))
+            hot = tuple(sorted((table, typed(rows, int)) for table, rows in dict(self.hot).items()))
         except (TypeError, ValueError):
             raise ConfigError(f"{name}: hot is {self.hot!r}; give rows of tables, such as {{'C3': 10_000}}.") from None
         object.__setattr__(self, "hot", hot)  # hashable, and equal in any order
