@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 import stoker
 from stoker import ConfigError, optim
@@ -145,6 +146,7 @@ def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:
     assert type(optim.SGD(lr=np.float32(0.5)).lr) is float
     assert stoker.Cached(slots=np.int32(3), home="file", path=Path("rows")).path == "rows"
     assert stoker.SGD(lr=1).lr == 1
+    assert type(stoker.SGD(lr=torch.tensor(0.5)).lr) is float
     size: Any = np.int64(2**20)
     assert type(stoker.TrainConfig(data_memory=size).data_memory).__name__ == "int"  # for config.json
     # Tuners give such numbers, and old runs hold them.
