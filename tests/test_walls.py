@@ -33,11 +33,11 @@ LINES = {
     "rewrite": 1_810,
     "prep": 13_740,
     "synthetic": 1_660,
-    "cli": 3_440,
+    "cli": 3_450,
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_358
+ALL_LINES = 66_368
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -621,14 +621,11 @@ def test_a_server_does_not_begin_if_an_import_lost_its_end(
             return ""
 
     monkeypatch.setattr("stoker.serve.scorer.Scorer", Losing)
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(["serve", str(shop[0]), "--port", "0"])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(shop[0]), "--port", "0"])
     assert ended.value.code == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert "serving" not in capsys.readouterr().out
 
 

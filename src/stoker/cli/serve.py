@@ -89,23 +89,34 @@ def serve(
     """
     from stoker.serve.workers import listen, processes
 
-    chosen, asked = ServeSettings.from_dict(settings), list[int]()
+    chosen = ServeSettings.from_dict(settings)
+    with _ends() as asked:
+        if chosen.workers == 1:
+            listen(chosen.host, chosen.port).close()  # before the model loads, which may take long
+            _serve(source, data, chosen, asked)
+            return
+        with TemporaryDirectory(prefix="stoker-serve-") as folder, listen(chosen.host, chosen.port) as listening:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
+            _load_modules()
+            with processes(chosen.workers) as number:
+                _serve(source, data, chosen, asked, listening, speaks=number == 0)
+
+
+@contextmanager
+def _ends() -> Iterator[list[int]]:
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt; yield those that came, since an import may lose the error."""
+    asked = list[int]()
 
     def stop(number: int, _: object) -> None:
         asked.append(number)
-        raise KeyboardInterrupt  # an import may lose it
+        raise KeyboardInterrupt
 
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, stop)
-    if chosen.workers == 1:
-        listen(chosen.host, chosen.port).close()  # before the model loads, which may take long
-        _serve(source, data, chosen, asked)
-        return
-    with TemporaryDirectory(prefix="stoker-serve-") as folder, listen(chosen.host, chosen.port) as listening:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
-        _load_modules()
-        with processes(chosen.workers) as number:
-            _serve(source, data, chosen, asked, listening, speaks=number == 0)
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _check_memory(run: Path, workers: int) -> None:
