@@ -97,6 +97,7 @@ def adam(**given: Any) -> Callable[[], Any]:
         (lambda: stoker.TrainConfig(strategy=3), "strategy must be 'auto'"),
         (lambda: stoker.TrainConfig(seed=None), "seed must be a whole number"),
         (lambda: stoker.TrainConfig(data_memory=-1), "data_memory: size -1 is negative"),
+        (lambda: stoker.TrainConfig(data_memory=True), "data_memory: size .*True.* is not a number with a unit"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(make: Callable[[], Any], words: str) -> None:

@@ -40,8 +40,8 @@ def _split(text: str, what: str) -> tuple[float, int]:
 
 
 def parse_size(text: Any) -> int:
-    """Return the bytes of ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes."""
-    if isinstance(text, Integral):
+    """Return the bytes of ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes, none negative."""
+    if not isinstance(text, bool) and isinstance(text, Integral):
         if text < 0:
             raise ConfigError(f"size {text} is negative. Write for example {_EXAMPLE['size']}.")
         return int(text)
