@@ -45,7 +45,7 @@ def parse_size(text: Any) -> int:
         if text < 0:
             raise ConfigError(f"size {text} is negative. Write for example {_EXAMPLE['size']}.")
         return int(text)
-    value, factor = _split(text, "size")
+    value, factor = _split(str(text), "size")
     return int(value * factor)
 
 
