@@ -79,10 +79,11 @@ kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, 200 updates, and
 	@STOKER_EFFORT=5 $(PY) -m pytest tests/data tests/training/test_scheduled_runs.py -k kill --timeout=0
 	@STOKER_KILLS=0:200 $(PY) -m pytest tests/training/test_rank_kills.py --timeout=0
 
-check: $(VENV)/.dev  ## Format, lint and types
+check: $(VENV)/.dev  ## Format, lint, types, and the site without a warning
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+	@$(SITE)
 
 bench: $(VENV)/.dev  ## Run every benchmark bar and add to benchmarks/results/; fails on regressions only (hours)
 	@# Exit code 2: a peer or a data set is missing, and no bar regressed.
@@ -92,9 +93,12 @@ bench: $(VENV)/.dev  ## Run every benchmark bar and add to benchmarks/results/; 
 peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks compare with, in .peers
 	@$(PY) -m benchmarks.peers build
 
+# The reference comes from docstrings, which Sphinx leaves out without a warning if it does not find them.
+SITE = $(PY) -m sphinx -q -W --keep-going -b html docs build/site && grep -q EmbeddingTables build/site/reference/tables.html
+
 docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and build the site in build/site
 	@$(PY) tests/command_reference.py > docs/cli.md
-	@$(PY) -m sphinx -q -W --keep-going -b html docs build/site
+	@$(SITE)
 	@echo "build/site/index.html"
 
 # First torch, NumPy and safetensors alone; then all packages, commands, and the tests of rooms that touch libraries.

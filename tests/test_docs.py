@@ -1,4 +1,4 @@
-"""The documentation: it builds without a warning, quotes messages that exist, and README stays short."""
+"""The documentation quotes messages that exist, its code runs, and README stays short (`make check` builds the site)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import ast
 import doctest
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,11 +147,3 @@ def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_public_class_and_function_has_an_example() -> None:
     public = {each: getattr(stoker, each) for each in stoker.__all__}
     assert [each for each, value in public.items() if callable(value) and ">>> " not in (value.__doc__ or "")] == []
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
-    assert done.returncode == 0, done.stderr
-    assert "EmbeddingTables" in (tmp_path / "reference" / "tables.html").read_text(encoding="utf-8")
