@@ -81,32 +81,39 @@ def settings_of(model: str, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("steps", "campaign"),
+    [(4, 240 if EFFORT >= 0.25 else 480), pytest.param(300, 4, marks=pytest.mark.slow)],  # 60 short ones in CI
+)
 def test_random_runs_on_ranks_are_those_of_one_process(
-    workers: Workers, data: Dataset, tmp_path_factory: pytest.TempPathFactory
+    workers: Workers, data: Dataset, tmp_path_factory: pytest.TempPathFactory, steps: int, campaign: int
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
+    length = {"steps": steps, "eval_every": steps // 2}
 
     @cache
     def alone(model: str, number: int) -> tuple[Path, Any]:
         out = folder / f"{model}-{number}"
-        result = stoker.train(data, out=out, threads=1, **settings_of(model, number))
+        result = stoker.train(data, out=out, threads=1, **settings_of(model, number) | length)
         return out, (result.step, result.best_step, result.valid, result.test)
 
-    for seed in numbers(240 if EFFORT >= 0.25 else 480):  # 60 in CI
+    for seed in numbers(campaign):
         draw = random.Random(seed)
         model, number = draw.choice(sorted(MODELS)), draw.randrange(len(ROWS))
         ranks, again = draw.randint(1, 4), draw.randint(1, 4)
         places = [PLACES[draw.choice(sorted(PLACES))] for _ in range(2)]
         threads = draw.randint(1, 2)
-        given = settings_of(model, number)
+        given = settings_of(model, number) | length
         out, what = folder / str(seed), f"seed {seed}: {model}, {ROWS[number]}, {ranks}, {again}, {places}"
         if draw.random() < 0.5:
             found = workers.train(ranks, data.path, out=out, **given, **places[0], threads=threads)
         else:  # and resume with another number
-            stopped = workers.train(ranks, data.path, out=out, **{**given, "steps": 2}, **places[0], threads=threads)
-            assert stopped[0][0] == 2, (what, stopped)
+            stopped = workers.train(
+                ranks, data.path, out=out, **{**given, "steps": steps // 2}, **places[0], threads=threads
+            )
+            assert stopped[0][0] == steps // 2, (what, stopped)
             place = {"device_memory": None, "strategy": "auto", "host_memory": None, **places[1]}
-            found = workers.train(again, resume=out, steps=4, display="quiet", threads=1, **place)
+            found = workers.train(again, resume=out, steps=steps, display="quiet", threads=1, **place)
         expected, result = alone(model, number)
         assert found == [result] * len(found), (what, found)
         assert files(out / "checkpoints") == files(expected / "checkpoints"), what
