@@ -70,7 +70,7 @@ soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:4000
 	@$(PY) tests/live/torn_reads.py 10_000_000
 	@STOKER_EFFORT=5 $(PYTEST) $(CAMPAIGNS)
 	@STOKER_EFFORT=5 $(PYTEST) --dist worksteal --timeout=0 -m hypothesis
-	@STOKER_EFFORT=8.5 $(PYTEST) tests/training/test_rank_runs.py -k random --timeout=0  # 2,040 runs on ranks
+	@STOKER_EFFORT=8.5 $(PYTEST) tests/training/test_rank_runs.py -k random --timeout=0  # 2,040 runs on ranks, and 34 of 300 steps
 
 kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, 200 updates, and preparations at every step; each must end as if undisturbed (minutes)
 	@$(PY) tests/soak.py --kills $(if $(findstring :,$(KILLS)),$(KILLS),0:$(KILLS))
