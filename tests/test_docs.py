@@ -1,4 +1,4 @@
-"""The documentation quotes messages that exist, its code runs, and README stays short (`make check` builds the site)."""
+"""Documentation quotes messages that exist, its code runs, and README stays short (`make check` builds the site)."""
 
 from __future__ import annotations
 

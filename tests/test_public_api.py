@@ -120,3 +120,18 @@ def test_importing_loads_little():
     assert heavy_at_first == "[]"
     assert int(modules) < 10
     assert rest == ["[]", "False False False"]
+
+
+def test_a_command_looks_for_garbage_as_usual_once_all_is_imported():
+    code = """
+        import gc
+        from stoker.cli import _collect_rarely
+
+        usual = gc.get_threshold()
+        _collect_rarely()
+        import decimal, fractions, http.client, xml.dom.minidom
+        rare = gc.get_threshold()
+        kept = [[] for _ in range(160_000)]  # collects three times: the last import is before the second
+        print(usual == gc.get_threshold() < rare, gc.callbacks)
+    """
+    assert run(code).splitlines() == ["True []"]

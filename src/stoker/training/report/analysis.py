@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.base.device import cpu_count, cpu_model, rate
 from stoker.base.errors import ConfigError, DataError, require
@@ -233,6 +232,8 @@ def work_of(model: RecModel, batch: Batch) -> dict[str, float]:
     A multiplication takes two operations forward and four backward. A row is read in a lookup, and read and written in
     an update, with its state. So is each slice of a tensor train whose products are the rows.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, if it is there
+
     named = model.named_parameters()
     weights = sum(each.numel() for name, each in named if each.dim() >= 2 and not name.endswith("bias"))
     with scoring(model):
