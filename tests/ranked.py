@@ -14,6 +14,7 @@ from stoker.tables import Ranks, RanksError
 
 __all__ = ["Ids", "alone_on_a_thread", "draw", "gradient_of", "on_threads", "share_of"]
 
+_PATIENCE = 60  # seconds until a rank that waits for another gives up
 Ids = tuple[Tensor, Tensor | None, Tensor | None]  # with offsets and weights
 
 
@@ -26,9 +27,9 @@ class _Thread:
 
     def _meet(self, given: Any) -> list[Any]:
         try:
-            self._barrier.wait()
+            self._barrier.wait(_PATIENCE)
             self._box[self.rank] = given
-            self._barrier.wait()
+            self._barrier.wait(_PATIENCE)
         except threading.BrokenBarrierError:
             raise RanksError("a thread has ended") from None
         return list(self._box)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from functools import cache
-from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ from stoker.optim import Constant
 from stoker.placement.placement import expect_sent
 from stoker.tables import Ranks
 from stoker.testing import make_dataset
+from stoker.training import ends
 from stoker.training.config import TrainConfig
+from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import place_run
 from stoker.training.ranks import sharded, together
 from stoker.training.ranks.start import check_settings
 from stoker.training.ranks.together import compute_part
+from stoker.training.report import analysis
 
 RUN: dict[str, Any] = {
     "embedding_dim": 4, "batch_size": 100, "steps": 4, "eval_every": 2, "tensorboard": False, "display": "quiet",
@@ -57,7 +61,7 @@ DENSE = ("sgd", "adagrad", "adam", "lamb")
 
 @pytest.fixture(scope="module")
 def workers(data: Dataset) -> Iterator[Workers]:
-    cases = zip(range(len(ROWS)), cycle(MODELS), cycle(PLACES.values()), strict=False)
+    cases = zip(range(len(ROWS)), itertools.cycle(MODELS), itertools.cycle(PLACES.values()), strict=False)
     with (
         Warm(data.path, [settings_of(model, n) | place for n, model, place in cases]) as warm,
         Workers(warm) as started,
@@ -144,6 +148,28 @@ def test_shards_at_once_are_those_one_by_one_on_any_rank(
     assert sizes == {1}
     for ranks in (1, 2, 3):
         assert files(tmp_path / str(ranks) / "checkpoints") == files(tmp_path / "alone" / "checkpoints"), ranks
+
+
+class Sometimes:
+    """Seconds that are less than others at every second question."""
+
+    def __init__(self) -> None:
+        self.asked = itertools.count()
+
+    def __lt__(self, _: float) -> bool:
+        return next(self.asked) % 2 == 0
+
+
+def test_ranks_analyse_a_long_run_by_the_clock_of_the_first(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "_ANALYSED", Sometimes())
+    monkeypatch.setattr(ends, "analyse", lambda *given, **more: analysis.analyse(*given, **more | {"seconds": 2}))
+    monkeypatch.setattr(analysis, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    given = {**settings_of("dlrm", 3), "threads": 1, "steps": 2}
+    on_threads(2, lambda ranks: stoker.train(data, out=tmp_path / "run", ranks=ranks, **given))
+    columns = RunDirectory(tmp_path / "run").read(analysis.FILE)["columns"]
+    assert 0 < len(columns) < len(data.schema.features) + len(data.schema.dense)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from stoker.training.files.logs import Logger
 from stoker.training.files.rundir import LOST, RunDirectory, Upload, open_dataset, own_dataset
 from stoker.training.notes import ending, leak_hint
 from stoker.training.progress import LoopState, TrainState
+from stoker.training.ranks.first import on_first
 from stoker.training.ranks.run import open_run_directory
 from stoker.training.ranks.start import check_run, with_shards
 from stoker.training.replica import Replica
@@ -322,8 +323,9 @@ def finish(state: TrainState) -> TrainResult:
     )
     report = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
     state.run.write("report.json", report | ({} if known is None else {"baselines": known.to_dict()}))
-    if trained["seconds"] > _ANALYSED:
-        figures = analyse(model, state.data, config, seconds=min(SECONDS, 0.02 * trained["seconds"]))
+    if on_first(state.replica.ranks, "see whether the run was long", lambda: trained["seconds"] > _ANALYSED):
+        seconds, ranks = min(SECONDS, 0.02 * trained["seconds"]), state.replica.ranks
+        figures = analyse(model, state.data, config, seconds=seconds, ranks=ranks)
         at = progress.step if best is None else int(best["step"])
         state.run.write(FILE, figures | {"checkpoint": state.run.checkpoint(at).name})
     return result

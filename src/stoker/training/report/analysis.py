@@ -24,8 +24,10 @@ from stoker.models import RecModel, SequenceModel
 from stoker.ops.tt.shape import TTShape
 from stoker.placement.replay import replay
 from stoker.tables.config import TableConfig, bytes_of_row
+from stoker.tables.ranks.transport import Ranks
 from stoker.training.config import TrainConfig
 from stoker.training.defaults import BY_ROWS, OPTIONS, complete, for_small_log
+from stoker.training.ranks.first import on_first
 from stoker.training.scheduled import batch_order
 from stoker.training.scores.evaluation import finite, scoring
 from stoker.training.scores.metrics import StreamingMetrics
@@ -44,9 +46,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def analyse(
-    model: RecModel, data: Dataset, config: TrainConfig, *, rows: int = ROWS, seconds: float = SECONDS
-) -> dict[str, Any]:
-    """Measure what each column brings, calibration, slices, the best possible cache, and this machine.
+    model: RecModel, data: Dataset, config: TrainConfig, *, rows: int = ROWS, seconds: float = SECONDS,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure what each column brings, calibration, slices, the best possible cache, and this machine; on all ranks.
 
     A column brings the log loss that shuffling its values among the rows of the sample adds (permutation importance,
     Breiman 2001): with its standard error over rows. The sequences of one history are shuffled together. Columns that
@@ -64,7 +67,7 @@ def analyse(
     with scoring(model):
         logits = model(batch)[known].double().cpu().numpy()
         losses = _losses(logits, labels)
-        columns = list(_columns(model, batch, known, labels, losses, seconds))
+        columns = list(_columns(model, batch, known, labels, losses, seconds, ranks))
     return {
         "split": split.name, "rows": len(labels), "columns": columns,
         "tables": _tables(model, batch, data), "calibration": _calibration(logits, labels),
@@ -86,9 +89,9 @@ def _losses(logits: Floats, labels: Floats) -> Floats:
 
 
 def _columns(
-    model: RecModel, batch: Batch, known: Tensor, labels: Floats, losses: Floats, seconds: float
+    model: RecModel, batch: Batch, known: Tensor, labels: Floats, losses: Floats, seconds: float, ranks: Ranks | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the log loss that each column saves, until the time is over."""
+    """Yield the log loss that each column saves, until the time is over on the first rank."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).to(model.device)
     features = model.spec.features
     sizes = [model.spec.num_embeddings[feature.table] for feature in features]
@@ -102,7 +105,7 @@ def _columns(
         wanted.append((name, None, lambda place=place: replace(batch, dense=_with(batch.dense, [place], order))))
     end = time.perf_counter() + seconds
     for name, table, make in wanted:
-        if time.perf_counter() > end:
+        if on_first(ranks, "look at the clock", lambda: time.perf_counter() > end):
             return
         more = _losses(model(make())[known].double().cpu().numpy(), labels) - losses
         error = float(more.std() / np.sqrt(len(more)))
