@@ -210,7 +210,7 @@ def prepare(
         raise ConfigError(
             "--feature adds a column, and --like takes those of the dataset. Leave it out, or prepare both anew."
         )
-    chosen: str | Recipe | Schema | None = recipe
+    chosen: Draft | str | Recipe | Schema | None = recipe
     if recipe == "auto":
         chosen = _drafted(files, quiet=as_json)
     if chosen is not None:
@@ -222,7 +222,7 @@ def prepare(
 
 
 def _prepare(
-    chosen: str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, **given: Any
+    chosen: Draft | str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, **given: Any
 ) -> PrepareReport:
     """Prepare with a bar for each stage."""
     from stoker.prep.inputs import files_of
@@ -264,12 +264,13 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     """
     out = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '', log.name.split('.')[0]) or 'log'}-data"
     files = [_typed(log)]
-    schema = _drafted(files, quiet=quiet)
+    draft = _drafted(files, quiet=quiet)
     try:
-        report = _prepare(schema, files, out, quiet=quiet)
+        report = _prepare(draft, files, out, quiet=quiet)
     except DataError as error:
         if not (out / MANIFEST).exists():
-            raise
+            again = f"stoker prepare auto {quoted(files[0])} --out {quoted(out)}"
+            raise _with_command(error, again, f", then stoker train {quoted(out)}") from error
         command = f"stoker prepare auto {quoted(files[0])} --out {quoted(out)} --overwrite"
         raise DataError(
             f"{out} is there, and it is not what {files[0]} makes today. To replace it: {command}. To train on it as "
@@ -280,12 +281,25 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     return out
 
 
+def _with_command(error: DataError, command: str, then: str = "") -> DataError:
+    """Return an error; if its remedy is an option of ``stoker prepare``, with that command."""
+    if "max_bad" not in error.settings:
+        return error
+    text = str(error).replace("max_bad", "--max-bad")
+    return DataError(f"{text} The command with this option: {command} --max-bad SHARE{then}")
+
+
 @contextmanager
 def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool) -> Iterator[tuple[Path, int]]:
     """Prepare raw rows like a dataset's; yield the result, deleted at the end of the block, and its bad lines."""
     with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
         out = Path(folder) / "data"
-        report = _prepare(None, [_typed(log)], out, quiet=quiet, like=dataset, keep=keep)
+        try:
+            report = _prepare(None, [_typed(log)], out, quiet=quiet, like=dataset, keep=keep)
+        except DataError as error:
+            raise _with_command(
+                error, f"stoker prepare --like {quoted(dataset)} {quoted(_typed(log))} --out NEW"
+            ) from error
         if report.bad and not quiet:
             first = json.loads((out / "quarantine.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])
             say(
@@ -297,31 +311,32 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
         yield out, report.bad
 
 
-def _drafted(files: list[str], *, quiet: bool) -> Schema:
+def _drafted(files: list[str], *, quiet: bool) -> Draft:
     from stoker.prep.draft import draft_log
 
     draft = draft_log(files)
-    found = draft.schema()
+    draft.schema()  # refuses a draft that lacks something
     if not quiet:
         _show_columns(draft)
         names = " ".join(map(quoted, files))
         say(f"label: {draft.positive}. To change what a column is: stoker init {names}")
         for note in draft.notes:
             say(f"  {note}", "yellow")
-    return found
+    return draft
 
 
 def _changed(
-    recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
-) -> tuple[str | Recipe | Schema | None, str | None]:
+    recipe: Draft | str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
+) -> tuple[Draft | str | Recipe | Schema | None, str | None]:
     """Return the recipe with another minimum count in each column with a vocabulary, and with more features."""
     if min_count is None and not features:
         return recipe, preset
     from dataclasses import replace
 
+    from stoker.prep.draft import Draft
     from stoker.prep.prepare import load_recipe
 
-    found, schema = load_recipe(recipe, preset)
+    found, schema = load_recipe(recipe.schema() if isinstance(recipe, Draft) else recipe, preset)
     for text in features:
         schema = schema.with_feature(text)
 

@@ -131,21 +131,26 @@ class Preparation(PrepareSettings):
             )
 
     def task(
-        self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
+        self, recipe: Draft | Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
     ) -> tuple[Task, list[str]]:
         """Return the task and its warnings."""
         measure: Like | None = None
-        drafted: Draft | None = None
+        draft: Draft | None = None
+        noted: list[str] = []
         if self.like is not None:
             path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
+            assert not isinstance(recipe, Draft)
             measure = _like(path, recipe, self.preset, self.history, grow=self.grow, negatives=self.negatives)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
         else:
-            if recipe == AUTO:
-                drafted = draft_inputs(inputs, inputs.files)
-            chosen, schema = load_recipe(drafted.schema() if drafted else recipe, self.preset)
+            if isinstance(recipe, Draft):
+                draft, recipe = recipe, recipe.schema()
+            elif recipe == AUTO:
+                draft = draft_inputs(inputs, inputs.files)
+                noted, recipe = [draft.doubts] if draft.doubts else [], draft.schema()
+            chosen, schema = load_recipe(recipe, self.preset)
         if self.split is not None:
             schema = replace(schema, split=split_of(self.split))
         more = [self.keep] if isinstance(self.keep, str) else self.keep
@@ -156,12 +161,13 @@ class Preparation(PrepareSettings):
         refuse_packed_copies(sources, names, schema.source)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
-            limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
-            report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
-            like=measure, names=names,
+            limit=BadLineLimit(
+                strict=self.strict, max_bad=self.max_bad, expected=draft.lacking if draft else 0.0
+            ),
+            threads=check_threads(self.threads), report=self.progress or (lambda _: None),
+            block_bytes=self.block_bytes, executor=self.executor, like=measure, names=names,
         )  # fmt: skip
         task = task if measure else with_one_notation(task)
-        noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
         noted += filter(None, [in_order, measure.warning if measure else None])
@@ -263,7 +269,7 @@ def prepare(
 
 
 def run_prepare(
-    recipe: Recipe | Schema | str | os.PathLike[str] | None,
+    recipe: Draft | Recipe | Schema | str | os.PathLike[str] | None,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Inputs,
     *,
     out: str | os.PathLike[str],
