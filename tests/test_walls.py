@@ -31,13 +31,13 @@ LINES = {
     "placement": 2_770,
     "training": 11_090,
     "rewrite": 1_810,
-    "prep": 13_740,
+    "prep": 13_750,
     "synthetic": 1_660,
-    "cli": 3_450,
+    "cli": 3_460,
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_368
+ALL_LINES = 66_390
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

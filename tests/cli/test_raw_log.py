@@ -115,10 +115,11 @@ def test_rows_without_label_do_not_stop_a_log_whose_draft_names_them(folder: Pat
     log[360:] = [f"{line},x" for line in log[360:]]
     Path("worse.csv").write_text("\n".join([f"{HEADER},clicked", *log]) + "\n")
     said = refused("train", "worse.csv", "--out", "other", *TRAIN[4:])
-    assert "58 of 400 lines are bad (14.500%), more than the 6.000% that --max-bad allows by default" in said
-    assert "stoker prepare auto worse.csv --out worse-data --max-bad SHARE, then stoker train worse-data" in said
+    assert "58 of 400 lines are bad (14.500%), more than the 6.000% that max_bad allows by default" in said
+    assert "allow more with stoker prepare auto worse.csv --out worse-data --max-bad, such as 15%" in said
     said = refused("predict", "run", "--data", "worse.csv", "--out", "scores.csv")
-    assert "stoker prepare --like" in said and "worse.csv --out NEW --max-bad SHARE" in said
+    assert "allow more with stoker prepare --like" in said
+    assert "worse.csv --out NEW --max-bad, such as 11%" in said
 
 
 @pytest.mark.slow

@@ -222,9 +222,15 @@ def prepare(
 
 
 def _prepare(
-    chosen: Draft | str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, **given: Any
+    chosen: Draft | str | Recipe | Schema | None,
+    files: list[str],
+    out: Path,
+    *,
+    quiet: bool,
+    again: str = "",
+    **given: Any,
 ) -> PrepareReport:
-    """Prepare with a bar for each stage."""
+    """Prepare with a bar for each stage; ``again``: arguments for ``stoker prepare``, if this is another command."""
     from stoker.prep.inputs import files_of
     from stoker.prep.prepare import run_prepare
     from stoker.prep.stages.task import STAGE_WORDS
@@ -241,6 +247,9 @@ def _prepare(
                 bars(STAGE_WORDS[progress.stage], progress.done, progress.total, progress.unit)
 
             return run_prepare(chosen, inputs, out=folder, progress=show, **given)
+    except DataError as error:
+        more = f"more with stoker prepare {again} --max-bad" if again else "more with max_bad"
+        raise DataError(str(error).replace("more with max_bad", more), settings=error.settings) from error
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
 
@@ -266,11 +275,10 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     files = [_typed(log)]
     draft = _drafted(files, quiet=quiet)
     try:
-        report = _prepare(draft, files, out, quiet=quiet)
+        report = _prepare(draft, files, out, quiet=quiet, again=f"auto {quoted(files[0])} --out {quoted(out)}")
     except DataError as error:
         if not (out / MANIFEST).exists():
-            again = f"stoker prepare auto {quoted(files[0])} --out {quoted(out)}"
-            raise _with_command(error, again, f", then stoker train {quoted(out)}") from error
+            raise
         command = f"stoker prepare auto {quoted(files[0])} --out {quoted(out)} --overwrite"
         raise DataError(
             f"{out} is there, and it is not what {files[0]} makes today. To replace it: {command}. To train on it as "
@@ -281,25 +289,13 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     return out
 
 
-def _with_command(error: DataError, command: str, then: str = "") -> DataError:
-    """Return an error; if its remedy is an option of ``stoker prepare``, with that command."""
-    if "max_bad" not in error.settings:
-        return error
-    text = str(error).replace("max_bad", "--max-bad")
-    return DataError(f"{text} The command with this option: {command} --max-bad SHARE{then}")
-
-
 @contextmanager
 def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool) -> Iterator[tuple[Path, int]]:
     """Prepare raw rows like a dataset's; yield the result, deleted at the end of the block, and its bad lines."""
     with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
         out = Path(folder) / "data"
-        try:
-            report = _prepare(None, [_typed(log)], out, quiet=quiet, like=dataset, keep=keep)
-        except DataError as error:
-            raise _with_command(
-                error, f"stoker prepare --like {quoted(dataset)} {quoted(_typed(log))} --out NEW"
-            ) from error
+        again = f"--like {quoted(dataset)} {quoted(_typed(log))} --out NEW"
+        report = _prepare(None, [_typed(log)], out, quiet=quiet, again=again, like=dataset, keep=keep)
         if report.bad and not quiet:
             first = json.loads((out / "quarantine.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])
             say(
@@ -333,10 +329,9 @@ def _changed(
         return recipe, preset
     from dataclasses import replace
 
-    from stoker.prep.draft import Draft
     from stoker.prep.prepare import load_recipe
 
-    found, schema = load_recipe(recipe.schema() if isinstance(recipe, Draft) else recipe, preset)
+    found, schema = load_recipe(recipe, preset)
     for text in features:
         schema = schema.with_feature(text)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import tomllib
@@ -89,9 +88,7 @@ class Draft:
         lacking = "label" if self.label is None else "feature" if not self.features else None
         if lacking is not None:
             columns = [f"{one.name} ({one.reason})" if one.reason else one.name for one in self.columns]
-            twice = "".join(
-                f"{note.removeprefix('unsure: ').capitalize()}. " for note in self.notes if "are called" in note
-            )
+            twice = "".join(f"{note[8:].capitalize()}. " for note in self.notes if note.startswith("unsure: several"))
             raise SchemaError(
                 f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. {twice}"
                 + (f"It {self.known}. Or draft" if self.known else "Draft")
@@ -307,7 +304,7 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
 
 
 def _lacking(what: str, share: float) -> str:
-    allow = f"; with a schema file add --max-bad {math.floor(100 * share) + 1}%" if share >= DEFAULT_BAD else ""
+    allow = f"; with a schema file add --max-bad {int(100 * share) + 1}%" if share >= DEFAULT_BAD else ""
     return f"{share:.1%} of the rows have no {what}: they are bad lines, set aside{allow}"
 
 

@@ -135,21 +135,19 @@ class Preparation(PrepareSettings):
     ) -> tuple[Task, list[str]]:
         """Return the task and its warnings."""
         measure: Like | None = None
-        draft: Draft | None = None
+        limit = BadLineLimit(strict=self.strict, max_bad=self.max_bad)
         noted: list[str] = []
         if self.like is not None:
             path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
-            assert not isinstance(recipe, Draft)
             measure = _like(path, recipe, self.preset, self.history, grow=self.grow, negatives=self.negatives)
             chosen, schema = measure.recipe, measure.schema
         elif recipe is None:
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
         else:
-            if isinstance(recipe, Draft):
-                draft, recipe = recipe, recipe.schema()
-            elif recipe == AUTO:
-                draft = draft_inputs(inputs, inputs.files)
-                noted, recipe = [draft.doubts] if draft.doubts else [], draft.schema()
+            if recipe == AUTO:
+                recipe = draft_inputs(inputs, inputs.files)
+                noted += filter(None, [recipe.doubts])
+            limit.usual += recipe.lacking if isinstance(recipe, Draft) else 0.0
             chosen, schema = load_recipe(recipe, self.preset)
         if self.split is not None:
             schema = replace(schema, split=split_of(self.split))
@@ -161,10 +159,7 @@ class Preparation(PrepareSettings):
         refuse_packed_copies(sources, names, schema.source)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
-            limit=BadLineLimit(
-                strict=self.strict, max_bad=self.max_bad, expected=draft.lacking if draft else 0.0
-            ),
-            threads=check_threads(self.threads), report=self.progress or (lambda _: None),
+            limit=limit, threads=check_threads(self.threads), report=self.progress or (lambda _: None),
             block_bytes=self.block_bytes, executor=self.executor, like=measure, names=names,
         )  # fmt: skip
         task = task if measure else with_one_notation(task)
@@ -391,8 +386,10 @@ def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow:
     return like
 
 
-def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
+def load_recipe(recipe: Draft | Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
     """Return the recipe with its preset chosen, and its schema; wrap a schema in a recipe."""
+    if isinstance(recipe, Draft):
+        recipe = recipe.schema()
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.prep import recipes
 

@@ -140,22 +140,14 @@ class BadLineLimit:
         strict: allow no bad line.
         max_bad: share of all lines, e.g. ``"0.1%"``; None: fewer than 10 lines or at most 1 %, but no such label.
         remedy: what the error of ``strict`` advises; None: to fix the line or to leave ``strict`` out.
-        expected: share of lines that are known to be bad; without ``max_bad``, that many more are allowed.
 
     Raises:
         ConfigError: ``max_bad`` is not a share, or is given with ``strict``.
     """
 
-    def __init__(
-        self,
-        *,
-        strict: bool = False,
-        max_bad: str | float | None = None,
-        remedy: str | None = None,
-        expected: float = 0.0,
-    ) -> None:
+    def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
         self.strict = strict
-        self.usual = DEFAULT_BAD + expected
+        self.usual = DEFAULT_BAD  # share that may be bad without ``max_bad``
         self.remedy = remedy or "Fix the line, or leave strict out to set bad lines aside."
         if strict and max_bad is not None:
             raise ConfigError("strict allows no bad line, max_bad a share. Give one of them.", settings=("strict",))
