@@ -31,13 +31,13 @@ LINES = {
     "placement": 2_770,
     "training": 11_096,
     "rewrite": 1_810,
-    "prep": 13_740,
+    "prep": 13_750,
     "synthetic": 1_660,
-    "cli": 3_472,
+    "cli": 3_482,
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_396
+ALL_LINES = 66_418
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

@@ -99,6 +99,30 @@ def test_scores_of_a_log_with_a_bad_line_say_which_line_is_missing(folder: Path)
 
 
 @pytest.mark.slow
+def test_rows_without_label_do_not_stop_a_log_whose_draft_names_them(folder: Path) -> None:
+    log = [f"{line},{'' if i % 20 == 0 else i * 7 % 3 // 2}" for i, line in enumerate(lines(0, 400))]
+    Path("gaps.csv").write_text("\n".join([f"{HEADER},clicked", *log]) + "\n")
+    shown = " ".join(call("train", "gaps.csv", "--out", "run", *TRAIN[4:]).output.split())
+    said = "5.0% of the rows have no label: they are bad lines, set aside; with a schema file add --max-bad 6%"
+    assert said in shown
+    assert "20 bad lines (5.000%) set aside" in shown
+    with pytest.warns(UserWarning, match="1 doubt"):
+        assert len(stoker.prepare("auto", "gaps.csv").train) == 304
+    assert call("init", "gaps.csv").exit_code == 0
+    assert "20 of 400 lines are bad (5.000%)" in refused("prepare", "schema.toml", "gaps.csv", "--out", "own")
+    assert call("prepare", "schema.toml", "gaps.csv", "--out", "own", "--max-bad", "6%").exit_code == 0
+    # Other bad lines count as ever.
+    log[360:] = [f"{line},x" for line in log[360:]]
+    Path("worse.csv").write_text("\n".join([f"{HEADER},clicked", *log]) + "\n")
+    said = refused("train", "worse.csv", "--out", "other", *TRAIN[4:])
+    assert "58 of 400 lines are bad (14.500%), more than the 6.000% that max_bad allows by default" in said
+    assert "allow more with stoker prepare auto worse.csv --out worse-data --max-bad, such as 15%" in said
+    said = refused("predict", "run", "--data", "worse.csv", "--out", "scores.csv")
+    assert "allow more with stoker prepare --like" in said
+    assert "worse.csv --out NEW --max-bad, such as 11%" in said
+
+
+@pytest.mark.slow
 def test_a_second_run_takes_the_dataset_as_it_is(folder: Path) -> None:
     assert call(*TRAIN).exit_code == 0
     manifest = Path("clicks-data/manifest.json").stat().st_mtime_ns
@@ -144,6 +168,9 @@ def test_a_log_without_a_label_is_refused(folder: Path) -> None:
         stoker.prepare("auto", "today.csv", out="out")
     assert "looks like a label" in refused("train", "today.csv", "--out", "run")
     assert not Path("out").exists()
+    Path("twice.csv").write_text("\n".join(["user,user,clicked", *(f"u{i % 9},i{i % 4},{i % 2}" for i in range(400))]))
+    said = "looks like a feature: clicked. Several columns are called 'user': left out, as the name does not say which"
+    assert said in refused("train", "twice.csv", "--out", "run")
 
 
 @pytest.mark.slow

@@ -132,8 +132,10 @@ def test_a_damaged_run_or_another_dataset_is_not_exported(run: Path, tmp_path: P
 
 def test_damage_and_wrong_settings_are_named(run: Path, tmp_path: Path) -> None:
     made = stoker.export(run, tmp_path / "out").path
-    with pytest.raises(stoker.ConfigError, match="exists"):
+    with pytest.raises(stoker.ConfigError, match="Choose another name, or pass overwrite=True"):
         stoker.export(run, made)
+    with pytest.raises(stoker.ConfigError, match="Choose another name: it is not an export"):
+        stoker.export(run, run, overwrite=True)
     with pytest.raises(stoker.ConfigError, match=r"rows 'int3' is unknown. Choose one of 'fp32', 'bf16'"):
         stoker.export(run, tmp_path / "more", rows="int3")
     assert stoker.export(run, made, overwrite=True).path == made

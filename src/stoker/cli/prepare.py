@@ -210,7 +210,7 @@ def prepare(
         raise ConfigError(
             "--feature adds a column, and --like takes those of the dataset. Leave it out, or prepare both anew."
         )
-    chosen: str | Recipe | Schema | None = recipe
+    chosen: Draft | str | Recipe | Schema | None = recipe
     if recipe == "auto":
         chosen = _drafted(files, quiet=as_json)
     if chosen is not None:
@@ -222,9 +222,15 @@ def prepare(
 
 
 def _prepare(
-    chosen: str | Recipe | Schema | None, files: list[str], out: Path, *, quiet: bool, **given: Any
+    chosen: Draft | str | Recipe | Schema | None,
+    files: list[str],
+    out: Path,
+    *,
+    quiet: bool,
+    again: str = "",
+    **given: Any,
 ) -> PrepareReport:
-    """Prepare with a bar for each stage."""
+    """Prepare with a bar for each stage; ``again``: arguments for ``stoker prepare``, if this is another command."""
     from stoker.prep.inputs import files_of
     from stoker.prep.prepare import run_prepare
     from stoker.prep.stages.task import STAGE_WORDS
@@ -241,6 +247,9 @@ def _prepare(
                 bars(STAGE_WORDS[progress.stage], progress.done, progress.total, progress.unit)
 
             return run_prepare(chosen, inputs, out=folder, progress=show, **given)
+    except DataError as error:
+        more = f"more with stoker prepare {again} --max-bad" if again else "more with max_bad"
+        raise DataError(str(error).replace("more with max_bad", more), settings=error.settings) from error
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
 
@@ -264,9 +273,9 @@ def prepare_log(log: Path, folder: Path, *, quiet: bool) -> Path:
     """
     out = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '', log.name.split('.')[0]) or 'log'}-data"
     files = [_typed(log)]
-    schema = _drafted(files, quiet=quiet)
+    draft = _drafted(files, quiet=quiet)
     try:
-        report = _prepare(schema, files, out, quiet=quiet)
+        report = _prepare(draft, files, out, quiet=quiet, again=f"auto {quoted(files[0])} --out {quoted(out)}")
     except DataError as error:
         if not (out / MANIFEST).exists():
             raise
@@ -285,7 +294,8 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
     """Prepare raw rows like a dataset's; yield the result, deleted at the end of the block, and its bad lines."""
     with tempfile.TemporaryDirectory(prefix="stoker-score-") as folder:
         out = Path(folder) / "data"
-        report = _prepare(None, [_typed(log)], out, quiet=quiet, like=dataset, keep=keep)
+        again = f"--like {quoted(dataset)} {quoted(_typed(log))} --out NEW"
+        report = _prepare(None, [_typed(log)], out, quiet=quiet, again=again, like=dataset, keep=keep)
         if report.bad and not quiet:
             first = json.loads((out / "quarantine.jsonl").read_text(encoding="utf-8").split("\n", 1)[0])
             say(
@@ -297,23 +307,23 @@ def prepared_like(log: Path, dataset: Path, keep: Sequence[str], *, quiet: bool)
         yield out, report.bad
 
 
-def _drafted(files: list[str], *, quiet: bool) -> Schema:
+def _drafted(files: list[str], *, quiet: bool) -> Draft:
     from stoker.prep.draft import draft_log
 
     draft = draft_log(files)
-    found = draft.schema()
+    draft.schema()  # refuses a draft that lacks something
     if not quiet:
         _show_columns(draft)
         names = " ".join(map(quoted, files))
         say(f"label: {draft.positive}. To change what a column is: stoker init {names}")
         for note in draft.notes:
             say(f"  {note}", "yellow")
-    return found
+    return draft
 
 
 def _changed(
-    recipe: str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
-) -> tuple[str | Recipe | Schema | None, str | None]:
+    recipe: Draft | str | Recipe | Schema, preset: str | None, min_count: int | None, features: Sequence[str]
+) -> tuple[Draft | str | Recipe | Schema | None, str | None]:
     """Return the recipe with another minimum count in each column with a vocabulary, and with more features."""
     if min_count is None and not features:
         return recipe, preset

@@ -19,6 +19,7 @@ from stoker.prep.guess import USER_NAME, Guess, Sample, decimal_commas, guess_co
 from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.parse.layout import COMPARE
 from stoker.prep.parse.notation import with_point
+from stoker.prep.parse.quarantine import DEFAULT_BAD
 from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Label, Schema, SplitRule
 from stoker.prep.settings import DRAFT_ROWS
@@ -47,6 +48,7 @@ class Draft:
     features: int  # number of columns that a model would see
     rows: int  # number of rows read
     unsure: int  # number of comments that ask a question
+    lacking: float  # share of rows without label or time, which are bad lines
     known: str = ""  # which recipe knows such a log, and the command
 
     def role(self, column: Guess) -> str:
@@ -86,8 +88,9 @@ class Draft:
         lacking = "label" if self.label is None else "feature" if not self.features else None
         if lacking is not None:
             columns = [f"{one.name} ({one.reason})" if one.reason else one.name for one in self.columns]
+            twice = "".join(f"{note[8:].capitalize()}. " for note in self.notes if note.startswith("unsure: several"))
             raise SchemaError(
-                f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. "
+                f"no column of the log looks like a {lacking}: {listed(columns, longest=150)}. {twice}"
                 + (f"It {self.known}. Or draft" if self.known else "Draft")
                 + " a schema with stoker init LOG, fill in what is missing, and prepare with that file."
                 + " If all rows are positive, such as purchases, uncomment [negatives] there." * (lacking == "label")
@@ -195,8 +198,9 @@ def draft_inputs(inputs: Inputs, log: Any, *, rows: int = DRAFT_ROWS, command: s
     unsure = sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines())
     name = label.name if label else None
     return Draft(
-        text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure, known=known
-    )
+        text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure, known=known,
+        lacking=sum(one.missing for one in (label, time) if one),
+    )  # fmt: skip
 
 
 def _choose_time(columns: Sequence[Guess], label: Guess | None) -> Guess | None:
@@ -293,10 +297,15 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
         said = f"Or is it {names}? Choose with column in [label] of the schema, which stoker init writes"
         doubts, more = [f"{found.doubt}. {said}"], []
     if label.missing:
-        doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
+        doubts.append(_lacking("label", label.missing))
     said = f"{plural(label.distinct, 'value')}, such as {label.example!r}"
     values = {"column": label.name, **({"rule": found.rule} if found.rule else {})}
     return [*_table("[label]", [said], doubts, {}), *more, *_lines(values)]
+
+
+def _lacking(what: str, share: float) -> str:
+    allow = f"; with a schema file add --max-bad {int(100 * share) + 1}%" if share >= DEFAULT_BAD else ""
+    return f"{share:.1%} of the rows have no {what}: they are bad lines, set aside{allow}"
 
 
 def _negatives(columns: Sequence[Guess]) -> list[str]:
@@ -316,7 +325,7 @@ def _negatives(columns: Sequence[Guess]) -> list[str]:
 def _timestamp(time: Guess | None) -> list[str]:
     if time is None:
         return []
-    missing = [f"{time.missing:.1%} of the rows have no time: they are bad lines, set aside"] if time.missing else []
+    missing = [_lacking("time", time.missing)] if time.missing else []
     settings = {key: value for key, value in time.settings.items() if value != "int"}
     said = [*time.notes, f"such as {time.example!r}"]
     return _table("[timestamp]", said, [*time.doubts, *missing], {"column": time.name, **settings})

@@ -131,11 +131,12 @@ class Preparation(PrepareSettings):
             )
 
     def task(
-        self, recipe: Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
+        self, recipe: Draft | Recipe | Schema | str | os.PathLike[str] | None, inputs: Inputs, out: Path
     ) -> tuple[Task, list[str]]:
         """Return the task and its warnings."""
         measure: Like | None = None
-        drafted: Draft | None = None
+        limit = BadLineLimit(strict=self.strict, max_bad=self.max_bad)
+        noted: list[str] = []
         if self.like is not None:
             path = self.like.path if isinstance(self.like, Dataset) else Path(self.like)
             measure = _like(path, recipe, self.preset, self.history, grow=self.grow, negatives=self.negatives)
@@ -144,8 +145,10 @@ class Preparation(PrepareSettings):
             raise ConfigError("prepare needs a recipe, a schema, or like=DATASET.", settings=("like",))
         else:
             if recipe == AUTO:
-                drafted = draft_inputs(inputs, inputs.files)
-            chosen, schema = load_recipe(drafted.schema() if drafted else recipe, self.preset)
+                recipe = draft_inputs(inputs, inputs.files)
+                noted += filter(None, [recipe.doubts])
+            limit.usual += recipe.lacking if isinstance(recipe, Draft) else 0.0
+            chosen, schema = load_recipe(recipe, self.preset)
         if self.split is not None:
             schema = replace(schema, split=split_of(self.split))
         more = [self.keep] if isinstance(self.keep, str) else self.keep
@@ -156,12 +159,10 @@ class Preparation(PrepareSettings):
         refuse_packed_copies(sources, names, schema.source)
         task = Task(
             recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=out,
-            limit=BadLineLimit(strict=self.strict, max_bad=self.max_bad), threads=check_threads(self.threads),
-            report=self.progress or (lambda _: None), block_bytes=self.block_bytes, executor=self.executor,
-            like=measure, names=names,
+            limit=limit, threads=check_threads(self.threads), report=self.progress or (lambda _: None),
+            block_bytes=self.block_bytes, executor=self.executor, like=measure, names=names,
         )  # fmt: skip
         task = task if measure else with_one_notation(task)
-        noted = [drafted.doubts] if drafted and drafted.doubts else []
         noted += [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
         in_order = text_order_warning(names.get(path, str(path)) for path in sources)
         noted += filter(None, [in_order, measure.warning if measure else None])
@@ -263,7 +264,7 @@ def prepare(
 
 
 def run_prepare(
-    recipe: Recipe | Schema | str | os.PathLike[str] | None,
+    recipe: Draft | Recipe | Schema | str | os.PathLike[str] | None,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Inputs,
     *,
     out: str | os.PathLike[str],
@@ -385,8 +386,10 @@ def _like(path: Path, recipe: object, preset: str | None, history: str, *, grow:
     return like
 
 
-def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
+def load_recipe(recipe: Draft | Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
     """Return the recipe with its preset chosen, and its schema; wrap a schema in a recipe."""
+    if isinstance(recipe, Draft):
+        recipe = recipe.schema()
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.prep import recipes
 

@@ -121,8 +121,8 @@ def export(run: str | Path, out: str | Path, **given: Any) -> Export:
     target = Path(out)
     check_target(target)
     if target.exists() and not (asked.overwrite and is_export(target)):
-        more = "Choose another name, or pass overwrite=True." if is_export(target) else "It is not an export."
-        raise ConfigError(f"{target} exists. {more}", settings=("out", "overwrite"))
+        more = ", or pass overwrite=True." if is_export(target) else ": it is not an export."
+        raise ConfigError(f"{target} exists. Choose another name{more}", settings=("out", "overwrite"))
     path = find_checkpoint(run)
     manifest = read_manifest(path)
     verify(path)

@@ -19,7 +19,7 @@ from stoker.prep.stages.parts import LogPart, atomic_path
 
 _RULE = "give the label a rule in the schema, such as rule = '> 0'"
 _EARLY = 1_000_000  # from this many lines on, the share is checked while reading
-_DEFAULT_SHARE = 0.01  # of all lines that may be bad by default,
+DEFAULT_BAD = 0.01  # of all lines that may be bad by default,
 _FEW = 10  # and fewer bad lines than this are always allowed
 _COMMONEST = 3  # number of reasons in messages
 # Pattern of reasons, their common name, and the remedy.
@@ -147,6 +147,7 @@ class BadLineLimit:
 
     def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
         self.strict = strict
+        self.usual = DEFAULT_BAD  # share that may be bad without ``max_bad``
         self.remedy = remedy or "Fix the line, or leave strict out to set bad lines aside."
         if strict and max_bad is not None:
             raise ConfigError("strict allows no bad line, max_bad a share. Give one of them.", settings=("strict",))
@@ -208,7 +209,7 @@ class BadLineLimit:
 
     def check(self) -> None:
         """Raise :class:`DataError` if more than the allowed share of lines is bad."""
-        share, by_default = (_DEFAULT_SHARE, " by default") if self.share is None else (self.share, "")
+        share, by_default = (self.usual, " by default") if self.share is None else (self.share, "")
         if self.bad <= share * self.lines or (by_default and self.bad < _FEW):
             return
         labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
