@@ -22,7 +22,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_381,
+    "base": 2_385,
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
@@ -31,13 +31,13 @@ LINES = {
     "placement": 2_770,
     "training": 11_096,
     "rewrite": 1_810,
-    "prep": 13_750,
+    "prep": 13_751,
     "synthetic": 1_660,
-    "cli": 3_482,
+    "cli": 3_484,
     "live": 1_332,
     "serve": 1_610,
 }  # fmt: skip
-ALL_LINES = 66_418
+ALL_LINES = 66_423
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

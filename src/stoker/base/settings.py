@@ -70,6 +70,12 @@ def setting(default: Any, help: str, **notes: Unpack[_Notes]) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def like(owner: type[Settings], name: str, **notes: Unpack[_Notes]) -> Any:
+    """Declare a field as another class declares it, but for these ``notes``."""
+    item = owner.__dataclass_fields__[name]
+    return field(default=item.default, metadata={**item.metadata, **notes})
+
+
 def with_arguments_of(kind: Callable[_P, object]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
     """Give a function the arguments of a class: people, editors and type checkers see the fields of the class.
 

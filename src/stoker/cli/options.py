@@ -62,6 +62,7 @@ Import = Annotated[
 ]
 Data = Annotated[Path | None, typer.Option(help="Dataset. (default: that of the run)")]
 MovedData = Annotated[Path | None, typer.Option("--data", help="Dataset of the run, if it was moved.")]
+NewDataset = Annotated[Path, option("Results", "New dataset directory.", default=...)]
 Overwrite = Annotated[bool, option("Results", "Replace an existing dataset.", "--overwrite", default=...)]
 Plot = Annotated[Path | None, option("Results", "Draw the curve to this .png file (needs matplotlib).", default=...)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]

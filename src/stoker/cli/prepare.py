@@ -23,7 +23,7 @@ from stoker.base.settings import Settings, setting
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.options import printed, say, show_rows, show_table, takes, with_options
 from stoker.dataset.manifest import MANIFEST
-from stoker.prep.settings import DRAFT_ROWS, LOG_SUFFIXES, PrepareSettings
+from stoker.prep.settings import DRAFT_ROWS, LOG_SUFFIXES, PRESET, PrepareSettings
 from stoker.synthetic.settings import TextSettings
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
 
 def schema(
     recipe: Annotated[str, typer.Argument(help="Recipe name; stoker prepare --list shows them.")],
-    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
+    preset: str | None = typer.Option(None, help=PRESET),
 ) -> None:
     """Print the schema of a recipe as TOML.
 

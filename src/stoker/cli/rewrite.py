@@ -13,6 +13,7 @@ from stoker.base.units import format_duration, format_size, quoted
 from stoker.cli.options import (
     DataArgument,
     Json,
+    NewDataset,
     Overwrite,
     Plot,
     check_new_files,
@@ -170,7 +171,7 @@ def _bar(share: float) -> str:
 @takes(ProfileOptions, "batch_size", without=("sample", "confidence", "seed"))
 def classify(
     dataset: DataArgument,
-    out: Path = option("Results", "New dataset directory.", default=...),
+    out: NewDataset,
     profile: Path | None = option("Profile", "File that stoker profile wrote. (default: a new profile)"),
     *,
     settings: dict[str, Any],
@@ -223,7 +224,7 @@ def classify(
 @takes(Reordering)
 def reorder(
     dataset: DataArgument,
-    out: Path = option("Results", "New dataset directory.", default=...),
+    out: NewDataset,
     tables: list[str] | None = option(
         "Order", "Table to reorder. Repeatable. (default: all with a vocabulary and 1,000 rows)", "--table"
     ),

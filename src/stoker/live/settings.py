@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.base.settings import Settings, setting
+from stoker.base.settings import Settings, like, setting
+from stoker.prep.settings import PrepareSettings
 
 POLL = 10.0  # seconds between two checks for new logs
 
@@ -25,6 +26,4 @@ class UpdateSettings(Settings, panel="Update"):
     held_out: bool = setting(
         False, "Take logs of the dataset of the run, too: of its rows for validation and test.", options=("--held-out",)
     )
-    max_bad: str | float | None = setting(
-        None, "Allowed share of bad lines, such as 0.1%.", unset="1%, from 10 bad lines on"
-    )
+    max_bad: str | float | None = like(PrepareSettings, "max_bad")

@@ -115,7 +115,7 @@ class ReplaySettings(Settings, panel="Batches"):
     embedding_dim: int = setting(
         16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"), panel="Rows"
     )
-    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.", panel="Rows")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the table weights.", panel="Rows")
     row_optimizer: str = setting(
         "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS, panel="Rows",
         options=("--row-optimizer", "--optimizer"),

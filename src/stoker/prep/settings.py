@@ -12,6 +12,7 @@ LOG_SUFFIXES = (
     ".csv", ".tsv", ".txt", ".dat", ".log", ".gz", ".zst", ".zstd", ".parquet", ".pq", ".json", ".jsonl", ".ndjson",
 )  # fmt: skip
 DRAFT_ROWS = 100_000  # that a draft reads by default
+PRESET = "Preset of the recipe; the first one if left out."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class PrepareSettings(Settings):
     negatives: bool = setting(
         False, "With --like: sample rows of label 0 as the schema says, to evaluate.", options=("--negatives",)
     )
-    preset: str | None = setting(None, "Preset of the recipe; the first one if left out.")
+    preset: str | None = setting(None, PRESET)
     strict: bool = setting(False, "Stop at the first bad line.", options=("--strict",))
     max_bad: str | float | None = setting(
         None, "Allowed share of bad lines, such as 0.1%.", unset="1%, from 10 bad lines on"

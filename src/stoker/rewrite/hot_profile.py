@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stoker.base.errors import ConfigError, DataError, errors_as
 from stoker.base.files import atomic_file, hash_json
 from stoker.base.picture import Grid, Plotted, blank
-from stoker.base.settings import Settings, setting
+from stoker.base.settings import Settings, like, setting
 from stoker.base.units import format_size, parse_share, parse_size, quoted
-from stoker.optim import ROW_OPTIMIZERS
+from stoker.placement.budget import ReplaySettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,12 +38,9 @@ class ProfileOptions(Settings, panel="Rows"):
     )
     model: str = setting("dlrm", "Model of the rows, as for stoker train: it decides the columns.", panel="Model")
     model_options: Mapping[str, Any] = setting(dict, "The model's own options.", panel="Model")
-    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
-    dtype: str = setting("float32", "Type of the table weights: float32 or bfloat16.")
-    row_optimizer: str = setting(
-        "rowwise_adagrad", "Row optimizer, whose state needs memory too.", choices=lambda: ROW_OPTIMIZERS,
-        options=("--row-optimizer", "--optimizer"),
-    )  # fmt: skip
+    embedding_dim: int = like(ReplaySettings, "embedding_dim")
+    dtype: Literal["float32", "bfloat16"] = like(ReplaySettings, "dtype")
+    row_optimizer: str = like(ReplaySettings, "row_optimizer")
     sample: float | str | None = setting(
         None, "Estimate from this share of the training rows (5% in the paper), and compare with the counts.",
         parse=parse_share, panel="Sample",

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from stoker.base.settings import Settings, Useless, setting
+from stoker.base.settings import Settings, Useless, like, setting
 from stoker.base.units import parse_size
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizerName
-from stoker.placement.budget import MemoryBudget
+from stoker.placement.budget import MemoryBudget, ReplaySettings
 
 SMALLEST, LARGEST = 64, 2048  # examples of a batch; a step is not faster below; above, the learning rates do not fit
 BATCHES = f"{SMALLEST} to {LARGEST}, by the training rows"
@@ -46,10 +46,10 @@ class ModelConfig(Settings, panel="Model"):
         "dlrm",
         "dlrm, deepfm, dcn, tbsm, din, sasrec, tabular, rankmixer, two-tower, or the name of a model of your own.",
     )
-    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
+    embedding_dim: int = like(ReplaySettings, "embedding_dim", panel="")
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
     pooling: Literal["sum", "mean", "max"] = setting("mean", "Pooling of sequence features.")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the table weights.")
+    dtype: Literal["float32", "bfloat16"] = like(ReplaySettings, "dtype", panel="")
     tt_rank: int | None = setting(None, "Store large tables as tensor trains of this rank. This changes the model.")
     tt_rows: int = setting(
         1_000_000, "Tables with this many rows become tensor trains, if that makes them smaller.", least=1
