@@ -7,7 +7,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -186,6 +186,9 @@ def _problem(value: Any, hint: Any) -> str | None:
     return f"must be {known[0]}, found {value!r}"
 
 
+_UNORDERED = (str, bytes, Mapping, set, frozenset)  # or no list of values at all
+
+
 def typed(value: Any, hint: Any) -> Any:
     """Return a value of the type that a hint declares: numbers of NumPy as Python's, a path as text.
 
@@ -194,6 +197,8 @@ def typed(value: Any, hint: Any) -> Any:
     """
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
         value = os.fspath(value)
+    if typing.get_origin(hint) is tuple and isinstance(value, Iterable) and not isinstance(value, _UNORDERED):
+        value = value if isinstance(value, list) else tuple(value)  # such as the keys of a dictionary
     value = _plain(value)
     if (problem := _problem(value, hint)) is None:
         return value
@@ -223,9 +228,15 @@ def check_types(made: Any, owner: str) -> None:
                 raise ConfigError(f"{owner}: {item.name} {error}.") from None
 
 
-def whole(value: Any, least: int) -> bool:
-    """Return whether a value is a whole number of at least ``least``."""
-    return isinstance(value, Integral) and int(value) >= least
+def whole(name: str, value: Any, least: int) -> Any:
+    """Return None, or a whole number of at least ``least`` as an int; raise ConfigError for other values."""
+    try:
+        value = typed(value, int | None)
+    except TypeError as error:
+        raise ConfigError(f"{name} {error}.") from None
+    if value is not None and value < least:
+        raise ConfigError(f"{name} is {value}; it must be at least {least}, or left out.")
+    return value
 
 
 def check_not_negative(owner: str, **values: float | None) -> None:

@@ -646,10 +646,7 @@ def stage(
             "the stream was made with reuse=True: it overwrites each batch with the next, but batches wait here while "
             "later ones are read. Leave reuse out."
         )
-    if lookahead is not None and not whole(lookahead, 0):
-        raise ConfigError(f"lookahead is {lookahead!r} batches; give 0 or more.")
-    if in_flight is not None and not whole(in_flight, 1):
-        raise ConfigError(f"in_flight is {in_flight!r} batches; give at least 1: the one in training.")
+    lookahead, in_flight = whole("lookahead", lookahead, 0), whole("in_flight", in_flight, 1)
     if background is None:
         storages = [group.storage for group in tables.groups]
         slotted = [storage for storage in storages if isinstance(storage, SlottedRows)]
