@@ -492,19 +492,18 @@ def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Pa
 def test_a_directory_that_is_closed_after_a_run_is_named(
     run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def closed(folder: Path) -> Any:  # a superuser may write anywhere
-        if folder.name == name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(folder / "tmp"))
+    def closed(dir: Path) -> Any:  # a superuser may write anywhere
+        if dir.name == copy.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir / "tmp"))
         return io.BytesIO()
 
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / ".lock").touch()
-    monkeypatch.setattr("stoker.training.files.rundir.TemporaryFile", lambda dir: closed(dir))
-    for name in ("run", "checkpoints"):
-        for command in (("train", "--resume", copy, "--epochs", 3), ("compact", copy), ("rollback", copy)):
-            code, _, err = say(*command)
-            assert code == 2
-            assert f"{copy} cannot be written to (Permission denied). Training puts its checkpoints there" in err
+    monkeypatch.setattr("stoker.training.files.rundir.TemporaryFile", closed)
+    for command in (("train", "--resume", copy, "--epochs", 3), ("compact", copy), ("rollback", copy)):
+        code, _, err = say(*command)
+        assert code == 2
+        assert f"{copy} cannot be written to (Permission denied). Training puts its checkpoints there" in err
 
 
 def test_a_second_ctrl_c_says_what_is_kept(

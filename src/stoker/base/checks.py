@@ -7,7 +7,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -148,6 +148,7 @@ _KNOWN: dict[Any, _Check] = {
     Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(_is(Integral))),
     Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(_is(Real))),
     Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(_is(str))),
+    Mapping[str, Any]: ('an object such as {"a": 1}', _object_of(lambda _: True)),
     Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(_is(Integral))),
     Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(_is(str))),
 }
@@ -186,9 +187,6 @@ def _problem(value: Any, hint: Any) -> str | None:
     return f"must be {known[0]}, found {value!r}"
 
 
-_UNORDERED = (str, bytes, Mapping, set, frozenset)  # or no list of values at all
-
-
 def typed(value: Any, hint: Any) -> Any:
     """Return a value of the type that a hint declares: numbers of NumPy as Python's, a path as text.
 
@@ -197,8 +195,6 @@ def typed(value: Any, hint: Any) -> Any:
     """
     if isinstance(value, os.PathLike) and str in (typing.get_args(hint) or [hint]):
         value = os.fspath(value)
-    if typing.get_origin(hint) is tuple and isinstance(value, Iterable) and not isinstance(value, _UNORDERED):
-        value = value if isinstance(value, list) else tuple(value)  # such as the keys of a dictionary
     value = _plain(value)
     if (problem := _problem(value, hint)) is None:
         return value
@@ -208,6 +204,7 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    value = tuple(value) if isinstance(value, KeysView | Iterator) else value  # a set has no order
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     value = value.item() if getattr(value, "shape", None) == () else value  # of NumPy or torch
@@ -216,27 +213,21 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return :func:`typed`; raise ConfigError for a value of another type."""
+    try:
+        return typed(value, hint)
+    except TypeError as error:
+        raise ConfigError(f"{name} {error}.") from None
+
+
 def check_types(made: Any, owner: str) -> None:
     """Raise ConfigError for a field of a frozen dataclass that has another type than its default and its hint."""
     hints = hints_of(type(made))  # type: ignore[arg-type]
     for item in fields(made):
         value, hint = getattr(made, item.name, item.default), hints.get(item.name)  # a subclass may set one later
         if value is not item.default and type(value) is not hint:
-            try:
-                object.__setattr__(made, item.name, typed(value, hint))
-            except TypeError as error:
-                raise ConfigError(f"{owner}: {item.name} {error}.") from None
-
-
-def whole(name: str, value: Any, least: int) -> Any:
-    """Return None, or a whole number of at least ``least`` as an int; raise ConfigError for other values."""
-    try:
-        value = typed(value, int | None)
-    except TypeError as error:
-        raise ConfigError(f"{name} {error}.") from None
-    if value is not None and value < least:
-        raise ConfigError(f"{name} is {value}; it must be at least {least}, or left out.")
-    return value
+            object.__setattr__(made, item.name, checked(f"{owner}: {item.name}", value, hint))
 
 
 def check_not_negative(owner: str, **values: float | None) -> None:

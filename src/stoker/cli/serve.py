@@ -183,7 +183,6 @@ def _serve(
             say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
 
     with suppress(KeyboardInterrupt):  # where the loop takes no signals
-        log = say if speaks else None
-        asyncio.run(run_server(Server(scorer, chosen, retriever, listening, log), started))
+        asyncio.run(run_server(Server(scorer, chosen, retriever, listening, say if speaks else None), started))
     if speaks:
         say("stopped")

@@ -353,8 +353,7 @@ class TableConfig:
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
                 f"rows. Give an id from {-self.num_embeddings:,} to {self.num_embeddings - 1:,}."
             )
-        if not self.features:
-            object.__setattr__(self, "features", (self.name,))
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if self.grow is not None:
             self._check_grow()
 
