@@ -117,8 +117,8 @@ class OrderConfig(Settings, panel="Optimization"):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_size, str):
-            self._refuse(f"batch_size is {self.batch_size!r}; give a whole number. 'auto' is for stoker.train.", "batch_size")
+        if isinstance(size := vars(self)["batch_size"], str):
+            self._refuse(f"batch_size is {size!r}; give a whole number. 'auto' is for stoker.train.", "batch_size")
         super().__post_init__()
         self._set("swap_rate", float(self.swap_rate))
         if self.shards & (self.shards - 1):
