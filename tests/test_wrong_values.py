@@ -96,6 +96,10 @@ def adam(**given: Any) -> Callable[[], Any]:
         (lambda: stoker.Feature(name="a", table="t", max_length=-1), "max_length is -1"),
         (lambda: stoker.TrainConfig(strategy=3), "strategy must be 'auto'"),
         (lambda: stoker.TrainConfig(seed=None), "seed must be a whole number"),
+        (lambda: stoker.TrainConfig(model_options=None), "model_options must be an object"),
+        (lambda: stoker.TrainConfig(row_options=[1]), "row_options must be an object"),
+        (lambda: stoker.TrainConfig(row_cow_clip=5), "row_cow_clip must be two numbers"),
+        (lambda: stoker.TrainConfig(tt_own={"a": 0.5}), "tt_own must be an object of whole numbers"),
         (lambda: stoker.TrainConfig(data_memory=-1), "data_memory: size -1 is negative"),
         (lambda: stoker.TrainConfig(data_memory=True), "data_memory: size .*True.* is not a number with a unit"),
     ],
@@ -134,11 +138,44 @@ def test_a_bag_refuses_wrong_arguments(given: dict[str, Any], words: str) -> Non
         stoker.TTEmbeddingBag(**{"num_embeddings": 100, "embedding_dim": 8, **given})
 
 
-@pytest.mark.parametrize("given", [{"lookahead": 2.5}, {"lookahead": math.nan}, {"in_flight": 1.5}, {"in_flight": "2"}])
-def test_a_stage_refuses_numbers_that_are_not_whole(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lookahead": 2.5}, "lookahead must be a whole number or null, found 2.5"),
+        ({"lookahead": math.nan}, "lookahead must be a whole number"),
+        ({"lookahead": -1}, "lookahead is -1 batches; give 0 or more"),
+        ({"in_flight": 1.5}, "in_flight must be a whole number"),
+        ({"in_flight": 0.0}, "in_flight is 0 batches; give at least 1"),
+        ({"in_flight": "2"}, "in_flight must be a whole number"),
+    ],
+)
+def test_a_stage_refuses_numbers_that_are_not_whole(given: dict[str, Any], words: str) -> None:
     tables = stoker.EmbeddingTables([stoker.TableConfig(**TABLE)], optimizer=optim.SGD(lr=0.1))
-    with pytest.raises(ConfigError, match=f"{next(iter(given))} is .* batches; give"):
+    with pytest.raises(ConfigError, match=words):
         stoker.stage([], tables, **given)
+
+
+def test_whole_floats_are_taken_everywhere() -> None:
+    made = stoker.TableConfig(name="t", num_embeddings=1e1, embedding_dim=4.0)
+    assert made == stoker.TableConfig(**TABLE)
+    assert type(made.num_embeddings) is type(made.embedding_dim) is int
+    tables = stoker.EmbeddingTables([made], optimizer=optim.SGD(lr=0.1), placement=stoker.Cached(slots=8.0))
+    items = [torch.tensor([[1]]), torch.tensor([[2]])]
+    staged = stoker.stage(items, tables, lookahead=2.0, in_flight=np.float32(2), lookups=lambda item: item)
+    assert [tables(each).shape for each in staged] == [(1, 1, 4)] * 2
+    assert stoker.TrainConfig(lookahead=2.0).lookahead == 2
+    for size in (64.0, np.int64(64)):
+        assert stoker.TrainConfig(batch_size=size).to_dict() == stoker.TrainConfig(batch_size=64).to_dict()
+
+
+def test_names_can_be_any_ordered_collection() -> None:
+    wanted = stoker.TableConfig(**TABLE, features=("a", "b"))
+    names = {"a": 1, "b": 2}
+    for given in (["a", "b"], names.keys(), iter(names), (name for name in names)):
+        assert stoker.TableConfig(**TABLE, features=given) == wanted
+    for given in ({"a", "b"}, names, b"ab"):  # a set has another order in each process
+        with pytest.raises(ConfigError, match="features must be a list of texts"):
+            stoker.TableConfig(**TABLE, features=given)
 
 
 def test_numbers_of_numpy_and_paths_are_taken_as_plain_values() -> None:

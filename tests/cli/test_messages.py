@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import shutil
@@ -486,6 +487,23 @@ def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Pa
     code, _, err = say("train", "--resume", copy, "--epochs", 3)
     assert code == 2
     assert f"{copy} cannot be written to (Is a directory). Training puts its checkpoints there: make it writable" in err
+
+
+def test_a_directory_that_is_closed_after_a_run_is_named(
+    run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(dir: Path) -> Any:  # a superuser may write anywhere
+        if dir.name == copy.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir / "tmp"))
+        return io.BytesIO()
+
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / ".lock").touch()
+    monkeypatch.setattr("stoker.training.files.rundir.TemporaryFile", closed)
+    for command in (("train", "--resume", copy, "--epochs", 3), ("compact", copy), ("rollback", copy)):
+        code, _, err = say(*command)
+        assert code == 2
+        assert f"{copy} cannot be written to (Permission denied). Training puts its checkpoints there" in err
 
 
 def test_a_second_ctrl_c_says_what_is_kept(

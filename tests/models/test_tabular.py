@@ -186,7 +186,7 @@ def test_mistakes_are_told() -> None:
     for wrong in (5, {"C1": "wide"}):
         with pytest.raises(ConfigError, match="not columns by table"):
             Tabular(SPEC, dims=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="embedding_dim=0; both must be whole numbers of at least 1"):
+    with pytest.raises(ConfigError, match="embedding_dim=0; both must be at least 1"):
         Tabular(SPEC, dims={"C1": 0})
     with pytest.raises(ConfigError, match="3 shares for 2 layers"):
         Tabular(SPEC, dropout=(0.1, 0.2, 0.3))

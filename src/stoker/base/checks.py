@@ -7,7 +7,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -148,6 +148,7 @@ _KNOWN: dict[Any, _Check] = {
     Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(_is(Integral))),
     Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(_is(Real))),
     Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(_is(str))),
+    Mapping[str, Any]: ('an object such as {"a": 1}', _object_of(lambda _: True)),
     Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(_is(Integral))),
     Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(_is(str))),
 }
@@ -203,6 +204,7 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    value = tuple(value) if isinstance(value, KeysView | Iterator) else value  # a set has no order
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     value = value.item() if getattr(value, "shape", None) == () else value  # of NumPy or torch
@@ -211,21 +213,21 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return :func:`typed`; raise ConfigError for a value of another type."""
+    try:
+        return typed(value, hint)
+    except TypeError as error:
+        raise ConfigError(f"{name} {error}.") from None
+
+
 def check_types(made: Any, owner: str) -> None:
     """Raise ConfigError for a field of a frozen dataclass that has another type than its default and its hint."""
     hints = hints_of(type(made))  # type: ignore[arg-type]
     for item in fields(made):
         value, hint = getattr(made, item.name, item.default), hints.get(item.name)  # a subclass may set one later
         if value is not item.default and type(value) is not hint:
-            try:
-                object.__setattr__(made, item.name, typed(value, hint))
-            except TypeError as error:
-                raise ConfigError(f"{owner}: {item.name} {error}.") from None
-
-
-def whole(value: Any, least: int) -> bool:
-    """Return whether a value is a whole number of at least ``least``."""
-    return isinstance(value, Integral) and int(value) >= least
+            object.__setattr__(made, item.name, checked(f"{owner}: {item.name}", value, hint))
 
 
 def check_not_negative(owner: str, **values: float | None) -> None:

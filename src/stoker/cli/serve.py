@@ -103,13 +103,14 @@ def serve(
 
 
 @contextmanager
-def _ends() -> Iterator[list[int]]:
+def _ends() -> Iterator[list[KeyboardInterrupt]]:
     """Let Ctrl-C and SIGTERM raise KeyboardInterrupt; yield those that came, since an import may lose the error."""
-    asked = list[int]()
+    asked = list[KeyboardInterrupt]()
 
     def stop(number: int, _: object) -> None:
-        asked.append(number)
-        raise KeyboardInterrupt
+        asked.append(KeyboardInterrupt())
+        vars(asked[-1])["exit_code"] = 128 + number  # of the command line
+        raise asked[-1]
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -147,8 +148,8 @@ def _load_modules() -> None:
 
 
 def _serve(
-    source: Path, data: Path | None, chosen: ServeSettings, asked: list[int], listening: socket.socket | None = None,
-    *, speaks: bool = True,
+    source: Path, data: Path | None, chosen: ServeSettings, asked: list[KeyboardInterrupt],
+    listening: socket.socket | None = None, *, speaks: bool = True,
 ) -> None:  # fmt: skip
     """Serve in this process until Ctrl-C or SIGTERM; ``asked``: those that came before."""
     _load_modules()
@@ -175,14 +176,13 @@ def _serve(
             say(f"note: the first requests load the kernels, since no row could be scored before them: {problem}")
 
     if asked:
-        raise KeyboardInterrupt
+        raise asked[0]
 
     def started(server: Server) -> None:
         if speaks:
             say(f"serving {source} (update {scorer.version['update']}) at http://{chosen.host}:{server.port}")
 
     with suppress(KeyboardInterrupt):  # where the loop takes no signals
-        log = say if speaks else None
-        asyncio.run(run_server(Server(scorer, chosen, retriever, listening, log), started))
+        asyncio.run(run_server(Server(scorer, chosen, retriever, listening, say if speaks else None), started))
     if speaks:
         say("stopped")

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from stoker.base.checks import check_not_negative, check_types, typed, whole
+from stoker.base.checks import check_not_negative, check_types, typed
 from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.dataset.spec import FeatureSpec, Grow
@@ -341,20 +341,19 @@ class TableConfig:
     grow: Grow | None = None  # ids are raw, any int64, and get rows in training; raw id 0 has row 0
 
     def __post_init__(self) -> None:
-        if not (whole(self.num_embeddings, 1) and whole(self.embedding_dim, 1)):
+        check_types(self, f"table {self.name!r}")
+        if min(self.num_embeddings, self.embedding_dim) < 1:
             raise ConfigError(
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
-                "both must be whole numbers of at least 1."
+                "both must be at least 1."
             )
-        check_types(self, f"table {self.name!r}")
         check_not_negative(f"table {self.name!r}", init_scale=self.init_scale)
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
             raise ConfigError(
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
                 f"rows. Give an id from {-self.num_embeddings:,} to {self.num_embeddings - 1:,}."
             )
-        if not self.features:
-            object.__setattr__(self, "features", (self.name,))
+        object.__setattr__(self, "features", tuple(self.features) or (self.name,))
         if self.grow is not None:
             self._check_grow()
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stoker.base.checks import whole
+from stoker.base.checks import checked
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Progress
 from stoker.base.settings import checked_arguments
@@ -646,10 +646,11 @@ def stage(
             "the stream was made with reuse=True: it overwrites each batch with the next, but batches wait here while "
             "later ones are read. Leave reuse out."
         )
-    if lookahead is not None and not whole(lookahead, 0):
-        raise ConfigError(f"lookahead is {lookahead!r} batches; give 0 or more.")
-    if in_flight is not None and not whole(in_flight, 1):
-        raise ConfigError(f"in_flight is {in_flight!r} batches; give at least 1: the one in training.")
+    lookahead, in_flight = (checked(*each, int | None) for each in (("lookahead", lookahead), ("in_flight", in_flight)))
+    if lookahead is not None and lookahead < 0:
+        raise ConfigError(f"lookahead is {lookahead} batches; give 0 or more.")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")
     if background is None:
         storages = [group.storage for group in tables.groups]
         slotted = [storage for storage in storages if isinstance(storage, SlottedRows)]

@@ -67,9 +67,9 @@ class ModelConfig(Settings, panel="Model"):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._set("model_options", plain(self.model_options))
         self._set("tt_own", dict(self.tt_own))
-        super().__post_init__()
 
     def useless(self) -> Useless:
         yield from super().useless()
@@ -117,12 +117,8 @@ class OrderConfig(Settings, panel="Optimization"):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not isinstance(self.batch_size, int | None):
-            self._refuse(
-                f"batch_size is {self.batch_size!r}; settings hold a whole number of examples. 'auto' is for "
-                "stoker.train.",
-                "batch_size",
-            )
+        if isinstance(size := vars(self)["batch_size"], str):
+            self._refuse(f"batch_size is {size!r}; give a whole number. 'auto' is for stoker.train.", "batch_size")
         super().__post_init__()
         self._set("swap_rate", float(self.swap_rate))
         if self.shards & (self.shards - 1):
@@ -159,10 +155,10 @@ class RowConfig(Settings, panel="Optimization"):
     row_cow_clip: tuple[float, float] | None = setting(None, "CowClip for row gradients, as r,zeta: 1,1e-5.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.row_cow_clip is not None:
             self._set("row_cow_clip", tuple(self.row_cow_clip))
         self._set("row_options", plain(self.row_options))
-        super().__post_init__()
 
     def useless(self) -> Useless:
         yield from super().useless()

@@ -48,7 +48,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stoker.base.errors import CheckpointError, ConfigError, StokerError, errors_as
-from stoker.base.files import exchange, hash_file, move, refuse_url, seal, sync_folder, unseal
+from stoker.base.files import NO_ROOM, exchange, hash_file, move, refuse_url, seal, sync_folder, unseal
 from stoker.base.picture import Shown
 from stoker.base.progress import Counted
 from stoker.base.settings import with_arguments_of
@@ -243,10 +243,9 @@ def writing(
     except OSError as error:
         if is_first(ranks):
             remove_folder(temporary)
-        limited = error.errno == errno.EFBIG
-        remedy = (
-            "Raise the limit on the size of files (ulimit -f)" if limited else "Free some space, or lower keep_last"
-        )
+        remedies = {errno.EFBIG: "Raise the limit on the size of files (ulimit -f)"}
+        remedies |= dict.fromkeys(NO_ROOM, "Free some space, or lower keep_last")
+        remedy = remedies.get(error.errno or 0, "Make its directory writable, or choose another")
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error.strerror or error}. Its files were deleted; earlier "
             f"checkpoints are untouched. {remedy}."

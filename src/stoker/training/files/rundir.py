@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeAlias, TypeVar
 
 from stoker.base import remote
@@ -105,6 +106,8 @@ class RunDirectory:
         """
         remedy = "Training puts its checkpoints there: make it writable, or continue a copy of the directory."
         with errors_as(ConfigError, f"{self.path} cannot be written to", remedy):
+            for folder in filter(Path.exists, (self.path, self.checkpoints)):
+                TemporaryFile(dir=folder).close()  # the lock may have been made when they were writable
             file = (self.path / _LOCK).open("w")
         with file:
             for _ in range(100):  # another process may only look whether it can begin here
