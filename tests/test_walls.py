@@ -22,7 +22,7 @@ LAYERS = {
 }  # fmt: skip
 # Most lines of each package, of which it has at least 0.9. Who raises one says why: docs/maintainers/architecture.md.
 LINES = {
-    "base": 2_385,
+    "base": 2_387,
     "ops": 7_140,
     "dataset": 3_086,
     "optim": 607,
