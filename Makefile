@@ -93,8 +93,9 @@ bench: $(VENV)/.dev  ## Run every benchmark bar and add to benchmarks/results/; 
 peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks compare with, in .peers
 	@$(PY) -m benchmarks.peers build
 
-# The reference comes from docstrings, which Sphinx leaves out without a warning if it does not find them.
-SITE = $(PY) -m sphinx -q -W --keep-going -b html docs build/site && grep -q EmbeddingTables build/site/reference/tables.html
+# The reference comes from docstrings, which Sphinx leaves out without a warning if it does not find them. Without -E it
+# reads only pages that changed, so a second build has no warning of the others.
+SITE = $(PY) -m sphinx -q -E -W --keep-going -b html docs build/site && grep -q EmbeddingTables build/site/reference/tables.html
 
 docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and build the site in build/site
 	@$(PY) tests/command_reference.py > docs/cli.md
